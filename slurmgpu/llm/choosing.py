@@ -12,8 +12,8 @@ from slurmgpu.llm.splitting import check_vllm, obstacle_to, stored_method
 NODE_GPUS = (1, 2, 4, 8)
 """GPUs per node that are proposed."""
 
-CARDS = (24e9, 48e9, 80e9, 141e9)
-"""Memory of GPUs that are proposed, in bytes."""
+CARDS = {24: 23.8e9, 48: 48.3e9, 80: 85e9, 141: 150e9}
+"""GPUs that are proposed: the gigabytes that they are sold with, and the bytes that programs find."""
 
 LEAST_BATCH = 1024
 """The smallest batch that is proposed, in tokens."""
@@ -98,9 +98,9 @@ def what_fits(model: Model, offer: Offer) -> Iterator[str]:
                 size = f"{smaller.memory.weights / 1e9:.1f} GB of weights"
                 yield f'model = "{source.name}-{suffix}" on the same GPUs ({size})'
                 break
-    for card in CARDS:
+    for sold, card in CARDS.items():
         if card > gpu_memory and fits(model, replace(offer, gpu_memory=int(card))):
-            yield f"GPUs of {card / 1e9:.0f} GB"
+            yield f"GPUs of {sold} GB"
             break
     if tokens := most_tokens(model, offer):
         yield f"batch_tokens = {tokens} in place of {model.batch_tokens}"

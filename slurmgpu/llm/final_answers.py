@@ -6,6 +6,7 @@ All patterns take time in proportion to the text: models also write 100,000 blan
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -50,6 +51,25 @@ _BEHIND = re.compile(
 _WORD = re.compile("[A-Za-z]{2,}")
 _N_WORDS_OF_AN_ANSWER = 3
 
+_ANY = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
+    "|eighteen|nineteen|twenty"
+)
+_NAMES = _ANY.split("|")
+# Not a part of a larger number (twenty-one, two hundred, one half), and not the pronoun "one".
+_NAMED = re.compile(
+    rf"(?<![\w-])(?<!no )(?<!(?:this|that|each|eith|noth) )(?:(?P<minus>minus|negative)\s)?(?P<name>{_ANY})(?![\w-])"
+    rf"(?!\s(?:{_ANY}|hundred|thousand|million|billion|dozen|hal(?:f|ves)|thirds?|quarters?|of|another|in|can|must)\b)",
+    re.IGNORECASE,
+)
+# A last line such as "So the answer is eight apples."
+_STATES = re.compile(r"(?:^|\b(?:is|are|equals)|[:=])\W{0,8}$", re.IGNORECASE)
+_ENDS = re.compile(r"\W{0,8}(?:[A-Za-z]{1,20})?\W{0,8}")
+_CONCLUDES = re.compile(r"^\W{0,8}$|\b(?:answer|total|result|so|thus|hence|therefore)\b", re.IGNORECASE)
+_REASON = r"(?:since|because|as|from|see|by|where|given|note|after|using|steps?|lines?|rounded|check(?:ed)?|due)\b"
+_REMARK = re.compile(rf"[(\[]\s{{0,3}}{_REASON}", re.IGNORECASE)
+_BECAUSE = re.compile(r"(?:\s[A-Za-z]{1,20})?[,;]?\s(?:since|because)\b", re.IGNORECASE)
+
 
 class Number(NamedTuple):
     """A number as written, and its value, a hundredth of what is written if it is in percent."""
@@ -79,16 +99,19 @@ def marked(text: str) -> tuple[str | None, bool]:
 def number_in(text: str) -> Number | None:
     r"""The number that a text gives as its answer; None without one, or if it is part of a formula as `3\sqrt{2}`.
 
-    It is the last number in `\boxed{}`, else the first after the last `####` or `#`, else the last of all. Thousands
-    separators, fractions, also in LaTeX, mixed numbers and powers of ten are understood.
+    It is the last number in `\boxed{}`, else the first after the last `####` or `#`, else the last of all before a
+    reason in brackets that ends the text. Thousands separators, fractions, also in LaTeX, mixed numbers, powers of ten,
+    and words up to twenty are understood.
     """
     answer, is_boxed = marked(text)
-    plain = _plain(text if answer is None else answer)
+    plain = _without_reason(_plain(text if answer is None else answer))
     if is_boxed:
         plain = _right_side(plain)
         if _is_formula(plain):
             return None
     numbers = list(_NUMBER.finditer(plain))
+    if (named := _named(plain, numbers)) is not None:
+        return named
     if not numbers:
         return None
     found = numbers[-1 if answer is None or is_boxed else 0]
@@ -109,7 +132,15 @@ def reference_number(text: str) -> Number | None:
     is_prose = answer is None and len(_WORD.findall(shown)) > _N_WORDS_OF_AN_ANSWER
     if not is_prose and _is_formula(_right_side(_plain(shown))):
         return None
-    return number_in(text)
+    found = number_in(text)
+    return None if found is not None and is_prose and found.text.lower() in _NAMES else found
+
+
+def number_of(text: str) -> Number | None:
+    """The number that a text is, as in `1.0`, `1,000` or `eight`; None for other texts."""
+    plain = _plain(text.strip())
+    found = _NUMBER.fullmatch(plain)
+    return _number(found) if found else _name(_NAMED.fullmatch(plain))
 
 
 def _plain(text: str) -> str:
@@ -117,6 +148,47 @@ def _plain(text: str) -> str:
     for pattern, instead in _PLAIN:
         text = pattern.sub(instead, text)
     return text
+
+
+def _without_reason(plain: str) -> str:
+    """The text without a reason behind its final number: `8 (since 5+3=8, step 2)`, or `8, because 5+3=8`."""
+    text = plain.rstrip(" \t\r\n.*_")
+    start = text.rfind("\n") + 1
+    number = _NUMBER.match(text, start) or _NAMED.match(text, start)
+    if number and _BECAUSE.match(text, number.end()):
+        return text[: number.end()]
+    if text.endswith((")", "]")):
+        depth, opening = 0, len(text) - 1
+        for opening in range(len(text) - 1, start - 1, -1):
+            depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(text[opening], 0)
+            if not depth:
+                break
+        stated = text[start:opening]
+        if _REMARK.match(text, opening) and (_NUMBER.search(stated) or _NAMED.search(stated)):
+            return text[:opening]
+    return plain
+
+
+def _named(plain: str, numbers: Sequence[re.Match[str]]) -> Number | None:
+    """The number in words that a text ends on; with digits before it only where the last line states just that."""
+    text = plain.rstrip()
+    start = text.rfind("\n") + 1 if numbers else 0
+    if numbers and numbers[-1].end() > start:
+        return None
+    names = list(_NAMED.finditer(text, start))
+    if not names:
+        return None
+    before, behind = text[start : names[-1].start()], text[names[-1].end() :]
+    if numbers and not (_STATES.search(before) and _CONCLUDES.search(before) and _ENDS.fullmatch(behind)):
+        return None
+    return _name(names[-1])
+
+
+def _name(found: re.Match[str] | None) -> Number | None:
+    if found is None:
+        return None
+    value = Fraction(_NAMES.index(found["name"].lower()))
+    return Number(found[0], -value if found["minus"] else value, False)
 
 
 def _right_side(plain: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROWS = 8
 ROW_TOKENS = 4096
-"""The batch that must fit if the run file sets none."""
+"""The batch that is planned if the run file sets none; where it does not fit, fewer rows will do, but one."""
 
 USUAL_LAYERS = 32
 """Layers of a model whose config.json does not tell."""
@@ -98,8 +98,8 @@ class Model:
 
     def with_batch(self, tokens: int) -> Model:
         """The model with another batch."""
-        row_tokens = min(tokens, _row_tokens(self.options))
-        memory = replace(self.memory, cache=float(self.cache.of(tokens, row_tokens)))
+        cache = self.cache.of(tokens, min(tokens, row_tokens(self.options)))
+        memory = replace(self.memory, cache=float(cache))
         return replace(self, memory=memory, batch_tokens=tokens)
 
     def quantized(self, suffix: str) -> Model:
@@ -127,11 +127,12 @@ def _model(options: EngineOptions, weights: Weights) -> Model:
         layers=int(config.get("num_hidden_layers") or config.get("n_layer") or USUAL_LAYERS),
         cache_parts=1 if is_whole else heads_of(config)[1],
     )
-    tokens = options.batch_tokens or ROWS * _row_tokens(options)
+    tokens = options.batch_tokens or ROWS * row_tokens(options)
     return Model(options, weights, cache_sizes(source, options.precision), memory, tokens).with_batch(tokens)
 
 
-def _row_tokens(options: EngineOptions) -> int:
+def row_tokens(options: EngineOptions) -> int:
+    """The tokens of a row of the batch that must fit."""
     return min(ROW_TOKENS, context_of(options.model, options.max_context) or ROW_TOKENS)
 
 

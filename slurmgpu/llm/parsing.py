@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.final_answers import Number, number_of
 
 TIME_LIMIT_S = 10.0
 """The most time of one search: some patterns need exponential time."""
@@ -69,16 +71,23 @@ def json_field(text: str, field: str) -> Any:
 
 
 class Labels:
-    """Finds a label in a text, ignoring case unless labels differ only in case."""
+    """Finds a label in a text, ignoring case unless labels differ only in case; numbers by their value: 1.0 is 1."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         folded = {name.casefold(): name for name in self.names}
         self._folds = len(folded) == len(self.names)
         self._known = folded if self._folds else {name: name for name in self.names}
+        self._by_number: dict[tuple[Fraction, bool], list[str]] = {}
+        for name in self.names:
+            if number := number_of(name):
+                self._by_number.setdefault(_value(number), []).append(name)
         # The longest first: "hate speech" before "hate".
         longest_first = "|".join(map(re.escape, sorted(self.names, key=lambda name: -len(name))))
-        self._pattern = re.compile(rf"(?<![\w-])(?:{longest_first})(?![\w-])", re.IGNORECASE if self._folds else 0)
+        # Before them a number as a whole, so that 1.5 is not read as a 1.
+        longer = r"\d+(?:[.,]\d+)+|" if self._by_number else ""
+        flags = re.IGNORECASE if self._folds else 0
+        self._pattern = re.compile(rf"(?<![\w-])(?:{longer}{longest_first})(?![\w-])", flags)
 
     def exactly(self, text: str) -> str | None:
         """The label that a text is, without white space and punctuation at its ends; else None."""
@@ -86,6 +95,10 @@ class Labels:
             found = self._known.get(stripped.casefold() if self._folds else stripped)
             if found is not None:
                 return found
+            number = number_of(stripped) if self._by_number else None
+            named = self._by_number.get(_value(number), []) if number else []
+            if len(named) == 1:
+                return named[0]
         return None
 
     def within(self, text: str) -> str | None:
@@ -96,10 +109,14 @@ class Labels:
             if found is not None:
                 return found
         for part in (*lines[-1:], text):
-            named = {self.exactly(found) for found in self._pattern.findall(part)}
-            if named:
+            if texts := self._pattern.findall(part):
+                named = {self.exactly(each) for each in texts} - {None}
                 return named.pop() if len(named) == 1 else None
         return None
+
+
+def _value(number: Number) -> tuple[Fraction, bool]:
+    return number.value, number.is_percent
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
 from slurmgpu.llm.batching import CPU_TOKENS
-from slurmgpu.llm.choosing import Choice, Offer, choose, what_fits
-from slurmgpu.llm.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Model, look_at, usable
+from slurmgpu.llm.choosing import Choice, Offer, choose, most_tokens, what_fits
+from slurmgpu.llm.needs import ROW_TOKENS, ROWS, RUNTIME_BYTES, USABLE, Model, look_at, row_tokens, usable
 from slurmgpu.llm.sizes import text_config
 from slurmgpu.llm.splitting import stored_method
 
 if TYPE_CHECKING:
     from slurmgpu.llm.engine import EngineOptions
     from slurmgpu.workload import Share
+
+
+_SMALL_BATCH = (
+    f"The batch has room for fewer than {ROWS} rows, which is slow: more or larger GPUs, or a quantised variant, leave "
+    f"more."
+)
 
 
 def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
@@ -27,11 +33,21 @@ def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
     if share.gpus == 0:
         model = model.with_batch(options.batch_tokens or CPU_TOKENS)
     offer = Offer(share.gpus, share.nodes, share.gpu_memory, share.processes)
-    choice = choose(model, offer)
+    choice, fewer = choose(model, offer), 0
+    if choice.fits is False and options.batch_tokens is None:
+        fewer = most_tokens(model, offer)
+        if fewer >= row_tokens(options):
+            model = model.with_batch(fewer)
+            choice = choose(model, offer)
     if choice.fits is False:
         raise _too_large(model, offer, choice)
     _refuse_missing(model)
-    return choice.processes, (_describe(model), *_lines(model, offer, choice), *_unpacking(model))
+    return choice.processes, (
+        _describe(model),
+        *_lines(model, offer, choice),
+        *_unpacking(model),
+        *([_SMALL_BATCH] if fewer else []),
+    )
 
 
 def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tensor_parallel: bool = False) -> None:

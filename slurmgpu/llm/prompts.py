@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.engine import Composed, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Last = Literal["drop", "continue"]
+"""What becomes of the assistant's turn at the end of a chat: it is left out, or the model goes on from its text."""
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -67,7 +70,11 @@ class Template:
 
 
 class Prompts:
-    """The items' prompts: by the template `prompt`, or from the field `messages` with a chat, with `system` before."""
+    """The items' prompts: by the template `prompt`, or from the field `messages` with a chat, with `system` before.
+
+    A chat whose last turn is the assistant's is an error without `last`: the model would see the answer that it is to
+    give.
+    """
 
     def __init__(
         self,
@@ -75,6 +82,7 @@ class Prompts:
         messages: str | None = None,
         system: str | None = None,
         given: Sequence[str] = (),
+        last: Last | None = None,
     ) -> None:
         """Check the settings; `given` are names in templates that are not fields of the items."""
         if (prompt is None) == (messages is None):
@@ -85,7 +93,13 @@ class Prompts:
             )
         self._prompt = None if prompt is None else Template(prompt)
         self._system = None if system is None else Template(system, "system")
-        self._messages = messages
+        if last not in (None, "drop", "continue"):
+            raise SlurmGPUError(
+                f"last is {last!r}; expected 'drop', which leaves the assistant's last turn out, or 'continue'."
+            )
+        if last is not None and messages is None:
+            raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
+        self._messages, self._last = messages, last
         if self._prompt is not None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
                 f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
@@ -109,14 +123,27 @@ class Prompts:
         """The prompt from an item's data and given values; ItemError for a missing or wrong field."""
         system = None if self._system is None else self._system.render(data, given)
         if self._messages is not None:
-            messages = _messages(self._messages, take(data, self._messages))
+            messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))
             if system is None:
-                return Prompt(messages=messages)
+                return Prompt(messages=messages, answer=answer)
             if messages[0]["role"] == "system":
                 raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
-            return Prompt(messages=({"role": "system", "content": system}, *messages))
+            return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
         assert self._prompt is not None
         return Prompt(self._prompt.render(data, given), system=system or "")
+
+    def _chat(self, messages: tuple[dict[str, str], ...]) -> tuple[tuple[dict[str, str], ...], str]:
+        """The messages for the model, and the beginning of its answer."""
+        if messages[-1]["role"] != "assistant":
+            return messages, ""
+        if self._last is None:
+            raise ItemError(
+                f"field {self._messages!r} ends with a turn of the assistant, which may be the answer itself; "
+                f'set last = "drop" to leave it out of the prompt, or last = "continue" to go on from its text'
+            )
+        if len(messages) == 1:
+            raise ItemError(f"field {self._messages!r} has only a turn of the assistant; expected one before it")
+        return messages[:-1], messages[-1]["content"] if self._last == "continue" else ""
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Prompt:
         """The prompt with one word for every field that is not given; not with `messages`."""
@@ -130,7 +157,8 @@ class Prompts:
             prompt = self.of(data, given)
         except ItemError:
             return 0
-        return len(prompt.text) + len(prompt.system) + sum(len(message["content"]) for message in prompt.messages)
+        texts = (prompt.text, prompt.system, prompt.answer, *(message["content"] for message in prompt.messages))
+        return sum(map(len, texts))
 
 
 def take(data: Mapping[str, Any], field: str) -> Any:

@@ -11,34 +11,55 @@ from slurmgpu.plan.run_file import Resources, size_bytes
 from slurmgpu.workload import Adapted, Placement, Share
 
 _MEMORY_GB = """
-    gh200 96, b300 288, b200 180, h200 141, h100_nvl 94, h100 80, h800 80,
-    a100 40 80, a800 40 80, a40 48, a30 24, a10 24, a16 16, a2 16, a6000 48, a5000 24,
-    l40s 48, l40 48, l4 24, t4 16, v100 16 32, p100 12 16, p40 24,
-    rtx_6000 24, rtx6000 24, rtx_6000_ada 48, rtx_pro_6000 96,
-    5090 32, 4090 24, 3090 24, 2080ti 11, 2080_ti 11, titan_rtx 24,
-    mi300x 192, mi325x 256, mi250 64
+    gh200 96:101.5, b300 288:287, b200 180:191, h200 141:150, h100_nvl 94:100, h100 80:85, h800 80:85,
+    a100 40:42.4 80:85, a800 40:42.4 80:85, a40 48:48.3, a30 24:25.3, a10 24:24, a16 16:15.7, a2 16:15.7, a6000 48:48.3,
+    a5000 24:24.1, l40s 48:48.3, l40 48:48.3, l4 24:24, t4 16:15.7, v100 16:16.9 32:34, p100 12:12.7 16:17, p40 24:24,
+    rtx_6000 24:23.8, rtx6000 24:23.8, rtx_6000_ada 48:48.3, rtx_pro_6000 96:101.8,
+    5090 32:33.6, 4090 24:25.2, 3090 24:25.2, 2080ti 11:11.5, 2080_ti 11:11.5, titan_rtx 24:25.2,
+    mi300x 192:206, mi325x 256:274, mi250 64:68.6
 """
 
-GPU_MEMORY_GB = {name: (int(sizes[0]), int(sizes[-1])) for name, *sizes in map(str.split, _MEMORY_GB.split(","))}
-"""Memory by words in a GPU's name: the smallest and the largest that is sold under it.
 
-From NVIDIA's and AMD's data sheets; an MI250 is two GPUs. A name with its memory, as a100_80gb, needs no table.
+def _sizes_of(card: str) -> tuple[str, dict[int, float]]:
+    name, *sizes = card.split()
+    return name, {int(sold): float(real) for sold, real in (size.split(":") for size in sizes)}
+
+
+GPU_MEMORY_GB = dict(map(_sizes_of, _MEMORY_GB.split(",")))
+"""Memory by words in a GPU's name: the gigabytes that it is sold with, and those that programs find.
+
+A data sheet's gigabyte is most often 1024³ bytes, of which error correction and the driver take some. An MI250 is two
+GPUs.
 """
 
 
 def gpu_memory_of(resources: Resources) -> tuple[int, int] | None:
     """The least and the most bytes of one GPU, by [resources]; None if they are not known."""
+    name = _name_of(resources)
     if resources.gpu_memory is not None:
-        size = size_bytes(resources.gpu_memory)
+        size = _really(size_bytes(resources.gpu_memory), name)
         return size, size
-    name = re.sub(r"[^a-z0-9]+", "_", (resources.gpu_type or "").lower())
     if said := re.search(r"(\d+)_?gb(?![a-z0-9])", name):
-        return int(said[1]) * 10**9, int(said[1]) * 10**9
+        size = _really(int(said[1]) * 10**9, name)
+        return size, size
+    card = _card(name)
+    return None if card is None else (int(min(card.values()) * 1e9), int(max(card.values()) * 1e9))
+
+
+def _name_of(resources: Resources) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", (resources.gpu_type or "").lower())
+
+
+def _card(name: str) -> dict[int, float] | None:
     known = [word for word in GPU_MEMORY_GB if re.search(rf"(?<![0-9]){word}(?![0-9])", name)]
-    if not known:
-        return None
-    least, most = GPU_MEMORY_GB[max(known, key=len)]
-    return least * 10**9, most * 10**9
+    return GPU_MEMORY_GB[max(known, key=len)] if known else None
+
+
+def _really(size: int, name: str) -> int:
+    """The bytes of a GPU that is sold with a size, the least of several; a size that no data sheet has is itself."""
+    card = _card(name)
+    cards = GPU_MEMORY_GB.values() if card is None else [card]
+    return int(min((each[size // 10**9] * 1e9 for each in cards if size in (n * 10**9 for n in each)), default=size))
 
 
 def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placement:
@@ -79,11 +100,12 @@ def _ask(asked: Callable[[Share], Placement], resources: Resources, gpus_per_tas
         found = answer(most)
     except SlurmGPUError as error:
         raise SlurmGPUError(
-            f'{error} (gpu_type = "{kind}" is taken for {most // 10**9} GB, the most that is sold under that name; '
+            f'{error} (gpu_type = "{kind}" is taken for {most / 1e9:.1f} GB, the most that is sold under that name; '
             f"set gpu_memory under [resources] if it has more.)"
         ) from error
+    sold = sorted(_card(_name_of(resources)) or ())
     warning = (
-        f'gpu_type = "{kind}" is sold with {least // 10**9} and with {most // 10**9} GB; this fits the larger only: '
-        f'gpu_memory = "{most // 10**9}G" under [resources] says which it is; a task on a smaller one ends at once.'
+        f'gpu_type = "{kind}" is sold with {sold[0]} and with {sold[-1]} GB; this fits the larger only: '
+        f'gpu_memory = "{sold[-1]}G" under [resources] says which it is; a task on a smaller one ends at once.'
     )
     return replace(found, lines=(*found.lines, warning))

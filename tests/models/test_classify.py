@@ -162,6 +162,37 @@ def test_truth_and_group_come_from_the_item(nothing):
     assert str(rows[2]).startswith("no field 'y'.")
 
 
+@pytest.mark.parametrize(
+    ("labels", "truth", "label"),
+    [
+        *[(["0", "1"], truth, "1") for truth in (1, 1.0, "1.0", "one")],
+        (["100", "1000"], "1,000", "1000"),
+        (["ok", "hate"], "Hate", "hate"),
+        *[(["0", "1"], truth, str(truth)) for truth in (1.5, 7, "100%")],
+        (["1", "1.0"], "1.0", "1.0"),
+    ],
+)
+def test_a_truth_in_another_writing_is_the_label(nothing, labels, truth, label):
+    workload = Classify(model=nothing, labels=labels, prompt="{x}", truth="y")
+    workload.engine = Table({"x": dict.fromkeys(labels, -1.0)})
+    assert workload([Item(0, {"x": "x", "y": truth})])[0]["truth"] == label
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("1.0", "1"),
+        ("It is 1.0.", "1"),
+        ("It is 1.5.", None),
+        ("Of 3.5 it gets a 3", "3"),
+        ("1\n1.5", None),
+        ("Three", "3"),
+    ],
+)
+def test_labels_that_are_numbers_are_read_as_numbers(answer, label):
+    assert parsing.Labels(["1", "3", "5"]).within(answer) == label
+
+
 # What a model that has learnt two labels says
 
 

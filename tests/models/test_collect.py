@@ -16,7 +16,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext
-from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.collect.workload import Collect, _pass_rates
 from tests.support.runs import datasets, make_project, report
 from tests.support.shard_files import join_parts, write
 from tests.support.tiny_models import sum_steps
@@ -59,6 +59,8 @@ def loaded(adder, **settings):
         ({"stop": ["END", "\n"]}, "every path would end after its first step"),
         ({"tree": [4, 2], "paths": 8}, "tree and paths are both set"),
         ({"tree": [4, 2], "rollouts": 8}, "tree and rollouts are both set"),
+        ({"tree": [4, 2], "pass_at": [2]}, "tree and pass_at are both set"),
+        ({"pass_at": [1, 5]}, r"pass_at is \[1, 5\]; expected whole numbers from 1 to 4"),
         ({"temperature": 0.0}, "makes all paths the same"),
         ({"step_delimiter": ""}, "step_delimiter is empty"),
         ({"max_steps": 0}, "max_steps is 0"),
@@ -67,7 +69,16 @@ def loaded(adder, **settings):
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, problem):
     with pytest.raises(SlurmGPUError, match=problem):
-        Collect(model=nothing, **{**SETTINGS, **settings})
+        Collect(model=nothing, **{**SETTINGS, **({} if "tree" in settings else {"paths": 4}), **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({}, [1, 2, 4, 8, 10]), ({"pass_at": [10, 3, 3]}, [3, 10]), ({"pass_at": [5]}, [5])]
+)
+def test_pass_at_k_is_the_unbiased_estimate_for_every_k_asked_for(nothing, settings, expected):
+    workload = Collect(model=nothing, **{**SETTINGS, "paths": 10, **settings})
+    rates = _pass_rates({(10, 3): 2, (10, 0): 1}, 4, workload.pass_at)  # the fourth question failed
+    assert rates == {str(k): pytest.approx(2 * (1 - math.comb(7, k) / math.comb(10, k)) / 4) for k in expected}
 
 
 # With an engine that says what it is told
@@ -119,6 +130,18 @@ def test_a_beginning_that_paths_share_is_completed_once(nothing):
     assert row["n_tokens"] == 3 * 13
     assert {(request.sampling.max_tokens, request.sampling.fit) for request in first} == {(512, False)}
     assert {(request.sampling.max_tokens, request.sampling.fit) for request in completions} == {(512, True)}
+
+
+def test_rollouts_go_on_from_the_beginning_that_a_chat_gives(nothing):
+    def answer(request):
+        text = "a\n#7" if request.prompt.answer == "So " else "#7"
+        return Output(request.id, text, tokens=np.arange(3))
+
+    chat = [{"role": "user", "content": "1+6"}, {"role": "assistant", "content": "So "}]
+    settings = {"prompt": None, "messages": "chat", "last": "continue", "paths": 1, "rollouts": 1}
+    workload, [row] = collect(nothing, answer, [{"chat": chat, "answer": 7}], **settings)
+    assert [[each.prompt.answer for each in wave] for wave in workload.engine.waves] == [["So "], ["So a\n"]]
+    assert (row["prompt"], row["n_correct"]) == (b"1+6", 1)
 
 
 def test_a_cut_path_is_wrong_and_counted_and_has_no_vote(nothing):

@@ -229,6 +229,10 @@ def test_a_model_that_can_add_adds(adder):
     chat = loaded(model=str(adder), messages="chat", max_tokens=32)
     [answer] = chat([Item(0, {"chat": [{"role": "user", "content": "47+85="}]})])
     assert answer["text"].endswith("#132")
+    begun = [{"role": "user", "content": "47+85="}, {"role": "assistant", "content": answer["text"][:5]}]
+    going_on = loaded(model=str(adder), messages="chat", last="continue", max_tokens=32)
+    [rest] = going_on([Item(0, {"chat": begun})])
+    assert begun[1]["content"] + rest["text"] == answer["text"]
 
 
 @pytest.mark.model

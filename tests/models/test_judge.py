@@ -208,7 +208,7 @@ def test_at_last_the_verdicts_are_scored_if_the_rubric_allows(nothing):
     log_shares = np.log([0.1, 0.2, 0.4, 0.3])  # Correct, " Correct", Incorrect, " Incorrect"
     engine = Told(["Hm."] * 3, log_shares)
     _, [row] = judge(nothing, engine, [ITEM])
-    assert (row["verdict"], row["how"], row["score"]) == (b"incorrect", b"scored", 0)
+    assert (row["verdict"], row["how"], row["score"]) == (b"incorrect", b"scored", pytest.approx(0.3))
     [question] = engine.scored
     assert question.choices == ("Correct", " Correct", "Incorrect", " Incorrect")
     assert question.prompt.answer == "Verdict:"
@@ -260,7 +260,7 @@ def test_what_cannot_be_judged_is_its_items_error(nothing):
 @pytest.mark.parametrize(
     ("value", "verdict"),
     [
-        *[(value, "correct") for value in (True, 1.0, "Correct", "TRUE", " true", "1", "1.0")],
+        *[(value, "correct") for value in (True, 1.0, "Correct", "TRUE", " true", "1", "1.0", "one")],
         *[(value, "incorrect") for value in (0, "incorrect", "False", "0")],
         *[(None, ""), (7, "7"), ("7", "7"), ("maybe", "maybe"), (["correct"], '["correct"]')],
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.batching import CPU_TOKENS
+from slurmgpu.llm.choosing import CARDS
 from slurmgpu.llm.engine import EngineOptions
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.needs import look_at
@@ -236,7 +237,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             "What fits: --gpus 8 (gpus_per_task = 8 with --array); or model = .*-8bit.*; or GPUs of 48 GB",
         ),
         ("", 2, 80, {}, None, "or batch_tokens = 2048 in place of 32768"),
-        ("-4bit", 1, 48, {}, None, "What fits: --gpus 2 .*; or GPUs of 80 GB; or batch_tokens = 9216"),
+        ("-4bit", 1, 48, {}, "one", "for a batch of 9,216 tokens.*fewer than 8 rows, which is slow"),
     ],
 )
 def test_a_70b_goes_where_it_fits(llama_70b, suffix, gpus, gigabytes, more, processes, said):
@@ -249,7 +250,19 @@ def test_a_70b_goes_where_it_fits(llama_70b, suffix, gpus, gigabytes, more, proc
         assert found == processes
         assert "70.6 billion parameters" in lines[0]
         text = "\n".join(lines)
-    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), text), text
+    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), text, re.DOTALL), text
+
+
+def test_a_70b_in_bf16_is_planned_on_four_a100_of_40_gb_with_fewer_rows(llama_70b):
+    [memory, _] = gpu_memory_of(parse_resources({"gpu_type": "a100_40gb"}))
+    offer = replace(share(4, None), gpu_memory=memory)
+    processes, lines = place(replace(options(llama_70b), max_context=2048), offer)
+    assert processes == "per-gpu"
+    assert "for a batch of 7,168 tokens" in lines[0]
+    assert "Split over 4 GPUs of 42.4 GB: 36.9 GB of weights" in lines[1]
+    assert "fewer than 8 rows, which is slow" in lines[-1]
+    with pytest.raises(SlurmGPUError, match="or batch_tokens = 7168 in place of 32768"):
+        place(replace(options(llama_70b), batch_tokens=32768), offer)  # what the user set is not made smaller
 
 
 SMALL = {**LLAMA_70B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32001}
@@ -289,7 +302,7 @@ def test_what_is_said_to_fit_fits(tmp_path, config, engine):
                 case "suffix":
                     again = replace(asked, model=replace(asked.model, quantization=found[1]))
                 case "card":
-                    other = replace(offer, gpu_memory=int(found[1]) * 10**9)
+                    other = replace(offer, gpu_memory=int(CARDS[int(found[1])]))
                 case "tokens":
                     again = replace(asked, batch_tokens=int(found[1]))
                     assert int(found[1]) < int(found[2])
@@ -448,17 +461,17 @@ def test_the_table_of_the_70b_page_is_what_is_computed(llama_70b):
     assert table in HOW_TO.read_text(), f"docs/how-to/70b-judge.md should have:\n{table}"
 
 
-GPUS = ((4, 40), (4, 80), (2, 80))
+GPUS = ((4, 42.4), (4, 85), (2, 85))
 
 
 def cell(wanted, gpus, gigabytes):
     splits = obstacle_to(wanted, gpus) is None
-    weights, cache = look_at(wanted).memory.on_each(gpus, tensor_parallel=splits)
+    lines = place(wanted, share(gpus, gigabytes))[1]
+    tokens = re.search(r"for a batch of ([\d,]+) tokens", lines[0])[1]
+    model = look_at(wanted).with_batch(int(tokens.replace(",", "")))
+    weights, cache = model.memory.on_each(gpus, tensor_parallel=splits)
     text = f"{weights / 1e9:.1f} + {cache / 1e9:.1f} GB, {'split' if splits else 'spread'}"
-    try:
-        lines = place(wanted, share(gpus, gigabytes))[1]
-    except SlurmGPUError:
-        return f"no: {text}"
+    text += f", for {tokens} tokens" if "fewer than 8 rows" in lines[-1] else ""
     return f"{text}; one suffices" if "One GPU suffices" in lines[-1] else text
 
 
@@ -491,27 +504,39 @@ def test_weights_that_are_not_all_there_are_refused(llama_70b, tmp_path, monkeyp
     [
         ({}, None),
         ({"gpu_type": "gpu"}, None),
-        ({"gpu_type": "a100"}, (40, 80)),
-        ({"gpu_type": "A100-SXM4-80GB"}, 80),
+        ({"gpu_type": "a100"}, (42.4, 85)),
+        ({"gpu_type": "A100-SXM4-80GB"}, 85),
+        ({"gpu_type": "A100-SXM4-40GB"}, 42.4),
         ({"gpu_type": "a100_3g.20gb"}, 20),
-        ({"gpu_type": "nvidia_h100_nvl"}, 94),
-        ({"gpu_type": "h200"}, 141),
+        ({"gpu_type": "nvidia_h100_nvl"}, 100),
+        ({"gpu_type": "h100"}, 85),
+        ({"gpu_type": "h200"}, 150),
+        ({"gpu_type": "l40s"}, 48.3),
         ({"gpu_type": "l4"}, 24),
-        ({"gpu_type": "rtx_a6000"}, 48),
-        ({"gpu_type": "rtx2080ti"}, 11),
-        ({"gpu_type": "v100", "gpu_memory": "32G"}, 32),
+        ({"gpu_type": "rtx_a6000"}, 48.3),
+        ({"gpu_type": "rtx2080ti"}, 11.5),
+        ({"gpu_type": "v100", "gpu_memory": "32G"}, 34),
+        ({"gpu_memory": "40G"}, 42.4),
+        ({"gpu_memory": "80G"}, 85),
+        ({"gpu_memory": "24G"}, 23.8),
+        ({"gpu_memory": "24G", "gpu_type": "rtx3090"}, 25.2),
+        ({"gpu_memory": "42.4G", "gpu_type": "a100"}, 42.4),
+        ({"gpu_memory": "33G"}, 33),
+        ({"gpu_memory": "37.5GiB"}, 37.5 * 1.073741824),
     ],
 )
 def test_a_gpus_memory_is_told_by_the_run_file_or_its_name(resources, gigabytes):
     sizes = gigabytes if isinstance(gigabytes, tuple) else gigabytes and (gigabytes, gigabytes)
-    assert gpu_memory_of(parse_resources(resources)) == (sizes and (sizes[0] * 10**9, sizes[1] * 10**9))
+    assert gpu_memory_of(parse_resources(resources)) == (sizes and tuple(int(size * 1e9) for size in sizes))
 
 
 def test_the_reference_lists_what_each_gpu_type_is_taken_for():
     text = (HOW_TO.parent.parent / "reference" / "run-file.md").read_text()
     section = text.partition("### What a gpu_type is taken for\n")[2].partition("Under a name")[0]
-    found = re.findall(r"`(\w+)` (\d+)(?: or (\d+))?[,.]", section)
-    assert {name: (int(least), int(most or least)) for name, least, most in found} == GPU_MEMORY_GB
+    found = {}
+    for name, sizes in re.findall(r"`(\w+)` ((?:\d+ \([\d.]+\)(?: or )?)+)", section):
+        found[name] = {int(sold): float(real) for sold, real in re.findall(r"(\d+) \(([\d.]+)\)", sizes)}
+    assert found == GPU_MEMORY_GB
 
 
 def test_sizes_are_those_of_data_sheets_unless_binary_is_said():
@@ -547,28 +572,31 @@ def test_a_plan_holds_where_its_model_goes(judging, slurmgpu, llama_70b):
     assert plan.paths == (str(llama_70b),)
     assert plan.environ == {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     shown = slurmgpu("submit", "--dry-run", "--executor", "local", cwd=folder, expect=0)
-    assert "Split over 4 GPUs of 80.0 GB" in shown.stdout
+    assert "Split over 4 GPUs of 85.0 GB" in shown.stdout
     shown = slurmgpu("check", cwd=folder)
-    assert "✓ placement  Split over 4 GPUs of 80.0 GB" in shown.stdout
+    assert "✓ placement  Split over 4 GPUs of 85.0 GB" in shown.stdout
 
 
 def test_a_model_that_does_not_fit_is_refused_at_submission(judging, slurmgpu):
     folder = judging(gpus=4, gpu_type="v100")
     said = slurmgpu("submit", "--executor", "local", cwd=folder, expect=2).stderr
-    assert "does not fit 4 GPUs of 32.0 GB" in said
-    assert '"v100" is taken for 32 GB, the most that is sold under that name; set gpu_memory under' in said
+    assert "does not fit 4 GPUs of 34.0 GB" in said
+    assert '"v100" is taken for 34.0 GB, the most that is sold under that name; set gpu_memory under' in said
     assert not (folder / "runs").exists()
 
 
 def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(judging):
     def lines(**resources):
-        with draft_run(judging(gpus=4, **resources) / "slurmgpu.toml") as draft:
+        with draft_run(judging(**resources) / "slurmgpu.toml") as draft:
             return draft.plan.placement
 
-    assert "Split over 4 GPUs of 80.0 GB" in lines(gpu_type="a100")[1]
-    assert 'gpu_type = "a100" is sold with 40 and with 80 GB; this fits the larger only' in lines(gpu_type="a100")[-1]
-    assert not any("sold" in line for line in lines(gpu_type="a100", gpu_memory="80G"))
-    assert not any("sold" in line for line in lines(gpu_type="h100"))
+    assert "Split over 2 GPUs of 85.0 GB" in lines(gpu_type="a100", gpus=2)[1]
+    assert (
+        'gpu_type = "a100" is sold with 40 and with 80 GB; this fits the larger only'
+        in lines(gpu_type="a100", gpus=2)[-1]
+    )
+    assert not any("sold" in line for line in lines(gpu_type="a100", gpu_memory="80G", gpus=2))
+    assert not any("sold" in line for line in lines(gpu_type="h100", gpus=2))
     run_file, settings = judging(gpu_type="a100") / "slurmgpu.toml", {"settings": {"max_tokens": 200_000}}
     with (
         pytest.raises(SlurmGPUError, match="must hold prompt and answer") as raised,

@@ -78,6 +78,24 @@ def test_messages_are_taken_from_their_field():
     assert with_system == ({"role": "system", "content": "Short."}, *CHAT)
 
 
+ANSWERED = [*CHAT, {"role": "assistant", "content": "it is"}]
+
+
+def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
+    with pytest.raises(ItemError, match=r"'chat' ends with a turn of the assistant.* last = \"drop\".* \"continue\""):
+        Prompts(messages="chat").of({"chat": ANSWERED})
+    dropped = Prompts(messages="chat", last="drop").of({"chat": ANSWERED})
+    assert (dropped.messages, dropped.answer) == (tuple(CHAT), "")
+    continues = Prompts(messages="chat", last="continue")
+    continued = continues.of({"chat": ANSWERED})
+    assert (continued.messages, continued.answer) == (tuple(CHAT), "it is")
+    assert continues.length({"chat": ANSWERED}) == 12
+    for last in ("drop", "continue"):
+        assert Prompts(messages="chat", last=last).of({"chat": CHAT}).messages == tuple(CHAT)
+        with pytest.raises(ItemError, match="has only a turn of the assistant"):
+            Prompts(messages="chat", last=last).of({"chat": ANSWERED[-1:]})
+
+
 @pytest.mark.parametrize(
     ("chat", "sentence"),
     [
@@ -100,6 +118,8 @@ def test_messages_that_are_no_chat_are_an_error_of_that_item(chat, sentence):
     [
         ({}, "neither is set, expected one of them"),
         ({"prompt": "{a}", "messages": "m"}, "both are set, expected one of them"),
+        ({"messages": "m", "last": "cut"}, "last is 'cut'; expected 'drop'"),
+        ({"prompt": "{a}", "last": "drop"}, "last = 'drop' is about the end of a chat, and messages is not set"),
         ({"prompt": "Say something."}, "has no field, and so is the same for all items"),
         ({"prompt": "Which of {labels}?", "given": ["labels"]}, "has no field"),
     ],

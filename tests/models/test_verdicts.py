@@ -29,6 +29,8 @@ def model(tmp_path_factory):
         ("rating", "Rating (1-10): 8", "8"),
         ("rating", "Rating: 8\n\n(Rating 1 is worst, 10 is best)", "8"),
         ("rating", "**RATING:** 10/10", "10"),
+        ("rating", "Rating: 8.0", "8"),
+        ("rating", "Rating: 8.05", None),
         ("rating", "Rating: 7.5", None),
         ("rating", "Rating: 17.5", None),
         ("rating", "Rating: 4\nRating: 11", "4"),

@@ -16,7 +16,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import metrics
 from slurmgpu.llm.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
-from slurmgpu.llm.prompts import Prompts, take, text_of
+from slurmgpu.llm.prompts import Last, Prompts, take, text_of
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Text
@@ -56,6 +56,7 @@ class Classify(LanguageModelWorkload):
         labels: list[str] | dict[str, str],
         prompt: str | None = None,
         messages: str | None = None,
+        last: Last | None = None,
         system: str | None = None,
         method: Method = "score",
         choices: Sequence[str] = (),
@@ -78,7 +79,7 @@ class Classify(LanguageModelWorkload):
         _check_method(method, [name for name, value in given.items() if value], settings)
         self.choices = _choices(self.labels, choices)
         self.given = {"labels": _described(labels)}
-        self.prompts = Prompts(prompt, messages, system, given=("labels",))
+        self.prompts = Prompts(prompt, messages, system, given=("labels",), last=last)
         if calibrate and prompt is None:
             raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
         self.sampling = sampling(settings)
@@ -127,6 +128,8 @@ class Classify(LanguageModelWorkload):
                 if field is not None:
                     value = take(item.data, field)
                     values[name] = "" if value is None else text_of(value)
+            if values.get("truth", "") not in ("", *self.labels):
+                values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
             return self.prompts.of(item.data, self.given), values
         except ItemError as error:
             return error

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Prompt, Request
 from slurmgpu.llm.metrics import ratio, wilson_interval
-from slurmgpu.llm.prompts import Prompts
+from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 
-PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
 
 MAX_LEAVES = 10_000
@@ -80,10 +79,12 @@ class Collect(LanguageModelWorkload):
         model: str,
         prompt: str | None = None,
         messages: str | None = None,
+        last: Last | None = None,
         system: str | None = None,
         paths: int | None = None,
         tree: Sequence[int] = (),
         rollouts: int | None = None,
+        pass_at: Sequence[int] = (),
         step_delimiter: str = "\n",
         max_steps: int = 64,
         reference: str = "answer",
@@ -93,10 +94,11 @@ class Collect(LanguageModelWorkload):
         keep: Sequence[str] = (),
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        self.prompts = Prompts(prompt, messages, system)
+        self.prompts = Prompts(prompt, messages, system, last=last)
         self.tree = tuple(tree)
         _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
+        self.pass_at = _pass_at(pass_at, self.tree, self.n_paths)
         self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
         if not step_delimiter:
             raise SlurmGPUError('step_delimiter is empty; expected the text between two steps, such as "\\n".')
@@ -149,7 +151,7 @@ class Collect(LanguageModelWorkload):
         for number, draw in enumerate(draws):
             start = draw.search.tree.nodes[draw.node]
             key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
-            prompt = dataclasses.replace(draw.search.prompt, answer=start.prefix)
+            prompt = dataclasses.replace(draw.search.prompt, answer=draw.search.prompt.answer + start.prefix)
             # A question needs room for a whole answer; a continued path uses what is left of the context.
             sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
             requests.append(Request(number, prompt, sampling, key))
@@ -274,7 +276,7 @@ class Collect(LanguageModelWorkload):
         }
         summary |= cut_hint(sums["n_cut"], sums["n_paths"], self.sampling.max_tokens, "paths")
         # pass@k needs independent samples, and the paths of a tree share steps.
-        return summary if self.tree else summary | {"pass_rate": _pass_rates(spread, n, self.n_paths)}
+        return summary if self.tree else summary | {"pass_rate": _pass_rates(spread, n, self.pass_at)}
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -333,16 +335,24 @@ def _check_stops(stops: Sequence[str], delimiter: str) -> None:
             )
 
 
-def _pass_rates(spread: Mapping[tuple[int, int], int], n_questions: int, n_paths: int) -> dict[str, float]:
+def _pass_at(asked: Sequence[int], tree: Sequence[int], n_paths: int) -> list[int]:
+    """The k of pass@k, from the smallest: those asked for, else the powers of 2 up to the number of paths, and that."""
+    if tree and asked:
+        raise SlurmGPUError("tree and pass_at are both set, and the paths of a tree share steps. Remove one.")
+    if any(not 1 <= k <= n_paths for k in asked):
+        raise SlurmGPUError(f"pass_at is {list(asked)}; expected whole numbers from 1 to {n_paths}, the paths.")
+    return sorted({*asked} or {*(2**power for power in range(n_paths.bit_length())), n_paths})
+
+
+def _pass_rates(spread: Mapping[tuple[int, int], int], n_questions: int, pass_at: Sequence[int]) -> dict[str, float]:
     """The share of questions that k paths would answer, by k: the unbiased estimate of arXiv:2107.03374, section 2.1.
 
     `spread` counts the questions by their numbers of paths and of right paths.
     """
     rates = {}
-    for k in PASS_AT:
-        if k <= n_paths and n_questions:
-            passed = sum(
-                count * (1 - math.comb(n - n_right, k) / math.comb(n, k)) for (n, n_right), count in spread.items()
-            )
-            rates[str(k)] = passed / n_questions
+    for k in pass_at if n_questions else ():
+        passed = sum(
+            count * (1 - math.comb(n - n_right, k) / math.comb(n, k)) for (n, n_right), count in spread.items()
+        )
+        rates[str(k)] = passed / n_questions
     return rates

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Prompt, Request
 from slurmgpu.llm.metrics import ratio
-from slurmgpu.llm.prompts import Prompts
+from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
@@ -47,6 +47,7 @@ class Generate(LanguageModelWorkload):
         model: str,
         prompt: str | None = None,
         messages: str | None = None,
+        last: Last | None = None,
         system: str | None = None,
         n: int = 1,
         keep: Sequence[str] = (),
@@ -55,7 +56,7 @@ class Generate(LanguageModelWorkload):
         keep_reasoning: bool = False,
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        self.prompts = Prompts(prompt, messages, system)
+        self.prompts = Prompts(prompt, messages, system, last=last)
         self.sampling = sampling(settings, logprobs=logprobs)
         if n < 1:
             raise SlurmGPUError(f"n is {n}; expected at least 1 answer for each item.")

@@ -10,6 +10,7 @@ import numpy as np
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.final_answers import number_of
 from slurmgpu.llm.prompts import take, text_of
 from slurmgpu.shards.columns import Json, columns_from_json
 from slurmgpu.workloads.judge.opponents import kept_columns, plan_beside
@@ -92,7 +93,7 @@ def has_failed(data: Mapping[str, Any]) -> bool:
 def truth_of(value: Any, rubric: Rubric) -> str:
     """The name of the verdict that equals a truth, by name or value; "" for null; else the truth as text.
 
-    A CSV file has only texts: "True", "1" and "1.0" equal 1.
+    A CSV file has only texts: "True", "1", "1.0" and "one" equal 1, and "1,000" equals 1000.
     """
     if value is None:
         return ""
@@ -109,7 +110,7 @@ def truth_of(value: Any, rubric: Rubric) -> str:
 
 def _number(word: str) -> float | None:
     known = {"true": 1.0, "false": 0.0}
-    try:
-        return known[word.casefold()] if word.casefold() in known else float(word)
-    except ValueError:
-        return None
+    if word.casefold() in known:
+        return known[word.casefold()]
+    number = number_of(word)
+    return None if number is None else float(number.value)

@@ -73,13 +73,15 @@ def shares_of(scores: Scores) -> npt.NDArray[np.float64]:
 
 
 def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None]) -> float:
-    """The verdict's value, the mean over both orders; for scored verdicts the expected value.
+    """The verdict's value, the expected value where verdicts were scored; the mean over both orders.
 
-    That is the score of G-Eval (Liu et al. 2023, arXiv:2303.16634).
+    The expected value is the score of G-Eval (Liu et al. 2023, arXiv:2303.16634).
     """
-    if rubric.method == "score":
-        return float(_mean_shares(rubric, asked) @ np.array([rubric.values[name] for name in rubric.names]))
-    return float(np.mean([np.nan if name is None else rubric.values[name] for name in verdicts]))
+    worth = [np.nan if name is None else rubric.values[name] for name in verdicts]
+    for number, one in enumerate(asked):
+        if one.probabilities is not None:
+            worth[number] = float(_mean_shares(rubric, [one]) @ [rubric.values[name] for name in rubric.names])
+    return float(np.mean(worth))
 
 
 def _mean_shares(rubric: Rubric, asked: Sequence[Asked]) -> npt.NDArray[np.float64]:

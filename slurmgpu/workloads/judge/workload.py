@@ -252,7 +252,7 @@ class Judge(LanguageModelWorkload):
         if self.rubric.fallback:
             self._score(pending)
             for one in pending:
-                one.probabilities = one.error = None  # no verdict is not an error
+                one.error = None  # no verdict is not an error
 
     def _generate(self, asked: Sequence[Asked], attempt: int) -> list[Asked]:
         """Ask once; returns the prompts without a verdict."""
