@@ -42,7 +42,7 @@ def merged(tmp_path):
 @pytest.fixture(params=["in one block", "row by row"])
 def _blocks(request, monkeypatch):
     if request.param == "row by row":
-        monkeypatch.setattr(slurmgpu.merge.export, "_BLOCK_BYTES", 1)
+        monkeypatch.setattr(slurmgpu.merge.export, "BLOCK_BYTES", 1)
         monkeypatch.setattr(slurmgpu.merge.export, "_ROW_GROUP_BYTES", 1)
 
 
