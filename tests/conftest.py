@@ -12,6 +12,9 @@ from tests.support.runs import make_project
 from tests.support.somebody import somebody  # noqa: F401
 from tests.support.tiny_models import adder, one_thread  # noqa: F401
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""For the processes that tests start, as several tests run at once: threads that wait for a core keep it busy."""
+
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize="CI" in os.environ)
 settings.register_profile("nightly", max_examples=500, deadline=None)
 settings.load_profile("quick")

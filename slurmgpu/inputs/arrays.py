@@ -26,7 +26,7 @@ class NpyRows:
 
     def __init__(self, path: str) -> None:
         try:
-            mapped = np.lib.format.open_memmap(path, mode="r")
+            mapped = np.lib.format.open_memmap(path, mode="r")  # reads the header; no mapped page is touched
         except ValueError as error:  # of another format, cut, without a row, or with Python objects
             raise SlurmGPUError(
                 f"{path} has no array of numbers or texts that is whole: {error}. Write it by np.save, without pickle."

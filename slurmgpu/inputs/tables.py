@@ -128,7 +128,7 @@ class MergedRows:
         try:
             self._merged.check_rows(start, stop)
         except SlurmGPUError as error:
-            raise SlurmGPUError(f"{error} {AFTERWARDS}") from error
+            raise SlurmGPUError(f"{error} {AFTERWARDS}") from error.__cause__ or error
         errors, rows = self._merged.errors, self._merged.rows(start, stop)
         return [row | {"error": errors[row["index"]]} if row["index"] in errors else row for row in rows]
 

@@ -329,7 +329,7 @@ def _table_of(
     parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for block in source.blocks():
         keys = keys_of(block)
-        indices = np.array(block.file["index"].values[block.start : block.stop])
+        indices = block.file["index"][block.start : block.stop]
         is_named = np.array([each is not None for each in keys], bool)
         side.n_without_key += len(keys) - int(is_named.sum())
         parts.append((np.array([hash(each) for each in keys if each is not None], np.int64), indices[is_named]))

@@ -1,7 +1,7 @@
 """Results: a merged file or a shard as columns of NumPy arrays and strings, read on demand.
 
-The file's bytes are mapped into memory at the places that its user block lists, without libhdf5. So indexing is
-NumPy's, reading needs no lock, and an open file survives a fork, e.g. into workers of a torch DataLoader.
+The file's bytes are read at the places that its user block lists, without libhdf5. So indexing is NumPy's, reading
+needs no lock, and an open file survives a fork, e.g. into workers of a torch DataLoader.
 
 May import: code, run, shards, util.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results.checking import Checking
+from slurmgpu.results.stored import Dataset, OpenFile, how_to_go_on
 from slurmgpu.results.views import ArrayData, ColumnData, ListData
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
@@ -49,8 +49,8 @@ def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
     and shard that differ. Without it, only the user block and the file's length are checked, so that a flipped bit in
     the rows is read as another value.
 
-    Later changes of the open file are not noticed in either case; if it is truncated or its disk fails, reading ends
-    the process with SIGBUS. `complete` tells whether every item has a row.
+    Later changes of the open file's bytes are not noticed in either case; if it is cut, or its disk fails for a minute,
+    or another machine replaces it on NFS, reading raises SlurmGPUError. `complete` tells whether every item has a row.
     """
     return Merged(path, verify=verify)
 
@@ -116,7 +116,7 @@ class Merged:
     @cached_property
     def failed(self) -> npt.NDArray[np.bool_]:
         """A mask of the rows of failed items."""
-        return np.diff(self._dataset("error/offsets")) > 0
+        return np.diff(self._dataset("error/offsets")[:]) > 0
 
     @cached_property
     def errors(self) -> dict[int, str]:
@@ -159,7 +159,7 @@ class Merged:
         return data_frame
 
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
-        """The rows as a table that shares the file's bytes; failed items have null columns.
+        """The rows as a table in memory; failed items have null columns.
 
         A JSON column has the type that all of its values in the file have in common, else it is JSON text.
         """
@@ -185,7 +185,7 @@ class Merged:
 
         return value_types(self.columns, map(of, self.ranges(BLOCK_BYTES)))
 
-    def _dataset(self, path: str) -> npt.NDArray[Any]:
+    def _dataset(self, path: str) -> Dataset:
         if not self._data:
             raise SlurmGPUError(f"{self.path} was closed before {path!r} was read; open it again.")
         return self._data[path]
@@ -198,8 +198,8 @@ def _code(directory: Mapping[str, Any]) -> list[Stretch]:
     return [Stretch(*each) for each in directory.get("code", ())]
 
 
-def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]], Checking | None]:
-    """The directory, read-only arrays over the datasets' bytes, and the checker of a merged file."""
+def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset], Checking | None]:
+    """The directory, the datasets, and the checker of a merged file."""
     if is_folder(path):
         raise SlurmGPUError(
             f"{path} is a folder; expected a merged file or a shard: of a run, open({str(path / 'merged.h5')!r})."
@@ -212,17 +212,14 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArr
                 problems = list(differences(reader, pieces, start=size, rest_crc32=directory["rest_crc32"]))
                 if problems:
                     raise SlurmGPUError(_damaged(path, directory["attributes"]["format"], problems))
-            content = reader.map()
+            file = OpenFile(path, reader)
     except DamagedShardError as error:
-        raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {_how_to_go_on(path)}") from error
+        raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {how_to_go_on(path)}") from error
     except OSError as error:
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
-    data = {
-        name: np.ndarray(shape, dtype, content, offset) if n_bytes else np.empty(shape, dtype)
-        for name, dtype, shape, offset, n_bytes, _ in directory["datasets"]
-    }
+    data = {name: Dataset(file, dtype, shape, offset) for name, dtype, shape, offset, *_ in directory["datasets"]}
     is_merged = not verify and directory["attributes"]["format"] == MERGED
-    return directory, data, Checking(directory, table, content) if is_merged else None
+    return directory, data, Checking(directory, table, file) if is_merged else None
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:
@@ -231,10 +228,5 @@ def _damaged(path: Path, kind: str, problems: list[str]) -> str:
     if kind == SHARD:
         how = "`slurmgpu merge` leaves it out of the merged file, and `slurmgpu resubmit` computes it again."
     else:
-        how = _how_to_go_on(path)
+        how = how_to_go_on(path)
     return f"{path} has changed since it was written: {named}. {how}"
-
-
-def _how_to_go_on(path: Path) -> str:
-    run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
-    return f"`slurmgpu merge {run}` writes merged.h5 again from the run's shards."

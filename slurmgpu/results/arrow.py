@@ -23,7 +23,7 @@ def to_arrow(
 ) -> pa.Table:
     """The rows from `start` to `stop` - 1 of `columns` as a table; `failed` is a mask of these rows.
 
-    Numbers, text and ragged values share the file's bytes. The columns of a failed item are null, and the `error` of a
+    Numbers, text and ragged values are read once. The columns of a failed item are null, and the `error` of a
     good one. Complex numbers become structs of `real` and `imag`.
     """
     rows, nulls = slice(start, stop), {"index": np.zeros_like(failed), "error": ~failed}

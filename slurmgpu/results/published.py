@@ -91,7 +91,7 @@ class RunRows:
         self._kinds = np.zeros(plan.n_shards, np.int8)
         self._kinds[list(self._files)] = _FILE
         if self.merged is not None:
-            self._items = _items_in(self.merged["index"].values, plan)
+            self._items = _items_in(self.merged.index, plan)
             starts = np.arange(plan.n_shards, dtype=np.int64) * plan.shard_items
             places = np.searchsorted(self._items, starts)
             is_there = places < len(self._items)
@@ -191,7 +191,7 @@ class FileRows:
     def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
         """The items from `start` to `stop` - 1 that have a row, as spans."""
         first, last = self._places(start, stop)
-        index = self.merged["index"].values[first:last]
+        index = self.merged.index[first:last]
         breaks = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist(), len(index)]
         return [(int(index[one]), int(index[end - 1]) + 1) for one, end in pairwise(breaks) if one < end]
 
@@ -202,7 +202,7 @@ class FileRows:
             yield block
 
     def _places(self, start: int, stop: int | None) -> tuple[int, int]:
-        index = self.merged["index"].values
+        index = self.merged.index
         after = int(index[-1]) + 1 if len(index) else 0
         first, last = np.searchsorted(index, slice(start, stop).indices(after)[:2]).tolist()
         return first, last

@@ -1,35 +1,72 @@
-"""Views of one column's values, read from the mapped file on demand."""
+"""Views of one column's values, read from the file on demand."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from slurmgpu.results.stored import Dataset, Stored
 from slurmgpu.shards.columns import Column
+
+_BLOCK_BYTES = 1 << 20
 
 
 class ArrayData:
     """Rows of one shape, indexed like one NumPy array; results are copies."""
 
-    def __init__(self, column: Column, content: npt.NDArray[Any]) -> None:
+    def __init__(self, column: Column, content: Stored) -> None:
         self.column, self.content = column, content
-        self.values: npt.NDArray[Any] = column.read(content)
-        self.dtype = self.values.dtype
-        self.shape = self.values.shape
+        none: npt.NDArray[Any] = column.read(content[:0])
+        self.dtype, self.shape = none.dtype, (len(content), *none.shape[1:])
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        """All rows, in memory."""
+        values: npt.NDArray[Any] = self.column.read(self.content[:])
+        return values
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.content)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _by_blocks(self, self.dtype.itemsize * math.prod(self.shape))
 
     def __getitem__(self, key: Any) -> Any:
-        found = self.values[key]
-        return found.copy() if isinstance(found, np.ndarray) and not found.flags.owndata else found
+        stored, rest = self._read(key)
+        values = self.column.read(stored)
+        found = values[rest]
+        is_part = isinstance(found, np.ndarray) and found.nbytes < values.nbytes
+        return found.copy() if is_part else found  # does not keep what else was read
+
+    def _read(self, key: Any) -> tuple[npt.NDArray[Any], Any]:
+        """The rows that `key` may need, and the key to them."""
+        first, *rest = key if isinstance(key, tuple) and key else (key,)
+        every = (slice(None), *rest)
+        if isinstance(first, slice):
+            rows = range(len(self))[first]
+            return (self.content[rows.start : rows.stop], every) if rows.step == 1 else (self._take(rows), every)
+        if isinstance(first, int | np.integer) and not isinstance(first, bool):
+            row = range(len(self))[first]
+            return self.content[row : row + 1], (0, *rest)
+        chosen = np.asarray(first) if isinstance(first, list | np.ndarray) else None
+        if chosen is not None and chosen.ndim == 1 and all(isinstance(each, int | slice) for each in rest):
+            if chosen.dtype == bool and chosen.shape == (len(self),):
+                return self._take(np.flatnonzero(chosen)), every
+            if chosen.dtype.kind in "iu" and chosen.size and -len(self) <= chosen.min() <= chosen.max() < len(self):
+                return self._take(np.where(chosen < 0, chosen + len(self), chosen)), every
+        return self.content[:], key  # any other of NumPy's keys, or its error
+
+    def _take(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:
+        numbers = np.asarray(rows, np.int64)
+        return self.content.take(numbers) if isinstance(self.content, Dataset) else self.content[numbers]
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        return np.array(self.values, dtype)
+        return np.asarray(self.values, dtype)
 
     def stored(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """The rows from `start` to `stop` as stored."""
@@ -37,19 +74,22 @@ class ArrayData:
 
     def python_values(self, start: int = 0, stop: int | None = None) -> list[Any]:
         """The rows from `start` to `stop` as Python numbers, or arrays if the column has a shape."""
-        return self[start:stop].tolist() if self.values.ndim == 1 else list(self[start:stop])
+        return self[start:stop].tolist() if len(self.shape) == 1 else list(self[start:stop])
 
 
 class ListData:
     """Rows of any length."""
 
-    def __init__(self, column: Column, values: npt.NDArray[Any], offsets: npt.NDArray[np.int64]) -> None:
+    def __init__(self, column: Column, values: Stored, offsets: Stored) -> None:
         self.column = column
         self.offsets = offsets
         self.values = values
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return _by_blocks(self, self.column.dtype.itemsize * len(self.values))
 
     def __getitem__(self, key: Any) -> Any:
         """One value for an integer; a list for a slice, integers or a boolean mask."""
@@ -64,10 +104,10 @@ class ListData:
             return [self._one(row) for row in self._rows(np.asarray(key))]
 
     def stored(self, start: int = 0, stop: int | None = None) -> Sequence[Any]:
-        """The rows from `start` to `stop` as stored, from a copy of the file's bytes."""
+        """The rows from `start` to `stop` as stored."""
         start, stop, _ = slice(start, stop).indices(len(self))
         offsets = self.offsets[start : max(start, stop) + 1]
-        return self.column.split(self.values[offsets[0] : offsets[-1]].copy(), (offsets - offsets[0]).tolist())
+        return self.column.split(self.values[offsets[0] : offsets[-1]], (offsets - offsets[0]).tolist())
 
     def python_values(self, start: int = 0, stop: int | None = None) -> list[Any]:
         """The values of the rows from `start` to `stop`."""
@@ -85,6 +125,11 @@ class ListData:
     def _one(self, row: int) -> Any:
         row = range(len(self))[row]
         return self.column.read(self.stored(row, row + 1))[0]
+
+
+def _by_blocks(data: ColumnData, n_bytes: int) -> Iterator[Any]:
+    step = max(1, _BLOCK_BYTES * len(data) // max(1, n_bytes, len(data)))
+    return (row for start in range(0, len(data), step) for row in data[start : start + step])
 
 
 ColumnData: TypeAlias = ArrayData | ListData

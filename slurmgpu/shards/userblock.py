@@ -6,7 +6,6 @@ Nothing here opens a file with libhdf5, which may hang on a damaged one. docs/re
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 import zlib
@@ -130,9 +129,9 @@ class Reader:
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._start = self._stop = 0
 
-    def map(self) -> mmap.mmap:
-        """A memory map of the file; valid after the reader is closed."""
-        return mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+    def duplicate(self, onto: int | None = None) -> int:
+        """A descriptor of the open file, which the caller closes; `onto` is one that becomes it."""
+        return os.dup(self._fd) if onto is None else os.dup2(self._fd, onto, inheritable=False)
 
     def _fill(self, start: int) -> None:
         self._start = self._stop = start

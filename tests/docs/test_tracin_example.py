@@ -52,6 +52,7 @@ def test_proponents_of_the_example_share_more_with_their_prediction_than_others_
     assert sum(shared) / len(shared) > 3 * by_chance / (len(test) * len(train[::50]))
 
 
+@pytest.mark.nightly
 def test_the_example_leaves_proponents_out_and_trains_again(traced):
     folder, _ = traced
     printed = run(folder, "leave_out.py", "--predictions", "2", "--draws", "1", "--epochs", "2")

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import slurmgpu.merge.export
+import slurmgpu.results
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.merge.export import FORMATS, export, export_to
+from slurmgpu.results import stored
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from tests.support.shard_files import (
     COLUMNS,
@@ -265,3 +267,26 @@ def test_damaged_records_beside_a_merged_file_keep_no_rows_back(merged, tmp_path
     assert "run.json is damaged, and is not used for the export" in caplog.text
     (tmp_path / "run.json").write_text("[1]")
     assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS
+
+
+def test_an_export_starts_again_if_another_client_replaces_the_file_meanwhile(merged, tmp_path, monkeypatch):
+    preadv, reopened = os.preadv, []
+
+    class Replaced(stored.OpenFile):
+        def _read(self, into, place):
+            if not reopened:
+                reopened.append(True)
+                (tmp_path / "new").write_bytes(merged.read_bytes())
+                (tmp_path / "new").rename(merged)
+                monkeypatch.setattr(os, "preadv", stale)
+            return super()._read(into, place)
+
+    def stale(*arguments):
+        monkeypatch.setattr(os, "preadv", preadv)
+        raise OSError(errno.ESTALE, "as told")
+
+    export(merged, "jsonl", tmp_path / "whole.jsonl")
+    monkeypatch.setattr(slurmgpu.results, "OpenFile", Replaced)
+    export(merged, "jsonl", tmp_path / "again.jsonl")
+    assert reopened
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -2,14 +2,16 @@
 
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
 
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
-from tests.pretend_nfs.nodes import Server, missing
+from tests.pretend_nfs.nodes import REPOSITORY, Server, missing
 from tests.support.runs import wait_until
+from tests.support.shard_files import join_parts, write_parts
 
 FOR_EVER = 1e9
 """Seconds: as the resolution of times it makes all of them look the same."""
@@ -140,6 +142,37 @@ def test_a_file_that_another_client_removed_is_stale(server):
         other.python(REMOVE, "open")
         started.wait()
     assert (server.local / "said").read_text().split() == ["ESTALE"] * 4
+
+
+READ_RESULTS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from slurmgpu import results
+from slurmgpu.errors import SlurmGPUError
+
+with results.open("merged.h5") as merged:
+    merged.row(0)
+    open("open", "w").close()
+    while os.path.exists("open"):
+        pass
+    try:
+        merged.check_rows(0, len(merged))
+        print(len(merged.rows()))
+    except SlurmGPUError as error:
+        print(error, type(error.__cause__).__name__)
+"""
+
+
+def test_results_that_another_client_replaces_end_in_a_sentence(server):
+    other, node = server.node("other"), server.node("node", ASKING)
+    for number, name in enumerate(("merged.h5", "new")):
+        join_parts(write_parts(server.local, [0, 500 + number]), server.exported / name)
+    started = node.start(sys.executable, "-c", READ_RESULTS, REPOSITORY, output=server.local / "said")
+    wait_until((server.exported / "open").exists, "the file to be opened")
+    other.python("import os; os.rename('new', 'merged.h5'); os.unlink('open')")
+    assert started.wait() == 0
+    said = (server.local / "said").read_text()
+    assert said == "merged.h5 was replaced while it was open. Open the new file. OSError\n"
 
 
 def test_an_open_file_that_is_removed_here_is_kept_under_another_name(server):

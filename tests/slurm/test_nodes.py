@@ -90,6 +90,7 @@ def test_a_rank_that_dies_on_the_second_node_is_started_again_and_a_task_that_di
     assert {f"{name}.h5" for name in claims} <= set(published(folder))  # the others were given back
 
 
+@pytest.mark.nightly
 def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing(project, slurmgpu, cluster):
     folder = hold(project, 40, {8: "first", 24: "second"}, resources=RESOURCES, slurm={"requeue": True})
     process = start(*SUBMIT, cwd=folder)

@@ -14,7 +14,6 @@ from slurmgpu import open as open_merged
 from slurmgpu.executors import slurm_jobs
 from slurmgpu.slurm import commands
 from tests.local.test_command_runs import make as make_command
-from tests.support.nightly import by_night
 from tests.support.runs import (
     check_ledger,
     check_rows,
@@ -464,7 +463,8 @@ def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started(tmp
     assert (done.returncode, done.stdout) == (0, "lives\n")
 
 
-@pytest.mark.parametrize(("n_items", "n_kills"), [(480, 12), by_night(960, 30)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("n_items", "n_kills"), [(480, 12), (960, 30)])
 def test_chaos_changes_no_byte(project, slurmgpu, cluster, n_items, n_kills):
     """Workers and tasks are killed at random, at least so many times in one run."""
     undisturbed = project(n_items)

@@ -148,7 +148,7 @@ def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
     names = ["proponents", "proponent_values", "opponents", "opponent_values"]
     if _is_whole(workload):
         names += ["influence", *(["influence_scale"] if workload.full == "float16" else [])]
-    row_bytes = sum(merged[name].values[:1].nbytes for name in names)
+    row_bytes = sum(merged[name][:1].nbytes for name in names)
     n_rows = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(0, len(merged), n_rows):
         rows = slice(start, start + n_rows)

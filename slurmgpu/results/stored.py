@@ -1,0 +1,118 @@
+"""The datasets of an open file, read by position.
+
+They are not mapped into memory: a mapped page that cannot be read, of a file that was cut or that another NFS client
+replaced, ends the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import weakref
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.shards.userblock import DamagedShardError, Reader
+from slurmgpu.util.shared_files import PATIENCE_S, is_transient, naming, retried
+
+_PART_BYTES = 1 << 20
+_NEAR_BYTES = 1 << 14  # between two rows, are read too, rather than by another call
+
+
+class OpenFile:
+    """Reads a file at any place, from any thread and after a fork; closed when nobody refers to it.
+
+    Transient errors are retried. SlurmGPUError if they last, and if the file was cut or replaced meanwhile.
+    """
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        self._path, self._identity, self._fd = path, reader.identity, reader.duplicate()
+        weakref.finalize(self, os.close, self._fd)
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"an open file of results cannot be pickled; open {self._path} in each process")
+
+    def read(self, start: int, n_bytes: int) -> npt.NDArray[np.uint8]:
+        """The bytes from `start` on."""
+        found = np.empty(n_bytes, np.uint8)
+        self.read_into(found.data, start)
+        return found
+
+    def read_into(self, found: memoryview, start: int) -> None:
+        """Fill `found` with the bytes from `start` on."""
+        n_found, n_bytes = 0, len(found)
+        try:
+            while n_found < n_bytes:
+                rest, place = found[n_found:], start + n_found
+                with naming(self._path):
+                    n_read = retried(lambda: self._read(rest, place), PATIENCE_S)  # noqa: B023  (called at once)
+                if not n_read:
+                    raise SlurmGPUError(
+                        f"{self._path} was cut while it was open: it ends before byte {start + n_bytes}."
+                        f" {how_to_go_on(self._path)}"
+                    )
+                n_found += n_read
+        except OSError as error:
+            raise SlurmGPUError(f"{self._path} cannot be read: {error.strerror}.") from error
+
+    def _read(self, into: memoryview, place: int) -> int:
+        try:
+            return os.preadv(self._fd, [into], place)
+        except OSError as error:
+            if is_transient(error):
+                self._reopen(error)
+            raise
+
+    def _reopen(self, failed: OSError) -> None:
+        """Open the file again: a stale NFS handle stays stale."""
+        with (
+            contextlib.suppress(OSError, DamagedShardError),
+            Reader(self._path, 0, 0.0) as reader,
+        ):  # else the next try raises
+            if reader.identity != self._identity:
+                raise SlurmGPUError(f"{self._path} was replaced while it was open. Open the new file.") from failed
+            reader.duplicate(self._fd)
+
+
+class Dataset:
+    """An array in a file; a slice of it, without a step, is read into a new array."""
+
+    def __init__(self, file: OpenFile, dtype: str, shape: tuple[int, ...], offset: int) -> None:
+        self._file, self._offset = file, offset
+        self._dtype, self._shape = np.dtype(dtype), tuple(shape)
+        self._row_bytes = int(np.prod(self._shape[1:])) * self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        start, stop, _ = rows.indices(len(self))
+        n_rows = max(0, stop - start)
+        found = self._file.read(self._offset + start * self._row_bytes, n_rows * self._row_bytes)
+        return found.view(self._dtype).reshape(n_rows, *self._shape[1:])
+
+    def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """The rows of these numbers, in their order; those that lie near each other are read at once."""
+        found, order = np.empty((len(rows), *self._shape[1:]), self._dtype), np.argsort(rows)
+        placed, row_bytes = rows[order], max(1, self._row_bytes)
+        is_far = (np.diff(placed) * row_bytes > _NEAR_BYTES) | (np.diff(placed * row_bytes // _PART_BYTES) > 0)
+        for part in np.split(order, np.flatnonzero(is_far) + 1):
+            if len(part):
+                first, last = rows[part[0]], rows[part[-1]]
+                found[part] = self[first : last + 1][rows[part] - first]
+        return found
+
+
+Stored: TypeAlias = Dataset | npt.NDArray[Any]
+"""A dataset of a file, or an array in memory."""
+
+
+def how_to_go_on(path: Path) -> str:
+    """What to do about a damaged file."""
+    run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
+    return f"`slurmgpu merge {run}` writes merged.h5 again from the run's shards."
