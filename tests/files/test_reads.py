@@ -65,7 +65,7 @@ EXCEPTIONS = {
     "api.py": "after Ctrl-C: it decides whether there is a probe to cancel",
     "executors/manual.py": "which of two scripts is named in what is printed",
     "executors/on_end.py": "where on_end is started, the run directory or the folder of the run file",
-    "results/__init__.py": "which command a sentence names",
+    "results/stored.py": "which command a sentence names",
 }
 """The modules that ask the file system themselves, and why one failed answer does no harm there."""
 
