@@ -255,7 +255,9 @@ def show_rows(
     folder: options.RunArgument,
     columns: options.ColumnsOption = None,
     where: options.WhereOption = None,
-    items: Annotated[str | None, typer.Option("--items", metavar="10:20,35", help="Only these items.")] = None,
+    items: Annotated[
+        str | None, typer.Option("--items", metavar="10:20,35", help="Only these items, or one by its name.")
+    ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
     n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="At most N rows.", metavar="N")] = 10,
     n_random: Annotated[

@@ -72,3 +72,10 @@ def test_their_items_go_by_their_key(folder):
     assert [name_by_key(run, index) for index in (2, 11, 20)] == ["2", "11", "20"]
     assert [find_item(run, f"x={index}") for index in (2, 11, 20)] == [2, 11, 20]
     assert name_by_key(run, 3) is None
+
+
+def test_one_is_shown_by_its_key(slurmgpu, folder):
+    for name in ("x=11", "11"):
+        shown = json.loads(slurmgpu("show", "run-look", "--items", name, "--json", cwd=folder).stdout)
+        assert [row["index"] for row in shown["rows"]] == [11]
+    assert "has no item whose x is '3'" in slurmgpu("show", "run-look", "--items", "x=3", cwd=folder, expect=2).stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,11 +13,14 @@ from slurmgpu.cli.console import result_json, say
 from slurmgpu.cli.views.rows import show_rows
 from slurmgpu.errors import ItemError
 from slurmgpu.inputs import open_items
+from slurmgpu.merge.item_names import find_item
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
+
+_RANGES = re.compile(r"[\d:,\s]*", re.ASCII)
 
 ROWS_FORMAT = "slurmgpu rows"
 ROWS_VERSION = 1
@@ -39,7 +43,7 @@ class Wanted:
 def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
     """Print rows of a run; what is missing goes to stderr."""
     plan, stop = run.plan, run.plan.ranges[-1][1]
-    spans = [(0, stop)] if wanted.items is None else parse_item_ranges(wanted.items, stop, "run", clip=True)
+    spans = [(0, stop)] if wanted.items is None else _spans_of(run, wanted.items, stop)
     asked = list(plan.columns) if not wanted.columns else wanted.columns
     names = [name for name in asked if name not in ("index", "error")]
     with RunRows(run) as rows:
@@ -65,6 +69,14 @@ def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
             is_filtered = wanted.failed or wanted.where is not None
             say(f"{len(found):,} of {'up to ' if is_filtered else ''}{count_of(n_there, 'row')}; -n shows more.")
         tell_missing(run, n_missing, rows.problems)
+
+
+def _spans_of(run: Run, items: str, stop: int) -> list[tuple[int, int]]:
+    """The items of `10:20,35`, or the one that has this name by the run's key, `q17` or `id=q17`."""
+    if _RANGES.fullmatch(items) or (run.plan.key is None and "=" not in items):
+        return parse_item_ranges(items, stop, "run", clip=True)
+    index = find_item(run, items)
+    return [(index, index + 1)]
 
 
 def _as_json(names: Sequence[str], row: Sequence[Any], data: Mapping[int, Any]) -> dict[str, Any]:
