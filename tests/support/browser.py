@@ -21,6 +21,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+BROWSERS_OWN = ("chrome:", "chrome-untrusted:", "chrome-search:", "chrome-extension:", "devtools:")
 
 OVERFLOWING = """
 const wide = [...document.querySelectorAll("main *")].filter(
@@ -86,10 +87,11 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """What was asked for beside the page itself, and beside the page of its own that a browser begins with."""
+        """What was asked for beside the page itself; pages of the browser's own, as its first tab, do not count."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        urls = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        return [url for url in urls if not url.startswith(("file:", "data:", "chrome:"))]
+        sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        urls = [one["request"]["url"] for one in sent if not one["documentURL"].startswith(BROWSERS_OWN)]
+        return [url for url in urls if not url.startswith(("file:", "data:", *BROWSERS_OWN))]
 
     def overflow(self):
         """Whether the page is too wide, and what is."""
@@ -122,5 +124,6 @@ def browser(tmp_path_factory):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     started = webdriver.Chrome(options=options, service=Service(driver))
+    started.get("about:blank")  # its first tab goes on asking for parts of itself, and is gone by this
     yield Page(started)
     started.quit()
