@@ -35,6 +35,7 @@ from slurmgpu.shards.piece_table import (
 )
 from slurmgpu.shards.shard_file import Directory, Shapes, errors_in, examine, read_errors
 from slurmgpu.shards.userblock import (
+    BUFFER_BYTES,
     MERGED,
     Content,
     DamagedShardError,
@@ -372,8 +373,8 @@ class _Merged:
         """Copy a part's pieces; DamagedShardError if a byte differs."""
         if part.held is not None and not again:
             return self._copy_held(part, *part.held, buffer)
-        size = {"buffer_bytes": _SMALL_BYTES} if part.is_small else {}
-        with Reader(part.source.path, patience_s=self._source.patience_s, **size) as reader:
+        buffer_bytes = _SMALL_BYTES if part.is_small else BUFFER_BYTES
+        with Reader(part.source.path, buffer_bytes, self._source.patience_s) as reader:
             if again:
                 reader.forget_cache()
             found = self._source.examine(reader, part.source)

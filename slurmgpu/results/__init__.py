@@ -9,6 +9,7 @@ May import: code, run, shards, util.
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results.checking import Checking
-from slurmgpu.results.stored import Dataset, OpenFile, how_to_go_on
+from slurmgpu.results.stored import Dataset, Results, how_to_go_on
 from slurmgpu.results.views import ArrayData, ColumnData, ListData
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
@@ -205,14 +206,14 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset],
             f"{path} is a folder; expected a merged file or a shard: of a run, open({str(path / 'merged.h5')!r})."
         )
     try:
-        with Reader(path) as reader:
-            directory, table, size = read_userblock(reader)
-            if verify:
-                pieces = pieces_of(directory, table)
-                problems = list(differences(reader, pieces, start=size, rest_crc32=directory["rest_crc32"]))
-                if problems:
-                    raise SlurmGPUError(_damaged(path, directory["attributes"]["format"], problems))
-            file = OpenFile(path, reader)
+        reader = Reader(path, same=operator.eq)
+        directory, table, size = read_userblock(reader)
+        if verify:
+            pieces = pieces_of(directory, table)
+            problems = list(differences(reader, pieces, start=size, rest_crc32=directory["rest_crc32"]))
+            if problems:
+                raise SlurmGPUError(_damaged(path, directory["attributes"]["format"], problems))
+        file = Results(path, reader.file)
     except DamagedShardError as error:
         raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {how_to_go_on(path)}") from error
     except OSError as error:

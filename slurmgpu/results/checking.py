@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from slurmgpu.results.stored import OpenFile
+from slurmgpu.results.stored import Results
 from slurmgpu.shards.piece_table import Pieces, lead_bytes
 
 _CHUNK_BYTES = 1 << 18  # fits the L2 cache, so the checksum finds the bytes there
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 18  # fits the L2 cache, so the checksum finds the bytes the
 class Checking:
     """Compares the bytes of an open merged file with their checksums, and remembers which are verified."""
 
-    def __init__(self, directory: Mapping[str, Any], table: bytes, file: OpenFile) -> None:
+    def __init__(self, directory: Mapping[str, Any], table: bytes, file: Results) -> None:
         self._pieces = Pieces(directory, table)
         self._file = file
         self._todo: set[int] | None = None

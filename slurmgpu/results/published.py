@@ -24,8 +24,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.shards.columns import Column, columns_from_json
+from slurmgpu.shards.open_file import Identity
 from slurmgpu.shards.shard_file import Shapes, examine
-from slurmgpu.shards.userblock import DamagedShardError, Identity, Reader
+from slurmgpu.shards.userblock import DamagedShardError, Reader
 from slurmgpu.util.shared_files import exists
 
 _MISSING, _MERGED, _FILE = range(3)
@@ -237,7 +238,7 @@ def _verify(path: Path, run: Run, shard: int, verified: dict[Path, Identity]) ->
     """DamagedShardError if two readings find the file damaged, or of another plan."""
     start, stop = run.plan.bounds(shard)
     with Reader(path) as reader:
-        if verified.get(path) == (identity := reader.identity):
+        if verified.get(path) == (identity := reader.file.identity):
             return
 
         def read() -> None:

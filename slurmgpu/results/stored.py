@@ -6,10 +6,7 @@ replaced, ends the process with SIGBUS.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import weakref
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,25 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.shards.userblock import DamagedShardError, Reader
-from slurmgpu.util.shared_files import PATIENCE_S, is_transient, naming, retried
+from slurmgpu.shards.open_file import OpenFile, ReplacedFileError
 
 _PART_BYTES = 1 << 20
 _NEAR_BYTES = 1 << 14  # between two rows, are read too, rather than by another call
 
 
-class OpenFile:
-    """Reads a file at any place, from any thread and after a fork; closed when nobody refers to it.
+class Results:
+    """The bytes of an open file of results; SlurmGPUError if they cannot be read, or were cut or replaced meanwhile."""
 
-    Transient errors are retried. SlurmGPUError if they last, and if the file was cut or replaced meanwhile.
-    """
-
-    def __init__(self, path: Path, reader: Reader) -> None:
-        self._path, self._identity, self._fd = path, reader.identity, reader.duplicate()
-        weakref.finalize(self, os.close, self._fd)
-
-    def __reduce__(self) -> str:
-        raise TypeError(f"an open file of results cannot be pickled; open {self._path} in each process")
+    def __init__(self, path: Path, file: OpenFile) -> None:
+        self._path, self._file = path, file
 
     def read(self, start: int, n_bytes: int) -> npt.NDArray[np.uint8]:
         """The bytes from `start` on."""
@@ -45,44 +34,23 @@ class OpenFile:
 
     def read_into(self, found: memoryview, start: int) -> None:
         """Fill `found` with the bytes from `start` on."""
-        n_found, n_bytes = 0, len(found)
         try:
-            while n_found < n_bytes:
-                rest, place = found[n_found:], start + n_found
-                with naming(self._path):
-                    n_read = retried(lambda: self._read(rest, place), PATIENCE_S)  # noqa: B023  (called at once)
-                if not n_read:
-                    raise SlurmGPUError(
-                        f"{self._path} was cut while it was open: it ends before byte {start + n_bytes}."
-                        f" {how_to_go_on(self._path)}"
-                    )
-                n_found += n_read
+            n_read = self._file.read_into(found, start)
+        except ReplacedFileError as error:  # of a stale handle: an export that sees this cause begins again
+            raise SlurmGPUError(f"{self._path} was replaced while it was open. Open the new file.") from error.__cause__
         except OSError as error:
             raise SlurmGPUError(f"{self._path} cannot be read: {error.strerror}.") from error
-
-    def _read(self, into: memoryview, place: int) -> int:
-        try:
-            return os.preadv(self._fd, [into], place)
-        except OSError as error:
-            if is_transient(error):
-                self._reopen(error)
-            raise
-
-    def _reopen(self, failed: OSError) -> None:
-        """Open the file again: a stale NFS handle stays stale."""
-        with (
-            contextlib.suppress(OSError, DamagedShardError),
-            Reader(self._path, 0, 0.0) as reader,
-        ):  # else the next try raises
-            if reader.identity != self._identity:
-                raise SlurmGPUError(f"{self._path} was replaced while it was open. Open the new file.") from failed
-            reader.duplicate(self._fd)
+        if n_read < len(found):
+            raise SlurmGPUError(
+                f"{self._path} was cut while it was open: it ends before byte {start + len(found)}."
+                f" {how_to_go_on(self._path)}"
+            )
 
 
 class Dataset:
     """An array in a file; a slice of it, without a step, is read into a new array."""
 
-    def __init__(self, file: OpenFile, dtype: str, shape: tuple[int, ...], offset: int) -> None:
+    def __init__(self, file: Results, dtype: str, shape: tuple[int, ...], offset: int) -> None:
         self._file, self._offset = file, offset
         self._dtype, self._shape = np.dtype(dtype), tuple(shape)
         self._row_bytes = int(np.prod(self._shape[1:])) * self._dtype.itemsize

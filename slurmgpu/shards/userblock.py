@@ -10,9 +10,10 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, is_transient, naming, open_regular, retried
+from slurmgpu.shards.open_file import Identity, OpenFile, ReplacedFileError
+from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, retried
 
 FORMAT_VERSION = 1
 SHARD = "slurmgpu shard"
@@ -23,14 +24,10 @@ _MAGIC = b"slurmgpu"
 _HEADER = struct.Struct("<8sIIQQQ")
 _CRC_FROM = 16
 _SMALLEST_USERBLOCK = 512  # HDF5's minimum; larger sizes are powers of 2 times this
-_BUFFER_BYTES = 1 << 20  # fits the L2 cache, so checksum and copy find the bytes there
+BUFFER_BYTES = 1 << 20  # fits the L2 cache, so checksum and copy find the bytes there
 _PAGE_BYTES = 4096
 _SMALL_USERBLOCK = 1 << 20
 _LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards and a hundred columns needs less
-
-
-Identity: TypeAlias = tuple[int, int, int, int]
-"""A file's device, inode, size, and time of change in nanoseconds."""
 
 
 class DamagedShardError(Exception):
@@ -57,6 +54,11 @@ class Piece(NamedTuple):
     crc32: int
 
 
+def same_size(before: Identity, now: Identity) -> bool:
+    """Whether a shard may be read on that was replaced: another task publishes the same bytes, and checksums tell."""
+    return before.size == now.size
+
+
 def in_file_order(regions: Sequence[Region]) -> list[Region]:
     """The non-empty regions by offset; libhdf5 may not place them in order of creation."""
     return sorted((region for region in regions if region.n_bytes), key=lambda region: region.offset)
@@ -66,17 +68,23 @@ class Reader:
     """Reads a file forwards through one buffer; a small file takes one open and one read.
 
     Transient errors are retried for `patience_s`, then raised: a failed read says nothing about the bytes.
-    Anything but a regular file is a DamagedShardError.
+    Anything but a regular file is a DamagedShardError, and so is a file of another size that replaced this one.
+    `file` is open as long as somebody refers to it, unless the reader is closed.
     """
 
     def __init__(
-        self, path: os.PathLike[str], buffer_bytes: int = _BUFFER_BYTES, patience_s: float = PATIENCE_S
+        self,
+        path: os.PathLike[str],
+        buffer_bytes: int = BUFFER_BYTES,
+        patience_s: float = PATIENCE_S,
+        *,
+        same: Callable[[Identity, Identity], bool] = same_size,
     ) -> None:
-        self._path, self._patience_s = path, patience_s
         try:
-            self._fd, self.size = retried(lambda: _opened(path), patience_s)
+            self.file = OpenFile(path, patience_s, same)
         except UnusableFileError as error:
             raise DamagedShardError(str(error.strerror)) from error
+        self.size = self.file.identity.size
         self._view = memoryview(bytearray(min(buffer_bytes, -(-self.size // _PAGE_BYTES) * _PAGE_BYTES)))
         self._start = self._stop = 0
 
@@ -88,13 +96,7 @@ class Reader:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
-
-    @property
-    def identity(self) -> Identity:
-        """What tells the open file from another one at its path, and from itself after a change."""
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        self.file.close()
 
     def chunks(self, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes from `start` to `stop`; each chunk is valid until the next one is requested.
@@ -126,49 +128,16 @@ class Reader:
 
     def forget_cache(self) -> None:
         """Make the next read bypass the page cache, if the kernel honours the hint."""
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.file.forget_cache()
         self._start = self._stop = 0
-
-    def duplicate(self, onto: int | None = None) -> int:
-        """A descriptor of the open file, which the caller closes; `onto` is one that becomes it."""
-        return os.dup(self._fd) if onto is None else os.dup2(self._fd, onto, inheritable=False)
 
     def _fill(self, start: int) -> None:
         self._start = self._stop = start
-        while (n_filled := self._stop - start) < min(len(self._view), self.size - start):
-            with naming(self._path):
-                n_read = retried(lambda: self._read(n_filled), self._patience_s)
-            if not n_read:
-                break
-            self._stop += n_read
-
-    def _read(self, n_filled: int) -> int:
+        part = self._view[: max(0, self.size - start)]
         try:
-            return os.preadv(self._fd, [self._view[n_filled:]], self._stop)
-        except OSError as error:
-            if is_transient(error):
-                self._reopen()
-            raise
-
-    def _reopen(self) -> None:
-        """Open the file again: a stale NFS handle stays stale."""
-        try:
-            fd, size = _opened(self._path)
-        except OSError:
-            return  # the next try raises
-        os.close(self._fd)
-        self._fd = fd
-        if size != self.size:
-            raise DamagedShardError(f"it has {size} bytes, and had {self.size} a moment ago")
-
-
-def _opened(path: os.PathLike[str]) -> tuple[int, int]:
-    fd = open_regular(path)
-    try:
-        return fd, os.fstat(fd).st_size
-    except BaseException:
-        os.close(fd)
-        raise
+            self._stop += self.file.read_into(part, start)
+        except ReplacedFileError as error:
+            raise DamagedShardError(str(error)) from error
 
 
 class Content:

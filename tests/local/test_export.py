@@ -272,21 +272,21 @@ def test_damaged_records_beside_a_merged_file_keep_no_rows_back(merged, tmp_path
 def test_an_export_starts_again_if_another_client_replaces_the_file_meanwhile(merged, tmp_path, monkeypatch):
     preadv, reopened = os.preadv, []
 
-    class Replaced(stored.OpenFile):
-        def _read(self, into, place):
+    class Replaced(stored.Results):
+        def read_into(self, found, start):
             if not reopened:
                 reopened.append(True)
                 (tmp_path / "new").write_bytes(merged.read_bytes())
                 (tmp_path / "new").rename(merged)
                 monkeypatch.setattr(os, "preadv", stale)
-            return super()._read(into, place)
+            super().read_into(found, start)
 
     def stale(*arguments):
         monkeypatch.setattr(os, "preadv", preadv)
         raise OSError(errno.ESTALE, "as told")
 
     export(merged, "jsonl", tmp_path / "whole.jsonl")
-    monkeypatch.setattr(slurmgpu.results, "OpenFile", Replaced)
+    monkeypatch.setattr(slurmgpu.results, "Results", Replaced)
     export(merged, "jsonl", tmp_path / "again.jsonl")
     assert reopened
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
