@@ -356,7 +356,7 @@ def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
     folder = judged_project(project, [], **settings)
     run_file = folder / "slurmgpu.toml"
     run_file.write_text(run_file.read_text().replace("items.jsonl", "one/merged.h5"))
-    slurmgpu(*LOCAL, cwd=folder, expect=0, **ONE_THREAD)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ONE_THREAD)
     with library.open(folder / "run" / "merged.h5") as merged:
         assert list(merged.errors) == [0, 3]
         assert "the item failed in" in merged.errors[0]

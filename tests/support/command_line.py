@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 SERVER = """
-import gc, json, os, runpy, signal, socket, sys, time
+import gc, importlib, json, os, runpy, signal, socket, sys, time
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.slurm, slurmgpu.executors.submission, slurmgpu.report.status
@@ -59,6 +59,8 @@ def call(argv, cwd, env, umask, out, err):
     runpy.run_module("slurmgpu", run_name="__main__", alter_sys=True)
 
 
+for module in sys.argv[2:]:
+    importlib.import_module(module)
 with socket.socket(fileno=int(sys.argv[1])) as listener:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -71,10 +73,10 @@ READ_BY_IMPORTS = ("PYTHON", "LC_", "LANG", "HDF5", "OMP_", "OPENBLAS")
 class CommandLine:
     """Calls `slurmgpu` with arguments, by a Python that has `env` besides; close it when it is done with.
 
-    `identity` is the user, group and extra_groups of `subprocess`.
+    `imports` are modules that it has imported besides; `identity` is the user, group and extra_groups of `subprocess`.
     """
 
-    def __init__(self, python=sys.executable, env=None, **identity):
+    def __init__(self, python=sys.executable, env=None, imports=(), **identity):
         self._python, self._env, self._identity = python, env or {}, identity
         self._folder = tempfile.TemporaryDirectory(prefix="slurmgpu-tests-")
         self._address = str(Path(self._folder.name) / "socket")
@@ -82,7 +84,7 @@ class CommandLine:
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [python, "-c", SERVER, str(listener.fileno())],
+                [python, "-c", SERVER, str(listener.fileno()), *imports],
                 env={**os.environ, **self._env},
                 cwd="/",
                 pass_fds=[listener.fileno()],
