@@ -1,3 +1,7 @@
+import gc
+import importlib
+from importlib.util import find_spec
+
 import pytest
 
 from tests.support.command_line import CommandLine
@@ -12,8 +16,18 @@ MODULES = (
 """What a run in one process, by the executor `debug`, takes six seconds of a processor to import."""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _imported():
+    """What is imported is left out of garbage collections, of which each would take 0.2 s, and an engine makes one."""
+    if find_spec("torch") and find_spec("transformers"):
+        for module in MODULES:
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
-def slurmgpu():
+def slurmgpu(_imported):
     """The command line as that of the other tests, by a Python that has imported PyTorch and transformers as well."""
     calls = CommandLine(imports=MODULES)
     yield calls

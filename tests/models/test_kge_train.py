@@ -1,8 +1,5 @@
 """The small trainer: what it leaves, and that it learns."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -124,19 +121,10 @@ def test_a_model_that_knows_nothing_ranks_by_chance_or_last():
         assert filtered_ranks(module, known, torch.tensor([(3, 0, 4)]), 1).tolist() == [expected]
 
 
-def test_the_command_leaves_checkpoints_and_dictionaries_and_says_how_it_ranks(files):
-    command = [
-        sys.executable,
-        "-m",
-        "slurmgpu.workloads.tracin.kge.train",
-        "train.txt",
-        "--test",
-        "test.txt",
-        "-o",
-        "out",
-    ]
+def test_the_command_leaves_checkpoints_and_dictionaries_and_says_how_it_ranks(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)  # tests/models/test_templates.py types it
     options = ["--model", "distmult", "--dim", "4", "--epochs", "3", "--every", "2", "--device", "cpu"]
-    done = subprocess.run([*command, *options], cwd=files, capture_output=True, text=True, timeout=200, check=True)
+    assert main(["train.txt", "--test", "test.txt", "-o", "out", *options]) == 0
     assert sorted(path.name for path in (files / "out").iterdir()) == [
         "checkpoint-2.pt",
         "checkpoint-3.pt",
@@ -144,7 +132,7 @@ def test_the_command_leaves_checkpoints_and_dictionaries_and_says_how_it_ranks(f
         "rel_dict.txt",
     ]
     assert read_dictionary(files / "out" / "node_dict.txt").size == N_ENTITIES
-    tails, heads = done.stdout.splitlines()
+    tails, heads = capsys.readouterr().out.splitlines()
     assert tails.startswith("test.txt: tails of 2 triples, filtered: mrr 0.")
     assert heads.startswith("test.txt: heads of 2 triples, filtered: mrr 0.")
 
