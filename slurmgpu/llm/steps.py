@@ -2,6 +2,11 @@
 
 A node's value estimates the probability of a right answer from there: the share of right answers among completions
 sampled from it, as in Math-Shepherd (Wang et al. 2024, arXiv:2312.08935).
+
+Paths of a tree are not as likely as in independent samples: a node that few samples reached gets as many branches as
+one that many reached. How often a child was drawn from its parent is counted, and undoes that: what samples do below a
+node does not change how many pass through it, so estimates by these counts are unbiased at each node, from the leaves
+to the root.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 ROOT = 0
 
@@ -108,6 +114,28 @@ class Tree:
             elif node.drawn:
                 total = sum(found[child][0] * count for child, count in node.drawn.items())
                 found[number] = (total / self.n_drawn(number), sum(found[child][1] for child in node.drawn))
+        return found
+
+    def weights(self) -> list[Fraction]:
+        """The part of all independent samples that each path stands for; they add up to 1.
+
+        Of independent paths each has the same. In a tree, a node's part goes to its children by how often each was
+        drawn from it, and a leaf's to its paths; so for any property of paths, the sum of the weights of those that
+        have it is unbiased. A path whose step turned out longer than that of the node it was drawn from has 0.
+        """
+        parts = [Fraction(number == ROOT) for number in range(len(self.nodes))]
+        for number, node in enumerate(self.nodes):
+            for child, count in node.drawn.items():  # children come after their parent
+                parts[child] = parts[number] * Fraction(count, self.n_drawn(number))
+        ends = Counter(path.nodes[-1] for path in self.paths)
+        return [parts[path.nodes[-1]] / ends[path.nodes[-1]] for path in self.paths]
+
+    def draws(self) -> list[int]:
+        """How often each node was drawn from its parent; 0 for the question, and for a step that grew from another."""
+        found = [0] * len(self.nodes)
+        for node in self.nodes:
+            for child, count in node.drawn.items():
+                found[child] = count
         return found
 
     def _child(self, parent: int, text: str, leaf: bool) -> int:

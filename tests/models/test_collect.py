@@ -16,7 +16,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext
-from slurmgpu.workloads.collect.workload import Collect, _pass_rates
+from slurmgpu.workloads.collect.totals import pass_rates
+from slurmgpu.workloads.collect.workload import Collect
 from tests.support.runs import datasets, make_project, report
 from tests.support.shard_files import join_parts, write
 from tests.support.tiny_models import sum_steps
@@ -59,7 +60,7 @@ def loaded(adder, **settings):
         ({"stop": ["END", "\n"]}, "every path would end after its first step"),
         ({"tree": [4, 2], "paths": 8}, "tree and paths are both set"),
         ({"tree": [4, 2], "rollouts": 8}, "tree and rollouts are both set"),
-        ({"tree": [4, 2], "pass_at": [2]}, "tree and pass_at are both set"),
+        ({"tree": [4, 2], "pass_at": [8]}, r"pass_at is \[8\]; expected whole numbers from 1 to 4, the paths that are"),
         ({"pass_at": [1, 5]}, r"pass_at is \[1, 5\]; expected whole numbers from 1 to 4"),
         ({"temperature": 0.0}, "makes all paths the same"),
         ({"step_delimiter": ""}, "step_delimiter is empty"),
@@ -77,7 +78,7 @@ def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, prob
 )
 def test_pass_at_k_is_the_unbiased_estimate_for_every_k_asked_for(nothing, settings, expected):
     workload = Collect(model=nothing, **{**SETTINGS, "paths": 10, **settings})
-    rates = _pass_rates({(10, 3): 2, (10, 0): 1}, 4, workload.pass_at)  # the fourth question failed
+    rates = pass_rates({3: 2, 0: 1}, 10, 4, workload.pass_at)  # the fourth question failed
     assert rates == {str(k): pytest.approx(2 * (1 - math.comb(7, k) / math.comb(10, k)) / 4) for k in expected}
 
 
@@ -212,6 +213,59 @@ def test_a_tree_has_so_many_branches_at_each_depth_and_counts_those_it_has(nothi
             assert passed >= [4, 3, 2][depth]
     assert all(parents[node] < node for node in range(len(parents)))
     assert row["n_paths"] == sum(len(wave) for wave in workload.engine.waves)
+    drawn = {
+        node: sum(row["draws"][parents == np.array(node)]) for node in range(-1, len(parents)) if node not in leaves
+    }
+    assert all(
+        drawn[node] >= [4, 3, 2][depths[node] if node >= 0 else 0] for node in drawn if node < 0 or depths[node] < 3
+    )
+    assert row["weights"].sum() == pytest.approx(1)
+
+
+def test_estimates_of_trees_are_those_of_independent_paths(nothing, tmp_path):
+    """Of a model that often begins as half of its right answers do not: by each node's branches it is right more often.
+
+    Beginnings a (0.9) and b; right after a with 0.2, after b with 1. So a path is right with 0.28.
+    """
+
+    def answer(request):
+        rng = random.Random(request.key)
+        begins = request.prompt.answer[:1] or ("a" if rng.random() < 0.9 else "b")
+        is_right = rng.random() < (0.2 if begins == "a" else 1.0)
+        rest = f"{rng.choice('cd')}\n#{3 if is_right else rng.choice([4, 5])}"
+        return Output(request.id, rest if request.prompt.answer else f"{begins}\n{rest}", tokens=np.arange(3))
+
+    data = [{"question": "?", "answer": 3}] * 1_000
+    with_tree, rows = collect(nothing, answer, data, tree=[4, 3])
+    independent, others = collect(nothing, answer, data, paths=4, rollouts=0)
+    accuracies = np.array([row["accuracy"] for row in rows])
+    error = accuracies.std() / len(rows) ** 0.5
+    assert abs(accuracies.mean() - 0.28) < 4 * error
+    assert np.mean([row["n_correct"] / row["n_paths"] for row in rows]) > 0.28 + 6 * error
+    for row in rows[:100]:
+        assert row["accuracy"] == pytest.approx(row["weights"] @ row["rewards"])
+        roots = row["parents"] == -1
+        assert row["accuracy"] == pytest.approx(np.average(row["values"][roots], weights=row["draws"][roots]))
+    of_a, of_b = (
+        [
+            value
+            for row in rows
+            for step, value, depth in zip(json.loads(row["steps"]), row["values"], row["depths"], strict=True)
+            if (step, depth) == (begin, 1)
+        ]
+        for begin in "ab"
+    )
+    assert abs(np.mean(of_a) - 0.2) < 4 * np.std(of_a) / len(of_a) ** 0.5
+    assert set(of_b) == {1.0}
+
+    def summary(workload, rows):
+        path = write(tmp_path / f"{len(workload.tree)}.h5", columns=workload.columns, rows=rows)
+        with library.open(path) as merged:
+            return workload.summarize(merged)
+
+    found, expected = summary(with_tree, rows), summary(independent, others)
+    assert found["accuracy"] == pytest.approx(accuracies.mean(), abs=1e-6)
+    assert found["pass_rate"] == expected["pass_rate"]  # the paths of the same samples, from the question itself
 
 
 # With a model that can add
@@ -287,8 +341,6 @@ def test_the_report_and_the_tensors_have_the_totals(collected, slurmgpu, adder):
         assert summary["accuracy"] == sum(n_right) / 80
         assert summary["vote_accuracy"] == pytest.approx(merged["vote_correct"][:20].sum() / 21)
         assert summary["n_steps"] == sum(map(len, merged["steps"][:20]))
-        tree = Collect(model=str(adder), **SETTINGS, tree=[4, 2])
-        assert "pass_rate" not in tree.summarize(merged)
     for k in (1, 2, 4):
         wanted = sum(1 - math.comb(4 - n, k) / math.comb(4, k) for n in n_right) / 21
         assert summary["pass_rate"][str(k)] == pytest.approx(wanted)

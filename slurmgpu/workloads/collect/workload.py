@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Prompt, Request
-from slurmgpu.llm.metrics import ratio, wilson_interval
 from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
@@ -22,13 +20,12 @@ from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Row, Template
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, cut_hint
+from slurmgpu.workloads.collect.totals import checked_pass_at, totals
+from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
-
-SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
 
 MAX_LEAVES = 10_000
 """The most paths of a tree; they are kept in memory until the question is done."""
@@ -98,7 +95,8 @@ class Collect(LanguageModelWorkload):
         self.tree = tuple(tree)
         _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
-        self.pass_at = _pass_at(pass_at, self.tree, self.n_paths)
+        self.n_independent = self.tree[0] if self.tree else self.n_paths
+        self.pass_at = checked_pass_at(pass_at, self.n_independent)
         self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
         if not step_delimiter:
             raise SlurmGPUError('step_delimiter is empty; expected the text between two steps, such as "\\n".')
@@ -126,8 +124,7 @@ class Collect(LanguageModelWorkload):
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
         begun = [self._begin(item) for item in items]
         searches = [search for search in begun if isinstance(search, Search)]
-        n_first = self.tree[0] if self.tree else self.n_paths
-        self._sample([Draw(search, ROOT, number) for search in searches for number in range(n_first)])
+        self._sample([Draw(search, ROOT, number) for search in searches for number in range(self.n_independent)])
         for depth, n_branches in enumerate(self.tree[1:], 1):
             self._sample([draw for search in searches for draw in _missing_branches(search, depth, n_branches)])
         if self.rollouts:
@@ -206,13 +203,12 @@ class Collect(LanguageModelWorkload):
         if search.error is not None:
             return search.error
         tree, paths, prompt = search.tree, search.tree.paths, search.prompt
-        values, nodes = tree.values()[1:], tree.nodes[1:]
-        n_correct = sum(path.correct for path in paths)
-        vote = self._vote(paths)
+        values, nodes, weights = tree.values()[1:], tree.nodes[1:], tree.weights()
+        vote = self._vote(paths, weights)
         return {
             "n_paths": len(paths),
-            "n_correct": n_correct,
-            "accuracy": n_correct / len(paths),
+            "n_correct": sum(path.correct for path in paths),
+            "accuracy": float(sum(weight for path, weight in zip(paths, weights, strict=True) if path.correct)),
             "n_cut": sum(path.cut for path in paths),
             "n_long": sum(path.is_long for path in paths),
             "n_rollouts": search.n_rollouts,
@@ -232,51 +228,30 @@ class Collect(LanguageModelWorkload):
                 for path in paths
             ],
             "rewards": [float(path.correct) for path in paths],
+            "weights": [float(weight) for weight in weights],
             "steps": [node.text for node in nodes],
             "parents": [node.parent - 1 for node in nodes],
             "depths": [node.depth for node in nodes],
             "values": [value for value, _ in values],
             "visits": [n_visits for _, n_visits in values],
+            "draws": tree.draws()[1:],
         }
 
-    def _vote(self, paths: Sequence[Path]) -> Path | None:
-        """The first path with the answer of most paths (Wang et al. 2023, arXiv:2203.11171)."""
-        voters = [
-            (self.checker.normal(path.answer), path) for path in paths if path.answer is not None and not path.cut
-        ]
-        if not voters:
-            return None
-        [(winner, _)] = Counter(answer for answer, _ in voters).most_common(1)
-        return next(path for answer, path in voters if answer == winner)
+    def _vote(self, paths: Sequence[Path], weights: Sequence[Fraction]) -> Path | None:
+        """The first path with the answer that most samples come to (Wang et al. 2023, arXiv:2203.11171)."""
+        votes: dict[str, Fraction] = {}
+        first: dict[str, Path] = {}
+        for path, weight in zip(paths, weights, strict=True):
+            if path.answer is not None and not path.cut:
+                answer = self.checker.normal(path.answer)
+                votes[answer] = votes.get(answer, Fraction()) + weight
+                first.setdefault(answer, path)
+        return first[max(votes, key=votes.__getitem__)] if votes else None
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count paths, right paths, and the questions that they answer; a failed question is not answered."""
-        sums, n_steps, spread = dict.fromkeys(SUMMED, 0), 0, Counter[tuple[int, int]]()
-        for start, stop in blocks(len(merged)):
-            good = ~merged.failed[start:stop]
-            found = {name: merged[name][start:stop][good] for name in SUMMED}
-            for name, values in found.items():
-                sums[name] += int(values.sum(dtype=np.int64))
-            spread.update(zip(found["n_paths"].tolist(), found["n_correct"].tolist(), strict=True))
-            n_steps += sum(map(len, merged["depths"][start:stop]))
-        n = len(merged)
-        summary: dict[str, Any] = {
-            "n_questions": n,
-            "n_failed": int(merged.failed.sum()),
-            "n_paths": sums["n_paths"],
-            "n_correct": sums["n_correct"],
-            "accuracy": ratio(sums["n_correct"], sums["n_paths"]),
-            "vote_accuracy": ratio(sums["vote_correct"], n),
-            "vote_accuracy_interval": wilson_interval(sums["vote_correct"], n),
-            "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
-            "n_steps": n_steps,
-            "n_long": sums["n_long"],
-            "n_rollouts": sums["n_rollouts"],
-            "n_tokens": sums["n_tokens"],
-        }
-        summary |= cut_hint(sums["n_cut"], sums["n_paths"], self.sampling.max_tokens, "paths")
-        # pass@k needs independent samples, and the paths of a tree share steps.
-        return summary if self.tree else summary | {"pass_rate": _pass_rates(spread, n, self.pass_at)}
+        found = totals(merged, self.n_independent, self.pass_at)
+        return found | cut_hint(found["n_cut"], found["n_paths"], self.sampling.max_tokens, "paths")
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -288,11 +263,11 @@ COLUMNS: Mapping[str, Column] = {
     "vote_correct": Array("bool"),
     "prompt": Text(),
     "paths": Json(),
-    "rewards": Ragged("float32"),
+    **dict.fromkeys(("rewards", "weights"), Ragged("float32")),
     "steps": Json(),
     **dict.fromkeys(("parents", "depths"), Ragged("int32")),
     "values": Ragged("float32"),
-    "visits": Ragged("int32"),
+    **dict.fromkeys(("visits", "draws"), Ragged("int32")),
 }
 """The columns; those from `steps` on have an entry for each node of the tree of steps."""
 
@@ -333,26 +308,3 @@ def _check_stops(stops: Sequence[str], delimiter: str) -> None:
                 f"stop has {stop!r}, and step_delimiter is {delimiter!r}: every path would end after its first step. "
                 f"Remove that stop text."
             )
-
-
-def _pass_at(asked: Sequence[int], tree: Sequence[int], n_paths: int) -> list[int]:
-    """The k of pass@k, from the smallest: those asked for, else the powers of 2 up to the number of paths, and that."""
-    if tree and asked:
-        raise SlurmGPUError("tree and pass_at are both set, and the paths of a tree share steps. Remove one.")
-    if any(not 1 <= k <= n_paths for k in asked):
-        raise SlurmGPUError(f"pass_at is {list(asked)}; expected whole numbers from 1 to {n_paths}, the paths.")
-    return sorted({*asked} or {*(2**power for power in range(n_paths.bit_length())), n_paths})
-
-
-def _pass_rates(spread: Mapping[tuple[int, int], int], n_questions: int, pass_at: Sequence[int]) -> dict[str, float]:
-    """The share of questions that k paths would answer, by k: the unbiased estimate of arXiv:2107.03374, section 2.1.
-
-    `spread` counts the questions by their numbers of paths and of right paths.
-    """
-    rates = {}
-    for k in pass_at if n_questions else ():
-        passed = sum(
-            count * (1 - math.comb(n - n_right, k) / math.comb(n, k)) for (n, n_right), count in spread.items()
-        )
-        rates[str(k)] = passed / n_questions
-    return rates

@@ -1,0 +1,78 @@
+"""The totals of collected paths, over all questions of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.metrics import ratio, wilson_interval
+from slurmgpu.workloads.language_model import blocks
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+FLOAT32_DIGITS = 7
+_SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
+
+
+def totals(merged: Merged, n_independent: int, pass_at: Sequence[int]) -> dict[str, Any]:
+    """Sums of paths and steps, and how many of the questions are answered; a failed question is not answered.
+
+    The first `n_independent` paths of each question are samples from the question itself, and pass@k is theirs.
+    """
+    sums, n_steps, accuracies, n_right = Counter[str](), 0, 0.0, Counter[int]()
+    for start, stop in blocks(len(merged)):
+        good = ~merged.failed[start:stop]
+        for name in _SUMMED:
+            sums[name] += int(merged[name][start:stop][good].sum(dtype=np.int64))
+        accuracies += float(merged["accuracy"][start:stop][good].sum(dtype=np.float64))
+        rewards = (row for row, is_good in zip(merged["rewards"][start:stop], good, strict=True) if is_good)
+        n_right.update(int(row[:n_independent].sum()) for row in rewards)
+        n_steps += sum(map(len, merged["depths"][start:stop]))
+    n, n_good = len(merged), n_right.total()
+    accuracy = ratio(accuracies, n_good)
+    return {
+        "n_questions": n,
+        "n_failed": n - n_good,
+        "n_paths": sums["n_paths"],
+        "n_correct": sums["n_correct"],
+        "accuracy": None if accuracy is None else round(accuracy, FLOAT32_DIGITS),
+        "vote_accuracy": ratio(sums["vote_correct"], n),
+        "vote_accuracy_interval": wilson_interval(sums["vote_correct"], n),
+        "n_cut": sums["n_cut"],
+        "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
+        "n_steps": n_steps,
+        "n_long": sums["n_long"],
+        "n_rollouts": sums["n_rollouts"],
+        "n_tokens": sums["n_tokens"],
+        "pass_rate": pass_rates(n_right, n_independent, n, pass_at),
+    }
+
+
+def checked_pass_at(asked: Sequence[int], n_independent: int) -> list[int]:
+    """The k of pass@k, from the smallest: those asked for, else the powers of 2 up to the number of paths, and that."""
+    if any(not 1 <= k <= n_independent for k in asked):
+        raise SlurmGPUError(
+            f"pass_at is {list(asked)}; expected whole numbers from 1 to {n_independent}, the paths that are sampled "
+            f"from a question itself."
+        )
+    return sorted({*asked} or {*(2**power for power in range(n_independent.bit_length())), n_independent})
+
+
+def pass_rates(n_right: Mapping[int, int], n_paths: int, n_questions: int, pass_at: Sequence[int]) -> dict[str, float]:
+    """The share of questions that k paths would answer, by k: the unbiased estimate of arXiv:2107.03374, section 2.1.
+
+    `n_right` counts the questions by how many of their `n_paths` independent paths are right.
+    """
+    rates = {}
+    for k in pass_at if n_questions else ():
+        passed = sum(
+            count * (1 - math.comb(n_paths - right, k) / math.comb(n_paths, k)) for right, count in n_right.items()
+        )
+        rates[str(k)] = passed / n_questions
+    return rates
