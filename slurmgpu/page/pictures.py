@@ -61,10 +61,11 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
 def left_of(lives: Sequence[Life], width: int) -> float:
     """Pixels to the left of the axes, the same for all pictures over the whole width."""
     rows = rows_of(lives)
+    n_jobs = _n_jobs(rows)
     if _are_labelled(rows, width):
-        names = [_row_name(task, its, width, _n_jobs(rows)) for task, its in rows]
+        names = [_row_name(task, its, width, n_jobs) for task, its in rows]
     else:
-        names = [task for task, _ in rows if _n_jobs(rows) > 1]
+        names = [task for task, _ in rows] if n_jobs > 1 else []
     return max([LEAST_LEFT, *(14 + 6.4 * len(name) for name in names)])
 
 
