@@ -28,7 +28,7 @@ def wait_for_silence(folder):
 def test_several_processes_compute_what_one_does(project, slurmgpu):
     settings = {"faults": {"17": "exception", "30": "item_error"}, "max_batch": 2}
     merged = []
-    for processes, n_gpus in (("one", 1), ("per-gpu", 2), ("per-gpu", 4)):
+    for processes, n_gpus in (("one", 1), ("per-gpu", 4)):  # 2 in the tests below
         folder = project(40, "Ranks", settings=settings, resources={"processes": processes})
         slurmgpu(*LOCAL, "--gpus", n_gpus, cwd=folder, expect=0)
         check_rows(folder, 40, errors={17, 30})
@@ -36,21 +36,21 @@ def test_several_processes_compute_what_one_does(project, slurmgpu):
         merged.append(datasets(folder))
         assert "torch" not in (folder / "run" / "logs" / "local1_0.0.log").read_text()  # which has much to say
         (folder / "run").rename(folder / f"run{n_gpus}")
-    assert merged[0] == merged[1] == merged[2]
+    assert merged[0] == merged[1]
 
 
 def test_an_item_that_fails_on_one_rank_alone_is_found(project, slurmgpu):
     # One kills its rank; the other raises there, while the other rank waits for it in a collective.
-    settings = {"faults": {"9": "segfault", "17": "exception"}, "fault_rank": 1}
-    folder = project(24, "Ranks", settings=settings, resources=PER_GPU)
+    settings = {"faults": {"9": "segfault", "16": "exception"}, "fault_rank": 1}
+    folder = project(17, "Ranks", settings=settings, resources=PER_GPU)
     slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=0)
-    check_rows(folder, 24, errors={9, 17})
+    check_rows(folder, 17, errors={9, 16})
     messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
     assert messages[9] == ("crash", "the worker died by SIGSEGV")
-    assert messages[17][0] == "crash"
-    assert re.search(r"ValueError: cannot do item 17 \(workloads.py, line \d+\); other ranks did not", messages[17][1])
+    assert messages[16][0] == "crash"
+    assert re.search(r"ValueError: cannot do item 16 \(workloads.py, line \d+\); other ranks did not", messages[16][1])
     [record] = records(folder)
-    assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [16, 19], [17]]
+    assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [16]]
 
 
 def test_a_rank_that_cannot_load_ends_the_task_with_its_reason(project, slurmgpu):

@@ -309,7 +309,7 @@ def test_a_matplotlib_that_the_shell_configures_wrongly_draws_all_the_same(fault
 
 def test_a_thousand_tasks_are_less_than_two_megabytes(tmp_path):
     errors = [(index, f"item_error: no field 'answer' in item {index}") for index in range(0, 30_000, 3)]
-    run, value = pretended(tmp_path, 3000, errors, n_tasks=1000, n_shards=40_000, sample_s=60.0, faulty=True)
+    run, value = pretended(tmp_path, 3000, errors, n_tasks=1000, n_shards=8_000, sample_s=60.0, faulty=True)
     assert pages.write_page(run, value, tmp_path / "page.html") < 2_000_000
     text = (tmp_path / "page.html").read_text()
     assert "10,000" in text

@@ -550,7 +550,7 @@ def test_eight_hours_of_watching_need_no_more_memory_than_one(tmp_path):
     try:
         for began in range(600, 8 * hour, 1800):
             update(run, pretended, began)
-            for now_s in range(began, began + 1800, 180):
+            for now_s in range(began, began + 1800, 360):
                 status, words = look.read(None, None, BEGIN + now_s)
                 drawn(Screen(status, tasks_of(status), 0, words))
             del status, words
