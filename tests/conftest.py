@@ -8,6 +8,7 @@ from hypothesis import settings
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.support.command_line import CommandLine
 from tests.support.images import apptainer, normal_user  # noqa: F401
+from tests.support.reasoners import reasoners  # noqa: F401
 from tests.support.runs import make_project
 from tests.support.somebody import somebody  # noqa: F401
 from tests.support.tiny_models import adder, one_thread  # noqa: F401

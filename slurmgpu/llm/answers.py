@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from slurmgpu.llm.engine import Composed, EngineOptions, FinishReason, Output, Prompt, Request
+from slurmgpu.llm.engine import NOTHING, Composed, EngineOptions, FinishReason, Generated, Output, Prompt, Request
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,13 @@ STOP_MARGIN = 8
 """Tokens searched for a stop text beyond its length in bytes: special tokens have no bytes."""
 MARK = "\ufdd0"
 """A code point that Unicode reserves for a program's internal use, and which no text has."""
+
+HIDDEN = (
+    "the model cannot go on behind {!r} as it did: it generated {!r}, which the text of its answer does not show. "
+    "Reasoning is understood between <think> and </think>, and in harmony's channels"
+)
+SHOWN = 20
+"""Characters of an answer that an error shows."""
 
 
 class PromptError(Exception):
@@ -41,15 +48,16 @@ class FullContextError(PromptError):
 
     def output(self, request: Request) -> Output:
         """An answer of no tokens."""
-        return Output(request.id, finish_reason="length")
+        return Output(request.id, generated=request.prompt.generated or NOTHING, finish_reason="length")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request with the tokens of its prompt."""
+    """A request with the tokens of its prompt, of which the last `n_begun` are those of an answer so far."""
 
     request: Request
     tokens: tuple[int, ...]
+    n_begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,19 @@ class Finished:
     error: str | None = None
 
 
-class Quotes:
-    """Splits texts that look like special tokens of one tokenizer."""
+class Part(NamedTuple):
+    """The tokens of a part of an answer in OpenAI's harmony format, the place of the first, and its channel."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        known = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
-        known |= set(tokenizer.all_special_tokens)
-        longest_first = sorted((text for text in known if len(text) > 1), key=lambda text: (-len(text), text))
+    channel: str
+    start: int
+    tokens: list[int]
+
+
+class Quotes:
+    """Splits texts that look like one of the `special` tokens."""
+
+    def __init__(self, special: Collection[str]) -> None:
+        longest_first = sorted((text for text in special if len(text) > 1), key=lambda text: (-len(text), text))
         # The lookahead finds overlapping ones.
         self._special = re.compile(f"(?=({'|'.join(map(re.escape, longest_first))}))") if longest_first else None
 
@@ -90,6 +104,12 @@ class Quotes:
         return MARK.join([*pieces, text[end:]])
 
 
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    known = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return {**{number: token.content for number, token in known if token.special}, **dict(named)}
+
+
 class Codec:
     """Converts prompts to tokens and tokens to answers with a model's tokenizer and chat template."""
 
@@ -98,7 +118,8 @@ class Codec:
         self._options = options
         self._context = context
         self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
-        self._quotes = Quotes(tokenizer)
+        self._special = _special_tokens(tokenizer)
+        self._quotes = Quotes(self._special.values())
         self._joins_system = False
         known = tokenizer.get_added_vocab()
         self._harmony = CHANNEL in known and MESSAGE in known
@@ -106,7 +127,7 @@ class Codec:
 
     def encode(self, request: Request) -> Encoded:
         """The request's prompt as tokens; PromptError if prompt and answer are too long for the model."""
-        tokens = self.tokens_of(self.render(request.prompt))
+        tokens, n_begun = self._prompt_tokens(request.prompt)
         more, room = request.sampling.max_tokens, self._context - len(tokens)
         if more > room and request.sampling.fit:
             if room < 1:
@@ -117,7 +138,34 @@ class Codec:
                 f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
                 f"{self._context} tokens"
             )
-        return Encoded(request, tokens)
+        return Encoded(request, tokens, n_begun)
+
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[tuple[int, ...], int]:
+        """The tokens of a prompt, and how many of them are the answer's so far: as the model generated them.
+
+        Where a token goes beyond the end of `so_far`, that text has the tokenizer's own tokens; PromptError if these
+        would lack a special one.
+        """
+        text, is_whole = self.render(prompt)
+        if prompt.generated is None:
+            return self.tokens_of((text, is_whole)), 0
+        thoughts, begun = prompt.generated.thoughts, self._up_to(prompt.generated.answer, prompt.so_far)
+        if begun is None and prompt.generated.mark:
+            raise PromptError(HIDDEN.format(prompt.so_far[-SHOWN:], prompt.generated.mark))
+        cut = self._quotes.cut(prompt.so_far)
+        if begun is None and not thoughts:
+            asked, whole = (self.tokens_of((each, is_whole)) for each in (text, text + cut))
+            return whole, len(whole) - len(asked)
+        if begun is None:
+            begun = [*self._pieces(cut.split(MARK))]
+        return (*self.tokens_of((text, is_whole)), *thoughts, *begun), len(begun)
+
+    def _up_to(self, tokens: Sequence[int], text: str) -> Sequence[int] | None:
+        """The first tokens, which are that text; None if it ends within a token."""
+        if not text:
+            return ()
+        n_tokens = self._n_first(tokens, lambda found: found.startswith(text))
+        return tokens[:n_tokens] if n_tokens and self._text(tokens[:n_tokens]) == text else None
 
     def render(self, prompt: Prompt, *, answers_at_once: bool = False) -> tuple[str, bool]:
         """The prompt as one text with marks, and whether that is whole, with a template's special tokens.
@@ -166,11 +214,14 @@ class Codec:
         tokens = self._tokenizer(text, add_special_tokens=not is_whole)["input_ids"]
         if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
             tokens = tokens[:-1]  # some tokenizers also end a text, which continues here
-        for piece in rest:
-            tokens = tokens + self._tokenizer(piece, add_special_tokens=False)["input_ids"]
+        tokens = [*tokens, *self._pieces(rest)]
         if not tokens:
             raise PromptError("the prompt is empty; expected at least one token")
         return tuple(tokens)
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[int]:
+        for text in texts:
+            yield from self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def has_stopped(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
         """Whether a stop text ended with the last token."""
@@ -188,12 +239,12 @@ class Codec:
         stop = request.sampling.stop
         if stop and (n_tokens := self._n_until(tokens, stop)) is not None:
             tokens, reason = tokens[:n_tokens], "stop"
-        text, reasoning = self._split(encoded, tokens)
+        text, reasoning, generated = self._split(encoded, tokens)
         for each in stop:
             text, reasoning = text.split(each)[0], reasoning.split(each)[0]
         logprobs = finished.logprobs
         kept = None if logprobs is None else np.array(logprobs[: len(tokens)], np.float32)
-        return Output(request.id, text, reasoning, np.array(tokens, np.int32), kept, n_prompt, reason)
+        return Output(request.id, text, reasoning, generated, np.array(tokens, np.int32), kept, n_prompt, reason)
 
     def _to_answer(self, text: str) -> str:
         """The text after the template's that makes the model answer without reasoning."""
@@ -205,54 +256,76 @@ class Codec:
 
     def _n_until(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
         """The number of tokens up to the first stop text; None if there is none."""
+        return self._n_first(tokens, lambda text: any(each in text for each in stop))
 
-        def has_come(n_tokens: int) -> bool:
-            text = self._text(tokens[:n_tokens])
-            return any(each in text for each in stop)
-
-        if not has_come(len(tokens)):
+    def _n_first(self, tokens: Sequence[int], is_met: Callable[[str], bool]) -> int | None:
+        """The least number of first tokens whose text meets a condition, as more do; None if all of them do not."""
+        if not is_met(self._text(tokens)):
             return None
         low, high = 0, len(tokens)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if has_come(middle) else (middle, high)
+            low, high = (low, middle) if is_met(self._text(tokens[:middle])) else (middle, high)
         return high
 
     def _text(self, tokens: Sequence[int]) -> str:
         found: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return found
 
-    def _split(self, encoded: Encoded, tokens: Sequence[int]) -> tuple[str, str]:
+    def _split(self, encoded: Encoded, tokens: Sequence[int]) -> tuple[str, str, Generated]:
+        """The answer, the reasoning, and the tokens of both."""
+        goes_on = encoded.request.prompt.generated is not None
         if self._harmony:
             parts = list(self._channels(tokens, "final"))
-            return tuple(  # type: ignore[return-value]
-                "".join(self._text(part) for channel, part in parts if (channel == "final") == is_final)
-                for is_final in (True, False)
-            )
+            answer = "".join(self._text(part.tokens) for part in parts if part.channel == "final")
+            thought = "".join(self._text(part.tokens) for part in parts if part.channel != "final")
+            begin = next((part.start for part in parts if part.channel == "final"), len(tokens))
+            return answer, thought, self._generated(encoded, tokens, 0 if goes_on else begin, answer)
         text = self._text(tokens)
         start, end, last = self._ids.get(THINK), self._ids.get(THOUGHT), encoded.tokens[-3:]
         is_opened = text.lstrip().startswith(THINK) or (start in last and end not in last)
-        if not is_opened and not (end is not None and THOUGHT in text):
-            return text, ""
-        thought, ended, answer = text.partition(THOUGHT)
-        thought = thought.strip().removeprefix(THINK).strip()
-        return (answer.lstrip("\n"), thought) if ended else ("", thought)
+        if goes_on or (not is_opened and not (end is not None and THOUGHT in text)):
+            return text, "", self._generated(encoded, tokens, 0, text)
+        thought, _, answer = text.partition(THOUGHT)
+        thought, answer = thought.strip().removeprefix(THINK).strip(), answer.lstrip("\n")
+        n_thoughts = self._n_until(tokens, [THOUGHT])
+        begin = len(tokens) if n_thoughts is None else n_thoughts
+        return answer, thought, self._generated(encoded, tokens, begin, answer)
 
-    def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[tuple[str, list[int]]]:
+    def _generated(self, encoded: Encoded, tokens: Sequence[int], begin: int, answer: str) -> Generated:
+        """The tokens so far; of these, the ones before `begin`, and of blank lines behind them, are thoughts."""
+        told = list(tokens[begin:])
+        while told and told[-1] in self._special:
+            told.pop()
+        before, begun = encoded.request.prompt.generated, encoded.tokens[len(encoded.tokens) - encoded.n_begun :]
+        mark = next((self._special[token] for token in (*begun, *told) if token in self._special), "")
+        if before is not None:
+            return Generated(before.thoughts, (*begun, *told), mark)
+        text = self._text(told)
+        blank = text.removesuffix(answer)
+        # Else there are several messages, or the last token of the thoughts has some of the answer.
+        if not text.endswith(answer) or blank.strip("\n"):
+            return Generated(tuple(tokens), (), mark or self._text(tokens[begin - 1 : begin]))
+        blanks = self._up_to(told, blank)
+        if blanks is None:
+            return Generated((*tokens[:begin], *self._pieces([blank])), (), mark)
+        return Generated((*tokens[:begin], *blanks), tuple(told[len(blanks) :]), mark)
+
+    def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[Part]:
         """The parts of an answer in OpenAI's harmony format, with their channel: analysis, commentary or final."""
         ends = {self._ids[text] for text in HARMONY_ENDS if text in self._ids}
         part: list[int] = []
-        in_header = False
-        for token in tokens:
+        start, in_header = 0, False
+        for place, token in enumerate(tokens):
             if token == self._ids[CHANNEL] or token in ends:
                 if part and not in_header:
-                    yield channel, part
+                    yield Part(channel, start, part)
                 # Between two messages there is only the next one's role.
                 part, in_header = [], True
             elif token == self._ids[MESSAGE]:
                 words = self._text(part).split()
-                channel, part, in_header = words[0] if words else channel, [], False
+                channel, part, start, in_header = words[0] if words else channel, [], place + 1, False
             else:
                 part.append(token)
         if part and not in_header:
-            yield channel, part
+            yield Part(channel, start, part)

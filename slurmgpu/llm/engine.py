@@ -36,8 +36,31 @@ class Composed(str):
 
 
 @dataclass(frozen=True)
+class Generated:
+    """The tokens of an answer that a model generated: its `thoughts`, with the marks around them, then its `answer`.
+
+    `mark` is a special token among the answer, whose text does not show it.
+    """
+
+    thoughts: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    mark: str = ""
+
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        """Tokens in which answers of the same text may differ, and by which the model goes on in another way."""
+        return (*self.thoughts, *self.answer) if self.mark else self.thoughts
+
+
+NOTHING = Generated()
+
+
+@dataclass(frozen=True)
 class Prompt:
     """Chat `messages`, or plain `text`, and perhaps the beginning of the `answer`.
+
+    If that beginning is given, the model goes on from there without reasoning. It goes on from an answer of its own,
+    reasoning included, if that is given as `generated`, at the end of `so_far`, with which that answer's text begins.
 
     The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
     message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
@@ -48,6 +71,8 @@ class Prompt:
     system: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     answer: str = ""
+    so_far: str = ""
+    generated: Generated | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +107,7 @@ class Request:
 class Output:
     """A completion: `text` is the answer, `reasoning` the text before it if the model marks that.
 
+    `generated` has the tokens of both, behind those that the prompt gave, to go on from a beginning of the answer.
     `tokens` (int32) are all generated tokens with the end-of-sequence token. `logprobs` (float32, one for each token)
     are the model's own, before temperature and filters; None unless requested. `finish_reason` is "stop" (the model
     ended, or a stop text came), "length", or "error" with a sentence in `error`.
@@ -90,6 +116,7 @@ class Output:
     id: int
     text: str = ""
     reasoning: str = ""
+    generated: Generated = NOTHING
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: npt.NDArray[np.float32] | None = None
     n_prompt_tokens: int = 0

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+
+from slurmgpu.llm.engine import NOTHING, Generated
 
 ROOT = 0
 
@@ -23,8 +26,9 @@ ROOT = 0
 class Node:
     """A step after the steps above it. A `leaf` is the last step of a path, without children.
 
-    `prefix` is the unique text down to here. `drawn` counts samples that passed through each child; `visits` and `hits`
-    count completions, and right ones, that were sampled from here for the node's value.
+    `prefix` is the text down to here, unique but for hidden tokens such as those of the `reasoning`, and `generated`
+    the tokens of the first path that came here. `drawn` counts samples that passed through each child; `visits` and
+    `hits` count completions, and right ones, that were sampled from here for the node's value.
     """
 
     parent: int
@@ -32,7 +36,9 @@ class Node:
     text: str
     leaf: bool = False
     prefix: str = ""
-    children: dict[tuple[str, bool], int] = field(default_factory=dict)
+    generated: Generated = NOTHING
+    reasoning: str = ""
+    children: dict[tuple[tuple[int, ...], str, bool], int] = field(default_factory=dict)
     drawn: Counter[int] = field(default_factory=Counter)
     visits: int = 0
     hits: int = 0
@@ -48,6 +54,7 @@ class Path:
     correct: bool
     cut: bool
     is_long: bool = False
+    reasoning: str = ""
 
 
 class Tree:
@@ -66,9 +73,21 @@ class Tree:
         """The answer of a completion from `node`."""
         return self.nodes[node].prefix + completion
 
-    def add(self, start: int, completion: str, *, answer: str | None, correct: bool, cut: bool) -> None:
-        """Add the path of a completion from the node `start`.
+    def add(
+        self,
+        start: int,
+        completion: str,
+        *,
+        answer: str | None,
+        correct: bool,
+        cut: bool,
+        reasoning: str = "",
+        generated: Generated = NOTHING,
+    ) -> None:
+        """Add the path of a completion from the node `start`; `generated` has its tokens from the question on.
 
+        Steps behind different reasoning, or other hidden tokens, are different nodes. Below the question, `reasoning`
+        is that of the node.
         The whole text is split into steps, not the completion: a blank first step extends the step before it, so that
         the path belongs below another node, which may exist.
         """
@@ -77,16 +96,19 @@ class Tree:
         is_long = len(steps) > self.max_steps
         if is_long:
             steps[self.max_steps - 1 :] = [self.delimiter.join(steps[self.max_steps - 1 :])]
-        node, nodes = ROOT, []
+        node, nodes, above = ROOT, [], self._down_to(start)
+        reasoning = reasoning if start == ROOT else self.nodes[start].reasoning
         for depth, text in enumerate(steps):
-            child = self._child(node, text, depth == len(steps) - 1)
+            leaf = depth == len(steps) - 1
+            is_above = depth < len(above) and not leaf and self.nodes[above[depth]].text == text
+            child = above[depth] if is_above else self._child(node, generated, reasoning, text, leaf)
             if depth >= self.nodes[start].depth:  # steps above were not sampled
                 self.nodes[node].drawn[child] += 1
             node = child
             nodes.append(node)
         self.nodes[node].visits += 1
         self.nodes[node].hits += correct
-        self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long))
+        self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long, reasoning))
 
     def open_nodes(self, depth: int | None = None) -> list[int]:
         """The nodes that can be continued, without the question; at one depth if given."""
@@ -138,13 +160,21 @@ class Tree:
                 found[child] = count
         return found
 
-    def _child(self, parent: int, text: str, leaf: bool) -> int:
-        above = self.nodes[parent]
-        number = above.children.get((text, leaf))
+    def _down_to(self, node: int) -> list[int]:
+        """The nodes from a first step to that node; none for the question."""
+        found: list[int] = []
+        while node != ROOT:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def _child(self, parent: int, generated: Generated, reasoning: str, text: str, leaf: bool) -> int:
+        above, key = self.nodes[parent], (generated.hidden, text, leaf)
+        number = above.children.get(key)
         if number is None:
-            number = above.children[text, leaf] = len(self.nodes)
+            number = above.children[key] = len(self.nodes)
             prefix = "" if leaf else above.prefix + text + self.delimiter
-            self.nodes.append(Node(parent, above.depth + 1, text, leaf, prefix))
+            self.nodes.append(Node(parent, above.depth + 1, text, leaf, prefix, generated, reasoning))
         return number
 
 
@@ -159,6 +189,7 @@ def split_steps(text: str, delimiter: str) -> list[str]:
     return steps
 
 
-def prefix_key(prefix: str) -> int:
-    """A hash of 63 bits of the beginning of an answer, for the keys of its samples."""
-    return int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest(), "little") >> 1
+def prefix_key(prefix: str, hidden: Sequence[int]) -> int:
+    """A hash of 63 bits of the beginning of an answer and its hidden tokens, for the keys of its samples."""
+    begun = b"".join(token.to_bytes(4, "little") for token in hidden) + prefix.encode()
+    return int.from_bytes(hashlib.blake2b(begun, digest_size=8).digest(), "little") >> 1

@@ -109,7 +109,7 @@ def says(*texts, cut=()):
     said = iter(texts)
 
     def answer(request):
-        text = "c\n#7" if request.prompt.answer else next(said)
+        text = "c\n#7" if request.prompt.generated else next(said)
         return Output(request.id, text, tokens=np.arange(3), finish_reason="length" if text in cut else "stop")
 
     return answer
@@ -120,7 +120,7 @@ def test_a_beginning_that_paths_share_is_completed_once(nothing):
     workload, [row] = collect(nothing, answer, [{"question": "1+6", "answer": 7}], paths=4, rollouts=3)
     first, completions = workload.engine.waves
     assert len(first) == 4
-    assert sorted(request.prompt.answer for request in completions) == sorted(3 * ["a\n", "a\nb\n", "a\nc\n"])
+    assert sorted(request.prompt.so_far for request in completions) == sorted(3 * ["a\n", "a\nb\n", "a\nc\n"])
     assert len({request.key for request in (*first, *completions)}) == 4 + 9
     paths = json.loads(row["paths"])
     assert [path["correct"] for path in paths] == row["rewards"].tolist() == [False, False, True, True]
@@ -135,13 +135,16 @@ def test_a_beginning_that_paths_share_is_completed_once(nothing):
 
 def test_rollouts_go_on_from_the_beginning_that_a_chat_gives(nothing):
     def answer(request):
-        text = "a\n#7" if request.prompt.answer == "So " else "#7"
+        text = "#7" if request.prompt.generated else "a\n#7"
         return Output(request.id, text, tokens=np.arange(3))
 
     chat = [{"role": "user", "content": "1+6"}, {"role": "assistant", "content": "So "}]
     settings = {"prompt": None, "messages": "chat", "last": "continue", "paths": 1, "rollouts": 1}
     workload, [row] = collect(nothing, answer, [{"chat": chat, "answer": 7}], **settings)
-    assert [[each.prompt.answer for each in wave] for wave in workload.engine.waves] == [["So "], ["So a\n"]]
+    assert [[(each.prompt.answer, each.prompt.so_far) for each in wave] for wave in workload.engine.waves] == [
+        [("So ", "")],
+        [("So ", "a\n")],
+    ]
     assert (row["prompt"], row["n_correct"]) == (b"1+6", 1)
 
 
@@ -200,7 +203,7 @@ def test_what_fails_is_one_items_error_and_costs_nothing_more(nothing):
 def test_a_tree_has_so_many_branches_at_each_depth_and_counts_those_it_has(nothing):
     def answer(request):
         step = request.key % 5
-        return Output(request.id, f"s{step}\nt{step}\n#{step}" if not request.prompt.answer else f"u{step}\n#{step}")
+        return Output(request.id, f"s{step}\nt{step}\n#{step}" if not request.prompt.so_far else f"u{step}\n#{step}")
 
     workload, [row] = collect(nothing, answer, [{"question": "?", "answer": 3}], tree=[4, 3, 2])
     parents, depths = row["parents"].tolist(), row["depths"].tolist()
@@ -230,10 +233,10 @@ def test_estimates_of_trees_are_those_of_independent_paths(nothing, tmp_path):
 
     def answer(request):
         rng = random.Random(request.key)
-        begins = request.prompt.answer[:1] or ("a" if rng.random() < 0.9 else "b")
+        begins = request.prompt.so_far[:1] or ("a" if rng.random() < 0.9 else "b")
         is_right = rng.random() < (0.2 if begins == "a" else 1.0)
         rest = f"{rng.choice('cd')}\n#{3 if is_right else rng.choice([4, 5])}"
-        return Output(request.id, rest if request.prompt.answer else f"{begins}\n{rest}", tokens=np.arange(3))
+        return Output(request.id, rest if request.prompt.so_far else f"{begins}\n{rest}", tokens=np.arange(3))
 
     data = [{"question": "?", "answer": 3}] * 1_000
     with_tree, rows = collect(nothing, answer, data, tree=[4, 3])

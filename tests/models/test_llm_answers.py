@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
@@ -6,9 +8,10 @@ from slurmgpu.llm.prompts import Template
 from tests.support.tiny_models import TEMPLATE, make_tokenizer
 
 
-def codec(folder, *, added=(), template=TEMPLATE, **options):
+def codec(folder, *, added=(), special=(), template=TEMPLATE, **options):
     tokenizer = make_tokenizer(folder, template)
     tokenizer.add_tokens([*added])
+    tokenizer.add_tokens([*special], special_tokens=True)
     return Codec(tokenizer, EngineOptions(None, **options), 2048), tokenizer
 
 
@@ -151,3 +154,76 @@ def test_an_answer_that_is_to_fit_has_what_the_context_leaves(tmp_path):
         except PromptError as error:
             found[room] = error.output(request).finish_reason
     assert found == {600: 512, 512: 512, 3: 3, 0: "length"}
+
+
+# Answers that a model goes on with
+
+
+def going_on(made, tokenizer, said, so_far, prompt="1"):
+    """The text of a prompt's tokens, behind what was asked, where an answer goes on that was generated before."""
+    asked = Request(0, Prompt(prompt), Sampling())
+    encoded = made.encode(asked)
+    tokens = tuple(said) if not isinstance(said, str) else tuple(tokenizer(said, add_special_tokens=False)["input_ids"])
+    output = made.decode(Finished(encoded, tokens, "stop"))
+    more = replace(asked.prompt, so_far=so_far, generated=output.generated)
+    found = made.encode(replace(asked, prompt=more))
+    assert found.tokens[: len(encoded.tokens)] == encoded.tokens
+    return tokenizer.decode(found.tokens[len(encoded.tokens) :]), found
+
+
+ANALYSIS = "<|channel|>analysis<|message|>sum<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "so_far", "expected"),
+    [
+        (HARMONY_TEMPLATE, f"{ANALYSIS}<|channel|>final<|message|>4\n6<|return|>", "4\n", "4\n"),
+        (HARMONY_TEMPLATE, "<|channel|>final<|message|>4\n6<|return|>", "4\n", "<|channel|>final<|message|>4\n"),
+        (TEMPLATE, "<think>\nsum\n</think>\n\n4\n6", "4\n", "<think>\nsum\n</think>\n\n4\n"),
+        (TEMPLATE, "4\n6", "4\n", "4\n"),
+        (THOUGHTFUL, "sum\n</think>4\n\n6\n7</s>", "4\n\n6\n", "sum\n</think>4\n\n6\n"),
+        (THOUGHTFUL, "</think>\n\n4\n6</s>", "4\n", "</think>\n\n4\n"),
+    ],
+)
+def test_an_answer_goes_on_behind_the_reasoning_that_led_to_it(tmp_path, template, said, so_far, expected):
+    marks = {"special": HARMONY} if template == HARMONY_TEMPLATE else {"added": ("<think>", "</think>")}
+    made, tokenizer = codec(tmp_path, template=template, **marks)
+    expected = ANALYSIS + "<|channel|>final<|message|>" + expected if said.startswith(ANALYSIS) else expected
+    found, encoded = going_on(made, tokenizer, said, so_far)
+    assert found == expected
+    # What it then generates is all answer, and its beginnings can be gone on with as well.
+    more = made.decode(Finished(encoded, tuple(tokenizer("8\n9", add_special_tokens=False)["input_ids"]), "stop"))
+    assert (more.text, more.reasoning) == ("8\n9", "")
+    longer = replace(encoded.request.prompt, so_far=so_far + "8\n", generated=more.generated)
+    last = made.encode(replace(encoded.request, prompt=longer)).tokens
+    assert tokenizer.decode(last) == tokenizer.decode(encoded.tokens) + "8\n"
+
+
+def test_an_answer_goes_on_from_the_tokens_that_were_generated_if_one_ends_there(tmp_path):
+    made, tokenizer = codec(tmp_path, added=("12", "\n4"))
+    one, two, new, four = tokenizer.convert_tokens_to_ids(["1", "2", "\n", "4"])
+    twelve, line = tokenizer.convert_tokens_to_ids(["12", "\n4"])
+    for said, expected in [
+        ((one, two, new, four), (one, two, new)),  # the tokenizer would say "12"
+        ((twelve, new, four), (twelve, new)),
+        ((one, two, line), (twelve, new)),  # its own, where a token goes on
+    ]:
+        _, encoded = going_on(made, tokenizer, said, "12\n")
+        assert encoded.tokens[-len(expected) :] == expected
+
+
+def test_an_answer_with_tokens_that_its_text_lacks_goes_on_with_them_or_is_refused(tmp_path):
+    """As of a template that marks reasoning by special tokens of other names."""
+    made, tokenizer = codec(tmp_path, added=("\n4",), special=("[THINK]", "[/THINK]"))
+    found, encoded = going_on(made, tokenizer, "[THINK]3\n3[/THINK]\n6\n7</s>", "3\n3\n6\n")
+    assert found == "[THINK]3\n3[/THINK]\n6\n"
+    assert encoded.request.prompt.generated.hidden  # no other path shares its steps
+    with pytest.raises(PromptError, match=r"go on behind '3\\n' as it did: it generated '\[THINK\]', which the text"):
+        going_on(made, tokenizer, "[THINK]3\n4[/THINK]\n6", "3\n")
+
+
+def test_an_answer_of_two_messages_is_not_gone_on_with(tmp_path):
+    made, tokenizer = codec(tmp_path, special=HARMONY, template=HARMONY_TEMPLATE)
+    said = f"{ANALYSIS}<|channel|>final<|message|>4\n<|end|><|start|>assistant<|channel|>final<|message|>6\n7"
+    with pytest.raises(PromptError, match="the text of its answer does not show"):
+        going_on(made, tokenizer, said, "4\n6\n")

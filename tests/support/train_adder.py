@@ -11,10 +11,11 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.support.tiny_models import (
     ADDER_WEIGHTS,
@@ -43,12 +44,21 @@ def example(rng: random.Random) -> tuple[str, str]:
     return f":{text}", label
 
 
-def train(tokenizer: AutoTokenizer, n_steps: int) -> LlamaForCausalLM:
-    """A Llama of some 135,000 parameters, trained on sums, claims and sentences."""
+def encoded(rng: random.Random, tokenizer: AutoTokenizer) -> tuple[list[int], list[int]]:
+    """The tokens of an example, with that which ends the answer."""
+    prompt, answer = example(rng)
+    told = tokenizer.encode(answer, add_special_tokens=False)
+    return tokenizer.encode(prompt), [*told, tokenizer.eos_token_id]
+
+
+def train(
+    config: LlamaConfig, examples: Callable[[random.Random], tuple[list[int], list[int]]], n_steps: int
+) -> LlamaForCausalLM:
+    """A Llama trained on pairs of prompts and answers, as tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = random.Random(0)
-    model = LlamaForCausalLM(adder_config())
+    model = LlamaForCausalLM(config)
     # Muon needs less than half of the time that AdamW alone does.
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
@@ -62,10 +72,9 @@ def train(tokenizer: AutoTokenizer, n_steps: int) -> LlamaForCausalLM:
     ]
     for step in range(n_steps):
         rows, labels = [], []
-        for prompt, answer in (example(rng) for _ in range(32)):
-            asked, told = tokenizer.encode(prompt), tokenizer.encode(answer, add_special_tokens=False)
-            rows.append([*asked, *told, tokenizer.eos_token_id])
-            labels.append([-100] * len(asked) + [*told, tokenizer.eos_token_id])
+        for asked, told in (examples(rng) for _ in range(32)):
+            rows.append([*asked, *told])
+            labels.append([-100] * len(asked) + told)
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         wanted = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
@@ -99,7 +108,7 @@ def main() -> None:
     """Train, write the weights, and print how many answers are right."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = make_tokenizer(Path(scratch))
-        model = train(tokenizer, N_STEPS)
+        model = train(adder_config(), lambda rng: encoded(rng, tokenizer), N_STEPS)
         model.save_pretrained(scratch)
         shutil.copyfile(Path(scratch) / "model.safetensors", ADDER_WEIGHTS)
         print(n_right(model.eval(), tokenizer))

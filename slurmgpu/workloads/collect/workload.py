@@ -147,11 +147,13 @@ class Collect(LanguageModelWorkload):
         requests = []
         for number, draw in enumerate(draws):
             start = draw.search.tree.nodes[draw.node]
-            key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
-            prompt = dataclasses.replace(draw.search.prompt, answer=draw.search.prompt.answer + start.prefix)
-            # A question needs room for a whole answer; a continued path uses what is left of the context.
-            sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
-            requests.append(Request(number, prompt, sampling, key))
+            key = mix(mix(draw.search.item.seed, prefix_key(start.prefix, start.generated.hidden)), draw.number)
+            prompt, how = draw.search.prompt, self.sampling
+            if draw.node != ROOT:
+                prompt = dataclasses.replace(prompt, so_far=start.prefix, generated=start.generated)
+                # A question needs room for a whole answer; a continued path uses what is left of the context.
+                how = dataclasses.replace(how, fit=True)
+            requests.append(Request(number, prompt, how, key))
         found = []
         for draw, output in zip(draws, self._answers(requests), strict=True):
             if isinstance(output, ItemError):
@@ -167,7 +169,15 @@ class Collect(LanguageModelWorkload):
             checked = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
             if checked is not None:
                 correct, answer = checked
-                tree.add(draw.node, output.text, answer=answer, correct=correct, cut=cut)
+                tree.add(
+                    draw.node,
+                    output.text,
+                    answer=answer,
+                    correct=correct,
+                    cut=cut,
+                    reasoning=output.reasoning,
+                    generated=output.generated,
+                )
 
     def _roll_out(self, searches: Sequence[Search]) -> None:
         """Complete every beginning of the paths to learn its value, once however many paths share it."""
@@ -224,6 +234,7 @@ class Collect(LanguageModelWorkload):
                     "answer": path.answer,
                     "correct": path.correct,
                     "cut": path.cut,
+                    "reasoning": path.reasoning,
                 }
                 for path in paths
             ],
