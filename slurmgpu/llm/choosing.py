@@ -94,7 +94,7 @@ def what_fits(model: Model, offer: Offer) -> Iterator[str]:
     if source.quantization is None and stored_method(source.config) is None:
         for suffix in ("8bit", "4bit"):
             smaller = model.quantized(suffix)
-            if fits(smaller, offer):
+            if not smaller.leaves_experts and fits(smaller, offer):
                 size = f"{smaller.memory.weights / 1e9:.1f} GB of weights"
                 yield f'model = "{source.name}-{suffix}" on the same GPUs ({size})'
                 break

@@ -96,14 +96,26 @@ class Model:
         quantization = self.options.model.quantization
         return f"{quantization}, the rest {self.options.precision}" if quantization else self.options.precision
 
+    @property
+    def leaves_experts(self) -> bool:
+        """Whether it is a quantised variant in which the experts stay as they are.
+
+        In transformers 5 the experts of a layer are one tensor, while bitsandbytes and torchao take linear layers. A
+        model's own code may have its experts as such layers.
+        """
+        options = self.options
+        own_code = options.trust_remote_code and "auto_map" in options.model.config
+        is_asked = options.model.quantization is not None and options.engine == "transformers"
+        return is_asked and not own_code and self.weights.numbers["experts"] > 0
+
     def with_batch(self, tokens: int) -> Model:
         """The model with another batch."""
         cache = self.cache.of(tokens, min(tokens, row_tokens(self.options)))
         memory = replace(self.memory, cache=float(cache))
         return replace(self, memory=memory, batch_tokens=tokens)
 
-    def quantized(self, suffix: str) -> Model:
-        """The model as a quantised variant, without reading its files again."""
+    def quantized(self, suffix: str | None) -> Model:
+        """The model as a quantised variant, or as none, without reading its files again."""
         source = replace(self.options.model, quantization=suffix)
         return _model(replace(self.options, model=source), self.weights).with_batch(self.batch_tokens)
 

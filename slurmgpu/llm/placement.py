@@ -27,9 +27,11 @@ _SMALL_BATCH = (
 def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
     """A task's processes for the model ("one" or "per-gpu"), and lines that explain it with numbers.
 
-    SlurmGPUError if it does not fit, with proposals, or if weights are missing.
+    SlurmGPUError if it does not fit, with proposals, if weights are missing, or if a variant saves next to nothing.
     """
     model = look_at(options)
+    if model.leaves_experts:
+        raise _unquantised(model)
     if share.gpus == 0:
         model = model.with_batch(options.batch_tokens or CPU_TOKENS)
     offer = Offer(share.gpus, share.nodes, share.gpu_memory, share.processes)
@@ -147,6 +149,17 @@ def _refuse_missing(model: Model) -> None:
     raise SlurmGPUError(
         f"model {source.name!r}: {first}, of about {_gb(sum(model.weights.stored_bytes.values()))} of weights, is not "
         f"in the hub's cache, {hub.cache_folder()}, and tasks do not download. {hub.FETCH}."
+    )
+
+
+def _unquantised(model: Model) -> SlurmGPUError:
+    whole = model.quantized(None).memory.weights
+    saved, share = whole - model.memory.weights, model.weights.numbers["experts"] / model.weights.parameters
+    return SlurmGPUError(
+        f"{model.name} would save {_gb(saved)} of {_gb(whole)} of weights "
+        f"({saved / whole:.0%}): {share:.0%} of them are experts, which bitsandbytes and torchao do not quantise in "
+        f"transformers. Use a checkpoint that is stored quantised (FP8, MXFP4, AWQ, GPTQ), which takes no suffix, or "
+        f"remove the suffix."
     )
 
 

@@ -410,6 +410,23 @@ def test_a_mixture_of_experts_is_split_by_experts(tmp_path):
     assert obstacle_to(wanted, 3) == "its 8 experts do not divide by 3"
 
 
+@pytest.mark.parametrize(("suffix", "saved"), [("-8bit", "918.6 MB"), ("-4bit", "1.4 GB"), ("-fp8", "918.6 MB")])
+def test_a_variant_that_leaves_the_experts_is_refused_with_what_it_would_save(tmp_path, suffix, saved):
+    """Qwen3-30B-A3B: 29.0 of its 30.5 billion weights are experts."""
+    sizes = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    sizes |= {"head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151_936, "num_experts": 128}
+    sizes |= {"moe_intermediate_size": 768, "tie_word_embeddings": False, "max_position_embeddings": 40_960}
+    folder = config_only(tmp_path / "m", **sizes, auto_map={"AutoModelForCausalLM": "its_own.Model"})
+    said = refusal(options(folder, suffix), share(1, 80))
+    assert said.startswith(f"{folder}{suffix} would save ")
+    assert f"save {saved} of 61.1 GB of weights (2%): 95% of them are experts" in said
+    assert "Use a checkpoint that is stored quantised" in said
+    assert "-8bit" not in refusal(options(folder), share(1, 24))
+    assert place(options(folder), share(1, 80))[0] == "one"
+    assert place(options(folder, "-fp8", engine="vllm"), share(1, 80))[0] == "one"
+    assert place(options(folder, suffix, trust_remote_code=True), share(1, 80))[0] == "one"
+
+
 def test_mxfp4_is_said_to_become_bf16_in_images_that_cannot_compute_with_it(tmp_path):
     config = {**MIXTURE, "quantization_config": {"quant_method": "mxfp4"}}
     experts = {"model.layers.0.mlp.experts.down_proj_blocks": ("U8", (8, 1000, 1000, 16))}
