@@ -1,31 +1,49 @@
 """Rows and columns of a batch's key-value cache: take, join and trim them.
 
-A column is a position in the cache of all rows; a row's mask says which columns hold its tokens. Transformers' caches
-can only grow and drop rows; the functions here change the tensors of their layers.
+A column is a position in the cache of all rows; a row's mask says which columns hold its tokens.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def new_cache(model: Any) -> Any:
-    """An empty cache for the model."""
+def new_cache(model: Any, n_more: int = 0) -> Any:
+    """An empty cache for the model, for prompts and `n_more` tokens after them."""
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    return DynamicCache(config=model.config)
+    from slurmgpu.llm.cache_layers import GrowingLayer, GrowingSlidingLayer
+
+    found = DynamicCache(config=model.config)
+    for place, layer in enumerate(found.layers):
+        if type(layer) is DynamicLayer:
+            found.layers[place] = GrowingLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            found.layers[place] = GrowingSlidingLayer(layer.sliding_window)
+    _make_room(found, n_more)
+    return found
+
+
+def _make_room(cache: Any, n_more: int) -> None:
+    from slurmgpu.llm.cache_layers import GROWTH, GrowingLayer, GrowingSlidingLayer
+
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer | GrowingSlidingLayer):
+            layer.growth = min(n_more, GROWTH)
 
 
 def has_rows(model: Any) -> bool:
     """Whether rows of the model's cache can be taken and joined; recurrent states (Mamba) have no columns."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from slurmgpu.llm.cache_layers import GrowingLayer, GrowingSlidingLayer
 
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in new_cache(model).layers)
+    return all(isinstance(layer, GrowingLayer | GrowingSlidingLayer) for layer in new_cache(model).layers)
 
 
 def window(model: Any) -> int | None:
@@ -48,14 +66,18 @@ def takes_holes(model: Any) -> bool:
         return False
 
 
-def repeat(cache: Any, n_rows: int) -> Any:
-    """A new cache with one row repeated `n_rows` times; the rows share memory until they grow."""
+def repeat(cache: Any, n_rows: int, n_more: int = 0) -> Any:
+    """A new cache with one row repeated `n_rows` times, for `n_more` tokens after the next ones.
+
+    The rows share memory until they grow.
+    """
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in found.layers:
         if layer.is_initialized:
             layer.keys = layer.keys.expand(n_rows, -1, -1, -1)
             layer.values = layer.values.expand(n_rows, -1, -1, -1)
+    _make_room(found, n_more)
     return found
 
 
@@ -75,6 +97,23 @@ def select(cache: Any, rows: Tensor) -> None:
             layer.keys, layer.values = layer.keys.index_select(0, here), layer.values.index_select(0, here)
 
 
+def drop(cache: Any, going_on: Sequence[int], device: Any) -> list[int]:
+    """Keep these rows, given in ascending order, and move as few as possible; returns their new order."""
+    import torch
+
+    n_rows = len(going_on)
+    kept = set(going_on)
+    holes = [row for row in range(n_rows) if row not in kept]
+    movers = [row for row in going_on if row >= n_rows]
+    moved = dict(zip(holes, movers, strict=True))
+    sources, targets = (torch.tensor(each, dtype=torch.int64, device=device) for each in (movers, holes))
+    for layer in cache.layers:
+        if layer.is_initialized:
+            here = layer.keys.device
+            layer.move_rows(sources.to(here), targets.to(here), n_rows)
+    return [moved.get(row, row) for row in range(n_rows)]
+
+
 def trim(cache: Any, mask: Tensor) -> Tensor:
     """Drop unused columns at the left; returns the new mask."""
     n_unused = int(mask.any(0).long().argmax())
@@ -87,15 +126,12 @@ def trim(cache: Any, mask: Tensor) -> Tensor:
 
 def join(first: Any, second: Any, n_first: int, n_second: int) -> None:
     """Append the rows of `second` to those of `first`, padding the one with fewer columns."""
-    import torch
-
     n_columns = max(n_first, n_second)
     for one, other in zip(first.layers, second.layers, strict=True):
         if one.is_initialized:
             _set_columns(one, n_columns)
             _set_columns(other, n_columns)
-            one.keys = torch.cat([one.keys, other.keys])
-            one.values = torch.cat([one.values, other.values])
+            one.add_rows(other)
 
 
 def join_masks(first: Tensor, second: Tensor) -> Tensor:
@@ -109,12 +145,8 @@ def join_masks(first: Tensor, second: Tensor) -> Tensor:
 
 def _set_columns(layer: Any, n_columns: int) -> None:
     """Add or remove columns at a layer's left; a sliding layer has only the last ones."""
-    from torch.nn.functional import pad
-
     held = n_columns
     if layer.is_sliding:
         layer.cumulative_length = n_columns
         held = min(n_columns, layer.sliding_window - 1)
-    change = held - layer.keys.shape[2]
-    # A negative padding removes columns.
-    layer.keys, layer.values = (pad(each, (0, 0, change, 0)) for each in (layer.keys, layer.values))
+    layer.set_columns(held)

@@ -55,9 +55,9 @@ class Prefill:
         n_same = common_prefix(prompts)
         return prompts[0][:n_same] if self._can_share and is_worthwhile(n_same, prompts) else ()
 
-    def new_cache(self) -> Any:
-        """An empty cache for the model."""
-        return caches.new_cache(self._loaded.model)
+    def new_cache(self, n_more: int = 0) -> Any:
+        """An empty cache for the model, for prompts and `n_more` tokens after them."""
+        return caches.new_cache(self._loaded.model, n_more)
 
     def n_together(self, prompts: Sequence[Tokens]) -> int:
         """How many of these prompts, sorted by length, `read` should get at once."""
@@ -71,7 +71,7 @@ class Prefill:
         shared = shared or self.share(different)
         if self._window is not None and longest > self._window:
             shared = ()
-        found = self._read(different, shared)
+        found = self._read(different, shared, longest - max(map(len, different)))
         if len(different) < len(prompts):
             places = {tokens: row for row, tokens in enumerate(different)}
             rows = torch.tensor([places[tokens] for tokens in prompts], device=found.mask.device)
@@ -92,11 +92,11 @@ class Prefill:
         # With several GPUs the last one has them.
         return found[:, -n_logits:].to(ids.device)
 
-    def _read(self, prompts: Sequence[Tokens], shared: Tokens) -> Prefilled:
+    def _read(self, prompts: Sequence[Tokens], shared: Tokens, n_more: int = 0) -> Prefilled:
         import torch
 
-        n_shared = len(shared)
-        cache = caches.repeat(self._read_shared(shared), len(prompts)) if n_shared else self.new_cache()
+        n_shared, n_rows = len(shared), len(prompts)
+        cache = caches.repeat(self._read_shared(shared), n_rows, n_more) if n_shared else self.new_cache(n_more)
         ids, mask = self.pad([tokens[n_shared:] for tokens in prompts])
         positions = n_shared + (mask.cumsum(1) - 1).clamp(min=0)
         whole = torch.cat([mask.new_ones(len(prompts), n_shared), mask], 1)

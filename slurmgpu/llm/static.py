@@ -180,9 +180,9 @@ class StaticBatches:
         if not going_on:
             work.batch = None
             return True
-        rows = torch.tensor(going_on, device=batch.mask.device)
-        caches.select(batch.cache, rows)
-        batch.rows = [batch.rows[i] for i in going_on]
+        order = caches.drop(batch.cache, going_on, batch.mask.device)
+        batch.rows = [batch.rows[i] for i in order]
+        rows = torch.tensor(order, device=batch.mask.device)
         batch.mask = caches.trim(batch.cache, batch.mask[rows])
         batch.lengths, batch.counts, batch.latest = batch.lengths[rows], batch.counts[rows], batch.latest[rows]
         batch.rules = batch.rules.select(rows)

@@ -1,0 +1,116 @@
+"""Layers of a key-value cache that grow in place.
+
+Transformers' own layers copy all keys and values of the batch for each token, and again for rows that end. Here they
+lie in tensors with room for more: `keys` and `values` are views, (row, head, column, dimension), of the columns in use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+GROWTH = 32
+"""The columns of room in new tensors: everything is copied once in so many tokens."""
+
+
+class _InPlace:
+    """What both kinds share. `_shown` are the views that were made last: others than these are not in `_rooms`.
+
+    Code of transformers, and `expand`, may replace `keys` and `values` by other tensors, which are copied to grow.
+    """
+
+    keys: Any
+    values: Any
+    is_initialized: bool
+    growth: int = GROWTH
+
+    _rooms: tuple[Tensor, Tensor]
+    _first = 0
+    _shown: tuple[Tensor, Tensor] | None = None
+
+    def set_columns(self, n_columns: int) -> None:
+        """Add unused columns, or remove columns, at the left."""
+        n_more = n_columns - self.keys.shape[2]
+        self._reserve(len(self.keys), max(0, n_more), 0)
+        self._show(len(self.keys), self._first - n_more, n_columns)
+        if n_more > 0:
+            # A masked column counts as 0 times what it holds, which must be a number.
+            self.keys[:, :, :n_more] = 0
+            self.values[:, :, :n_more] = 0
+
+    def move_rows(self, sources: Tensor, targets: Tensor, n_rows: int) -> None:
+        """Write some rows over others, and keep the first `n_rows`."""
+        self._reserve(len(self.keys), 0, 0)
+        for each in (self.keys, self.values):
+            each[targets] = each[sources]
+        self._show(n_rows, self._first, self.keys.shape[2])
+
+    def add_rows(self, other: _InPlace) -> None:
+        """Append the rows of a layer with as many columns."""
+        n_rows = len(self.keys)
+        self.growth = max(self.growth, other.growth)
+        self._reserve(n_rows + len(other.keys), 0, 0)
+        self._show(n_rows + len(other.keys), self._first, self.keys.shape[2])
+        self.keys[n_rows:] = other.keys
+        self.values[n_rows:] = other.values
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        """Write new columns to the right of the others."""
+        if self.keys.numel() == 0:
+            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        n_columns, n_new = self.keys.shape[2], keys.shape[2]
+        self._reserve(len(keys), 0, n_new)
+        self._show(len(keys), self._first, n_columns + n_new)
+        self.keys[:, :, n_columns:] = keys
+        self.values[:, :, n_columns:] = values
+
+    def _reserve(self, n_rows: int, n_left: int, n_right: int) -> None:
+        """Move to larger tensors unless there is room for so many rows, and for more columns at both sides."""
+        if self._shown is not None and self.keys is self._shown[0] and self.values is self._shown[1]:
+            last = self._first + self.keys.shape[2]
+            room = self._rooms[0]
+            if len(room) >= n_rows and self._first >= n_left and room.shape[2] - last >= n_right:
+                return
+        old = self.keys, self.values
+        (n_held, _, n_columns, _), n_all = old[0].shape, n_left + old[0].shape[2] + n_right + self.growth
+        keys, values = (each.new_empty(n_rows, each.shape[1], n_all, each.shape[3]) for each in old)
+        self._rooms = keys, values
+        self._show(n_held, n_left, n_columns)
+        self.keys.copy_(old[0])
+        self.values.copy_(old[1])
+
+    def _show(self, n_rows: int, first: int, n_columns: int) -> None:
+        self._first = first
+        keys, values = self._rooms
+        self.keys = keys[:n_rows, :, first : first + n_columns]
+        self.values = values[:n_rows, :, first : first + n_columns]
+        self._shown = self.keys, self.values
+
+
+class GrowingLayer(_InPlace, DynamicLayer):  # type: ignore[misc]
+    """A layer that attends to all tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values, with the new ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._append(key_states, value_states)
+        return self.keys, self.values
+
+
+class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer that attends to the last tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values that the new tokens attend to; the last ones of them are kept."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[2]
+        self._append(key_states, value_states)
+        seen = self.keys, self.values
+        n_over = self.keys.shape[2] - (self.sliding_window - 1)
+        if n_over > 0:
+            self._show(len(self.keys), self._first + n_over, self.sliding_window - 1)
+        return seen
