@@ -1,7 +1,7 @@
 """The command line as a user types it, without the half second in which Python imports the package.
 
 One process imports it, and forks for each command. What the imports themselves depend on makes a Python of its own:
-a call with a variable of Python's, of the locale or of HDF5.
+a call with a variable of Python's, of the locale, of HDF5 or of the hub's, which PyTorch and transformers read as well.
 """
 
 import json
@@ -67,7 +67,11 @@ with socket.socket(fileno=int(sys.argv[1])) as listener:
     serve(listener)
 """
 
-READ_BY_IMPORTS = ("PYTHON", "LC_", "LANG", "HDF5", "OMP_", "OPENBLAS")
+READ_BY_IMPORTS = (
+    *("PYTHON", "LC_", "LANG", "HDF5", "OMP_", "OPENBLAS", "MKL_"),
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "XDG_CACHE_HOME"),
+)
+"""How the names of variables begin that packages read when they are imported, and not again."""
 
 
 class CommandLine:
