@@ -41,16 +41,16 @@ def test_several_processes_compute_what_one_does(project, slurmgpu):
 
 def test_an_item_that_fails_on_one_rank_alone_is_found(project, slurmgpu):
     # One kills its rank; the other raises there, while the other rank waits for it in a collective.
-    settings = {"faults": {"9": "segfault", "16": "exception"}, "fault_rank": 1}
-    folder = project(17, "Ranks", settings=settings, resources=PER_GPU)
+    settings = {"faults": {"9": "segfault", "10": "exception"}, "fault_rank": 1}
+    folder = project(16, "Ranks", settings=settings, resources=PER_GPU)
     slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=0)
-    check_rows(folder, 17, errors={9, 16})
+    check_rows(folder, 16, errors={9, 10})
     messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
     assert messages[9] == ("crash", "the worker died by SIGSEGV")
-    assert messages[16][0] == "crash"
-    assert re.search(r"ValueError: cannot do item 16 \(workloads.py, line \d+\); other ranks did not", messages[16][1])
+    assert messages[10][0] == "crash"
+    assert re.search(r"ValueError: cannot do item 10 \(workloads.py, line \d+\); other ranks did not", messages[10][1])
     [record] = records(folder)
-    assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [16]]
+    assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [10]]
 
 
 def test_a_rank_that_cannot_load_ends_the_task_with_its_reason(project, slurmgpu):
