@@ -261,7 +261,7 @@ ON_SLURM_ONLY = {"cluster", "array_job", "merge_job", "by_hand", "message", "can
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory, slurmgpu):
     """What a run leaves: an item failed, a worker died, a shard was damaged, and a second submission mended it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "slurmgpu.toml").write_text(RUN_FILE)
@@ -269,8 +269,7 @@ def written(tmp_path_factory):
     (folder / "items.jsonl").write_text("".join(f'{{"text": "item {index}"}}\n' for index in range(40)))
 
     def call(*argv):
-        command = [sys.executable, "-m", "slurmgpu", *argv]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=200).stdout
+        return slurmgpu(*argv, cwd=folder).stdout
 
     call("submit")
     damaged = folder / "run" / "shards" / "00001.h5"
@@ -411,10 +410,12 @@ WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]
 
 
 @pytest.mark.parametrize("page", [*RUNNING, *(pytest.param(page, marks=pytest.mark.model) for page in WITH_TORCH)])
-def test_the_examples_of_a_page_print_what_it_shows(page, tmp_path):
+def test_the_examples_of_a_page_print_what_it_shows(page, tmp_path, slurmgpu):
     """A block that begins with the comment `# NAME` is a file; a block `console` is typed, one with a note is not."""
     folder = tmp_path / "sheep"
     folder.mkdir()
+    (tmp_path / "bin").mkdir()
+    slurmgpu.put(tmp_path / "bin")
     n_commands = 0
     for language, note, text in blocks(DOCS / page):
         if name := re.match(r"# ([\w.-]+\.(?:py|toml|sh))\n", text):
@@ -452,8 +453,13 @@ def type_in(folder, text):
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        | {"PYTEST_DEBUG_TEMPROOT": str(temporary)},
+        env={
+            **os.environ,
+            "PATH": f"{folder.parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",  # lines come in the order of a terminal
+            "PYTEST_DEBUG_TEMPROOT": str(temporary),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,6 +18,7 @@ import gc, importlib, json, os, runpy, signal, socket, sys, time
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.slurm, slurmgpu.executors.submission, slurmgpu.report.status
+import slurmgpu.page.page
 
 
 def serve(listener):
@@ -33,28 +34,34 @@ def serve(listener):
 
 
 def answer(connection):
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     file = connection.makefile("rw")
     asked = json.loads(file.readline())
     pid = os.fork()
     if pid == 0:
         file.close()
         connection.close()
-        call(**asked)
+        call(streams, **asked)
         return
     print(pid, file=file, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=file, flush=True)
     os._exit(0)
 
 
-def call(argv, cwd, env, umask, out, err):
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+def call(streams, argv, cwd, env, umask, first=None):
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    by_line = os.isatty(1) or env.get("PYTHONUNBUFFERED")
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if by_line else -1, closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     os.umask(umask)
     time.tzset()
-    sys.path[0] = os.getcwd()
+    sys.path[0] = first or os.getcwd()
     sys.argv = ["slurmgpu", *argv]
     runpy.run_module("slurmgpu", run_name="__main__", alter_sys=True)
 
@@ -65,6 +72,23 @@ with socket.socket(fileno=int(sys.argv[1])) as listener:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     serve(listener)
+"""
+
+TYPED = """#!{python} -ISu
+import json, os, socket, sys
+umask = os.umask(0)
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect({address!r})
+    socket.send_fds(connection, [b"x"], [0, 1, 2])
+    asked = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "umask": umask}}
+    asked["first"] = os.path.dirname(sys.executable)  # as the installed program has it
+    connection.sendall(json.dumps(asked).encode() + b"\\n")
+    with connection.makefile() as file:
+        file.readline()
+        code = int(file.readline())
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 
 READ_BY_IMPORTS = (
@@ -97,6 +121,15 @@ class CommandLine:
             )
         self._own = read_by_imports({**os.environ, **self._env})
 
+    def put(self, folder):
+        """Write a program `slurmgpu` into `folder`, for a shell: it forks as calls do, with the shell's streams.
+
+        It starts no Python of its own, whatever variables there are, and passes no signals on.
+        """
+        path = Path(folder) / "slurmgpu"
+        path.write_text(TYPED.format(python=self._python, address=self._address))
+        path.chmod(0o755)
+
     def close(self):
         self._server.kill()
         self._server.wait()
@@ -113,12 +146,11 @@ class CommandLine:
 
     def _fork(self, argv, cwd, env, umask):
         with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
-            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, "out": out.name, "err": err.name}
-            for file in (out, err):
-                Path(file.name).chmod(0o666)
-            with socket.socket(socket.AF_UNIX) as connection:
+            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask}
+            with socket.socket(socket.AF_UNIX) as connection, open(os.devnull) as nothing:
                 connection.settimeout(800)
                 connection.connect(self._address)
+                socket.send_fds(connection, [b"x"], [nothing.fileno(), out.fileno(), err.fileno()])
                 with connection.makefile("rw") as file:
                     print(json.dumps(asked), file=file, flush=True)
                     pid = int(file.readline())
@@ -127,6 +159,8 @@ class CommandLine:
                     except TimeoutError:
                         os.kill(pid, 9)
                         raise
+            for file in (out, err):
+                file.seek(0)
             return subprocess.CompletedProcess(argv, code, out.read(), err.read())
 
     def _start(self, argv, **options):
