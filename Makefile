@@ -7,7 +7,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test nightly check packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test test-gpu nightly check packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -21,6 +21,11 @@ demo-train: $(VENV)/demo
 
 test: packages lint types
 	$(BIN)/python -m pytest -n 4
+
+# On a machine with a GPU, in the Python that has torch with CUDA, which .venv may lack: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test)
+	$(GPU_PYTHON) -m tests.gpu
 
 nightly: packages lint types
 	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly

@@ -359,16 +359,22 @@ def check(
     fetch: Annotated[
         bool, typer.Option("--fetch", help="Download the workload's model, and an input of the hub, first.")
     ] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="With --node or --here: also try the GPUs, by a run of real faults.")
+    ] = False,
     **given: Any,
 ) -> None:
     """Check what a run needs, one line each.
 
     Versions, run file, image, plan, resources, Slurm. --node and --here start the image
-    and print its Python and the GPUs that CUDA can use. Exits with 2 if a check fails.
+    and print its Python and the GPUs that CUDA can use; with --gpu they also compute there,
+    and fail, as a run does, for a minute or two. Exits with 2 if a check fails.
     """
     from slurmgpu.cli.commands.check import run_checks, run_checks_here
 
     overrides = options.overrides(given)
+    if gpu and not (node or here):
+        raise SlurmGPUError("--gpu says what to try, not where: add --node for a node of the cluster, or --here.")
     if here:
-        raise typer.Exit(run_checks_here(run_file, overrides))
-    raise typer.Exit(run_checks(run_file, overrides, options.as_typed(given), node=node, fetch=fetch))
+        raise typer.Exit(run_checks_here(run_file, overrides, gpu=gpu))
+    raise typer.Exit(run_checks(run_file, overrides, options.as_typed(given), node=node, fetch=fetch, gpu=gpu))

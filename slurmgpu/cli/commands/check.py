@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from slurmgpu import __version__, inputs
+from slurmgpu import __version__, api, inputs
 from slurmgpu.cli.console import result
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
+from slurmgpu.faults import gpu_trial
 from slurmgpu.plan.container_spec import identify_image, image_path
 from slurmgpu.plan.planner import Draft, allocate, draft_run, workload_of
 from slurmgpu.plan.run_file import RunFile
@@ -36,32 +37,67 @@ MARKS = ("✓", "✗")
 
 
 def run_checks(
-    run_file: Path, overrides: Mapping[str, Any], typed: Sequence[str], *, node: bool, fetch: bool = False
+    run_file: Path,
+    overrides: Mapping[str, Any],
+    typed: Sequence[str],
+    *,
+    node: bool,
+    fetch: bool = False,
+    gpu: bool = False,
 ) -> int:
     """Print a line for each check; the exit code: 2 if one failed.
 
     `typed` are the options that gave `overrides`. `fetch` first downloads what the workload needs; `node` also checks a
-    node of the cluster by a short job.
+    node of the cluster by a short job, and `gpu` tries its GPUs there.
     """
     checks = _Checks(run_file, overrides)
     checks.run(fetch=fetch)
     if node and checks.are_good:
         assert checks.config is not None
-        checks.are_good = _check_a_node([str(run_file.resolve()), *typed], checks.config)
+        checks.are_good = _check_a_node([str(run_file.resolve()), *typed, *(["--gpu"] if gpu else [])], checks.config)
     return 0 if checks.are_good else 2
 
 
-def run_checks_here(run_file: Path, overrides: Mapping[str, Any]) -> int:
-    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run."""
+def run_checks_here(run_file: Path, overrides: Mapping[str, Any], *, gpu: bool = False) -> int:
+    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run.
+
+    `gpu` also tries the GPUs, by a run of real faults.
+    """
     try:
         with draft_run(run_file, overrides, Path(NOWHERE)) as draft:
             allocation = allocate(draft.resources, None)
+        n_gpus, device = allocation.gpus_per_task // draft.resources.nodes_per_task, draft.resources.device
+        if print_node(check_here(draft.plan, n_gpus, device), "node"):
+            return 2
+        return _try_gpus(run_file, overrides, n_gpus, device) if gpu else 0
     except SlurmGPUError as error:
         print_line(False, "node", str(error))
         return 2
-    n_gpus = allocation.gpus_per_task // draft.resources.nodes_per_task
-    checked = check_here(draft.plan, n_gpus, draft.resources.device)
-    return print_node(checked, "node")
+
+
+def _try_gpus(run_file: Path, overrides: Mapping[str, Any], n_gpus: int, device: str) -> int:
+    """Print a line for each thing that must hold of the GPUs; the exit code: 2 if one does not."""
+    if n_gpus == 0:
+        print_line(
+            False,
+            "GPU trial",
+            "The run file asks for no GPU, so none is tried: set resources.gpus, or leave out --gpu.",
+        )
+        return 2
+    on_gpu = device != "cpu"
+    container = read_run_file(run_file, overrides).container.model_dump(exclude_unset=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-") as folder,
+        working_folder(run_file.expanduser().resolve().parent),  # where the paths of [container] begin
+        commands.outside_job(),
+    ):
+        verdicts = gpu_trial.try_gpus(
+            Path(folder), n_gpus if on_gpu else 0, lambda keys: api.submit(keys).run, container
+        )
+        kept = [print_line(verdict.kept, "GPU trial", verdict.text) for verdict in verdicts]
+    if not on_gpu:
+        print_line(True, "GPU trial", 'device = "cpu": the faults were pretended, which proves nothing about a GPU')
+    return 0 if all(kept) else 2
 
 
 class _Checks:

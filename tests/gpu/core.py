@@ -1,0 +1,259 @@
+"""The core on a GPU: NVML, the probe, runs with real faults of CUDA, and telemetry."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.gpu.findings import Machine, NotToBeHad, finding, hold
+
+if TYPE_CHECKING:
+    from slurmgpu.faults.verdicts import Verdict
+
+HOME = Path(__file__).parents[2]
+QUERY = ("uuid", "memory.total", "memory.used", "temperature.gpu", "power.draw", "driver_version")
+MIB = 1 << 20
+LOAD_S = 6.0
+SUBMIT = "import json, sys, slurmgpu; slurmgpu.submit(json.load(sys.stdin))"
+PROBE = """
+import sys
+from slurmgpu.errors import GPUFaultError
+from slurmgpu.util import gpus
+gpus.FREE_PATIENCE_S = 1.0
+try:
+    print(len(gpus.probe(int(sys.argv[1]))), "GPUs")
+except GPUFaultError as error:
+    print(error)
+"""
+TRIAL = ("computes", "oom", "assert", "illegal", "kill", "bytes", "memory")
+"""The verdicts of `try_gpus`, in order."""
+
+
+@finding()
+def nvml_says_what_nvidia_smi_says(machine: Machine) -> str:
+    """NVML's memory, temperature, power and driver are nvidia-smi's."""
+    from slurmgpu.util.nvml import open_cards
+
+    machine.needs_gpu()
+    cards = open_cards(None)
+    if cards is None:
+        raise NotToBeHad("nvidia-ml-py cannot be imported, or NVML shows no GPU")
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        readings = {card.uuid: card.read() for card in cards.cards}
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except FileNotFoundError as error:
+        raise NotToBeHad("there is no nvidia-smi") from error
+    finally:
+        driver = cards.driver
+        cards.close()
+    rows = [dict(zip(QUERY, line.split(", "), strict=True)) for line in said.splitlines()]
+    good, figures = bool(rows), []
+    for row in rows:
+        ours = readings[row["uuid"]]
+        total, used = (float(row[f"memory.{name}"]) * MIB for name in ("total", "used"))
+        figures.append(
+            f"memory {(ours.memory_total_bytes or 0) / MIB:,.0f} and {row['memory.total']} MiB, "
+            f"used {(ours.memory_used_bytes or 0) / MIB:,.0f} and {row['memory.used']} MiB, "
+            f"{ours.temperature_c} and {row['temperature.gpu']} °C, {ours.power_w} and {row['power.draw']} W, "
+            f"driver {driver} and {row['driver_version']}"
+        )
+        good &= driver == row["driver_version"] and abs((ours.memory_total_bytes or 0) - total) < 0.01 * total
+        # Older NVML counts what the driver reserves as used, nvidia-smi does not.
+        good &= abs((ours.memory_used_bytes or 0) - used) < 0.02 * total
+        good &= abs((ours.temperature_c or 0) - float(row["temperature.gpu"])) <= 5
+        good &= abs((ours.power_w or 0.0) - float(row["power.draw"])) <= 0.5 * float(row["power.draw"])
+    return hold(good, "; ".join(figures))
+
+
+@finding()
+def the_probe_finds_the_gpus(machine: Machine) -> str:
+    """The probe finds the GPUs, with names, memory and driver, and refuses more than there are, and none at all."""
+    from slurmgpu.util import gpus
+
+    found = gpus.probe(machine.n_gpus) if machine.on_gpu else []
+    too_many, none = _probe(machine.n_gpus + 1), _probe(1, CUDA_VISIBLE_DEVICES="")
+    named = "; ".join(
+        f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, {(gpu.free_bytes or 0) / 1e9:.1f} free" for gpu in found
+    )
+    refuses = (f"CUDA finds {machine.n_gpus}" in too_many or not machine.on_gpu) and "GPUs" not in none[:8]
+    knows = all(gpu.uuid and gpu.driver and gpu.cuda and gpu.free_bytes for gpu in found)
+    return hold(refuses and knows, f"{named or 'none'}; one more: {too_many}; none visible: {none}")
+
+
+@finding()
+def the_probe_refuses_a_gpu_that_others_fill(machine: Machine) -> str:
+    """A GPU whose memory another process holds is refused with a sentence, and usable when that has ended."""
+    machine.needs_gpu()
+    import torch
+
+    free, total = torch.cuda.mem_get_info(machine.device)
+    held = torch.empty(int(free - 0.05 * total), dtype=torch.uint8, device=machine.device)
+    full = _probe(1)
+    del held
+    torch.cuda.empty_cache()
+    empty = _probe(1)
+    return hold("another process holds the rest" in full and empty.endswith("GPUs"), f"full: {full}; then: {empty}")
+
+
+def _probe(n_gpus: int, **environ: str) -> str:
+    """What a process of its own finds."""
+    command = [sys.executable, "-c", PROBE, str(n_gpus)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=HOME, env={**os.environ, **environ}, check=True
+    )
+    return done.stdout.strip()
+
+
+@functools.cache
+def _trial(machine: Machine) -> dict[str, Verdict]:
+    import slurmgpu
+    from slurmgpu.faults.gpu_trial import try_gpus
+
+    folder = machine.folder / "trial"
+    folder.mkdir()
+    verdicts = try_gpus(folder, machine.n_gpus, lambda keys: slurmgpu.submit(keys).run)
+    return dict(zip(TRIAL, verdicts, strict=False))
+
+
+def _verdict(machine: Machine, name: str) -> str:
+    found = _trial(machine)
+    if name not in found:
+        raise NotToBeHad("there is no GPU" if name == "memory" and not machine.on_gpu else "the run did not come to it")
+    return hold(found[name].kept, found[name].text)
+
+
+@finding(limit_s=100)
+def a_run_computes_what_the_cpu_does(machine: Machine) -> str:
+    """A run without faults is complete, and its matrix products are the CPU's (the time is that of both runs)."""
+    return _verdict(machine, "computes")
+
+
+@finding()
+def a_batch_that_is_out_of_memory_is_halved(machine: Machine) -> str:
+    """A batch for which the GPU's memory is not enough is halved until it fits, and the shard notes that."""
+    return _verdict(machine, "oom")
+
+
+@finding()
+def a_device_side_assert_costs_its_item(machine: Machine) -> str:
+    """A device-side assert costs two workers and its item, which is isolated and quarantined."""
+    return _verdict(machine, "assert")
+
+
+@finding()
+def an_illegal_address_costs_its_item(machine: Machine) -> str:
+    """An illegal address costs two workers and its item, which is isolated and quarantined."""
+    return _verdict(machine, "illegal")
+
+
+@finding()
+def a_worker_that_is_killed_is_started_again(machine: Machine) -> str:
+    """A worker that dies by SIGKILL while a kernel runs is started again, and loses nothing."""
+    return _verdict(machine, "kill")
+
+
+@finding()
+def faults_change_no_byte(machine: Machine) -> str:
+    """The merged file after all these faults has the bytes of the run without, in all rows but the quarantined."""
+    return _verdict(machine, "bytes")
+
+
+@finding()
+def the_memory_is_free_after_each_fault(machine: Machine) -> str:
+    """The GPU's memory is free again after each fault, and after the run."""
+    return _verdict(machine, "memory")
+
+
+@finding(limit_s=40)
+def two_runs_share_a_gpu(machine: Machine) -> str:
+    """Two runs at the same time on one GPU are both complete, with the same bytes."""
+    from slurmgpu.faults.gpu_trial import run_file
+    from slurmgpu.results import Merged
+
+    folders = [machine.folder / name for name in ("one", "other")]
+    environ = dict(os.environ)
+    if machine.on_gpu:
+        environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    runs, processes = [], []
+    for folder in folders:
+        folder.mkdir()
+        keys = run_file(folder, min(1, machine.n_gpus), faults=False)
+        runs.append(Path(keys["run_dir"]))
+        started = subprocess.Popen(
+            [sys.executable, "-c", SUBMIT],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HOME,
+            env=environ,
+        )
+        assert started.stdin is not None  # it is a pipe
+        started.stdin.write(json.dumps(keys))
+        started.stdin.close()
+        processes.append(started)
+    codes = [process.wait() for process in processes]
+    for process in processes:
+        assert process.stderr is not None  # it is a pipe
+        sys.stderr.write(process.stderr.read())
+    found = []
+    for run in runs:
+        with Merged(run / "merged.h5") as merged:
+            found.append((merged.complete and not merged.errors, merged["product"][:].tobytes()))
+    same = found[0] == found[1]
+    said = "the same bytes" if same else "other bytes"
+    return hold(same and all(whole for whole, _ in found) and codes == [0, 0], f"exit codes {codes}, {said}")
+
+
+@finding()
+def telemetry_sees_a_known_load(machine: Machine) -> str:
+    """Of a load that never pauses telemetry has its utilisation (≥ 80 %), memory, power, and energy (± 20 %)."""
+    from slurmgpu.task.telemetry import Sampler
+    from slurmgpu.util import gpus
+
+    gpu = gpus.probe(1)[0] if machine.on_gpu else None
+    work = _matrices(machine) if machine.on_gpu else lambda: sum(range(100_000))
+    began = time.monotonic()
+    with Sampler(machine.folder / "telemetry", [gpu.uuid] if gpu else [], 0.25, os.getpid) as sampler:
+        sampler.mark_ready()
+        while time.monotonic() < began + machine.pick(LOAD_S, 0.3):
+            work()
+        used, seconds = sampler.usage(), time.monotonic() - began
+    if gpu is None:
+        host = used["host_memory_peak_bytes"] or 0
+        return hold(host > 0, f"{used['n_samples_ready']} samples, {host / 1e6:,.0f} MB of host memory, and no GPU")
+    power, energy, peak = used["power_mean_w"], used["energy_j"], used["gpu_memory_peak_bytes"] or 0
+    figures = (
+        f"{used['gpu_utilisation']} % in {used['n_samples_ready']} samples, {seconds:.1f} s, peak {peak / 1e9:.2f} GB, "
+        f"{power} W, {energy} J, at most {used['temperature_max_c']} °C, throttled {used['throttled']}, "
+        f"Xid errors {used['xids']}"
+    )
+    holds = (used["gpu_utilisation"] or 0) >= 80 and peak >= HELD_BYTES and not used["xids"]
+    if power is not None and energy is not None:
+        # Energy counts from the first sample to the last, which is less than the load by up to two periods.
+        holds &= 0.8 * power * (seconds - 0.5) <= energy <= 1.2 * power * seconds
+    return hold(holds, figures)
+
+
+HELD_BYTES = 2 << 30
+
+
+def _matrices(machine: Machine) -> functools.partial[None]:
+    """Work that keeps a GPU busy, of which HELD_BYTES are held."""
+    import torch
+
+    held = torch.ones(HELD_BYTES, dtype=torch.uint8, device=machine.device)
+    factor = torch.randn(4096, 4096, device=machine.device, dtype=torch.bfloat16)
+
+    def work(_: object) -> None:
+        for _ in range(20):
+            factor @ factor
+        torch.cuda.synchronize()
+
+    return functools.partial(work, held)

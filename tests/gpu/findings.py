@@ -1,0 +1,101 @@
+"""What a finding is: a function that returns figures, or raises `NotHeld` or `NotToBeHad`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+HELD, NOT_HELD, NOT_TO_BE_HAD = "held", "did not hold", "not to be had"
+
+T = TypeVar("T")
+
+
+class NotHeld(Exception):  # noqa: N818 - a result of a measurement
+    """What must hold does not; the message has the figures."""
+
+
+class NotToBeHad(Exception):  # noqa: N818 - a result of a measurement
+    """What is needed is not here; the message says what."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a part computes: `device` in PyTorch, and how many GPUs there are. `folder` is its own, and empty."""
+
+    device: str
+    n_gpus: int
+    folder: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a GPU."""
+        return self.n_gpus > 0
+
+    def pick(self, gpu: T, cpu: T) -> T:
+        """A size for a GPU, or the toy size."""
+        return gpu if self.on_gpu else cpu
+
+    def needs_gpu(self) -> None:
+        """Raise NotToBeHad without a GPU."""
+        if not self.on_gpu:
+            raise NotToBeHad("there is no GPU")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A function with the seconds that it may take; `claim`, the first line of its docstring, is what must hold."""
+
+    function: Callable[[Machine], str]
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+    @property
+    def claim(self) -> str:
+        """What must hold."""
+        return (self.function.__doc__ or "").strip().splitlines()[0].rstrip(".")
+
+
+def finding(limit_s: float = 30.0) -> Callable[[Callable[[Machine], str]], Finding]:
+    """Make a function a finding of its module; findings run in the order of the module."""
+    return lambda function: Finding(function, limit_s)
+
+
+def findings_of(module: ModuleType) -> list[Finding]:
+    """The findings of a part, in order."""
+    return [each for each in vars(module).values() if isinstance(each, Finding)]
+
+
+def hold(holds: bool, figures: str) -> str:
+    """The figures; NotHeld with them if it does not hold."""
+    if not holds:
+        raise NotHeld(figures)
+    return figures
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """Wall seconds of `work`, with all that it started on the GPU."""
+    import torch
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
+def best_of(n_rounds: int, work: Callable[[], object], device: str) -> float:
+    """The least seconds of several rounds, after one that does not count."""
+    work()
+    return min(seconds_of(work, device) for _ in range(n_rounds))

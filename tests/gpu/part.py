@@ -1,0 +1,53 @@
+"""One part in a process of its own: `python -m tests.gpu.part PART FOLDER N_GPUS NAME…` runs these of its findings.
+
+It writes a JSON line when a finding begins and one when it ends, to the standard output that it was started with. A
+finding that breaks CUDA ends the process; who started it starts another one for the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.worker.computer import is_broken_cuda
+from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, Machine, NotHeld, NotToBeHad, findings_of
+
+
+def main(argv: list[str]) -> None:
+    """Run the findings."""
+    part, folder, n_gpus, *names = argv
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to standard output, too
+    machine = Machine("cuda:0" if int(n_gpus) else "cpu", int(n_gpus), Path(folder))
+    for each in findings_of(importlib.import_module(f"tests.gpu.{part}")):
+        if each.name in names:
+            print(json.dumps({"begin": each.name}), file=told, flush=True)
+            line, is_broken = run(each, machine)
+            print(json.dumps({"end": each.name, **line}), file=told, flush=True)
+            if is_broken:
+                os._exit(1)
+
+
+def run(each: Finding, machine: Machine) -> tuple[dict[str, Any], bool]:
+    """The verdict and the figures of a finding, and whether CUDA can be used no more."""
+    try:
+        return {"verdict": HELD, "figures": each.function(machine)}, False
+    except NotHeld as failure:
+        return {"verdict": NOT_HELD, "figures": str(failure)}, False
+    except NotToBeHad as reason:
+        return {"verdict": NOT_TO_BE_HAD, "figures": str(reason)}, False
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        first_line = str(error).strip().partition("\n")[0]
+        figures = f"{type(error).__name__}: {first_line} ({Path(last.filename).name}, line {last.lineno})"
+        line = {"verdict": NOT_HELD, "figures": figures, "trace": traceback.format_exc()}
+        return line, is_broken_cuda(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

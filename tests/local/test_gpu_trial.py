@@ -1,0 +1,75 @@
+"""The runs of `check --gpu`, whose faults of a GPU are pretended here, and the verdicts on them."""
+
+import numpy as np
+import pytest
+
+import slurmgpu
+from slurmgpu import api
+from slurmgpu.cli.commands import check
+from slurmgpu.faults import gpu_trial
+from slurmgpu.faults.verdicts import Verdict
+
+
+def test_a_run_with_the_faults_of_a_gpu_has_the_bytes_of_one_without(tmp_path, monkeypatch):
+    """And the verdicts say so where that is not what came of it."""
+    runs = []
+
+    def compute(keys):
+        runs.append(api.submit(keys).run)
+        return runs[-1]
+
+    verdicts = list(gpu_trial.try_gpus(tmp_path, 0, compute))
+    assert [verdict.text for verdict in verdicts if not verdict.kept] == []
+    assert len(verdicts) == 6
+    with slurmgpu.open(runs[0].merged) as whole, slurmgpu.open(runs[1].merged) as faulty:
+        assert sorted(faulty.errors) == [19, 27]
+        good = [index for index in range(40) if index not in faulty.errors]
+        assert whole["product"][good].tobytes() == faulty["product"][good].tobytes()
+
+    computes, *others = gpu_trial.try_gpus(tmp_path, 0, lambda keys: runs[0])
+    assert computes.kept
+    assert [other.kept for other in others] == [False] * 5
+
+    [failed] = gpu_trial.try_gpus(tmp_path, 0, lambda keys: runs[1])
+    assert not failed.kept  # what fails without faults is tried no further
+    monkeypatch.setattr(gpu_trial, "matrix", lambda index: np.ones((gpu_trial.N, gpu_trial.N), np.float32))
+    [wrong] = gpu_trial.try_gpus(tmp_path, 0, lambda keys: runs[0])
+    assert wrong == Verdict("40 of 40 products differ from the CPU's", kept=False)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_check_tries_the_gpus_in_the_run_files_image_and_fails_with_them(project, monkeypatch, capfd, kept):
+    folder = project(
+        8, resources={"executor": "local", "gpus": 2, "device": "cpu"}, container={"env": {"SPEED": "fast"}}
+    )
+    asked = []
+
+    def try_gpus(*arguments):
+        asked.append(arguments)
+        yield Verdict("it computes", kept=kept)
+
+    monkeypatch.setattr(gpu_trial, "try_gpus", try_gpus)
+    assert check.run_checks_here(folder / "slurmgpu.toml", {}, gpu=True) == (0 if kept else 2)
+    [(_, n_gpus, _, container)] = asked
+    assert (n_gpus, container) == (0, {"env": {"SPEED": "fast"}})
+    said = capfd.readouterr().out
+    assert f"{'✓' if kept else '✗'} GPU trial  it computes" in said
+    assert "proves nothing about a GPU" in said
+
+
+def test_a_gpu_is_tried_where_one_is_asked_for(project, slurmgpu):
+    folder = project(8, resources={"executor": "local", "gpus": 0})
+    done = slurmgpu("check", "--here", "--gpu", cwd=folder, expect=2)
+    assert "✗ GPU trial  The run file asks for no GPU" in done.stdout
+    done = slurmgpu("check", "--gpu", cwd=folder, expect=2)
+    assert "--gpu says what to try, not where" in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.slurm
+@pytest.mark.usefixtures("cluster")
+def test_check_tries_the_gpus_of_a_node(project, slurmgpu):
+    """By a job of the private cluster, whose GPUs are pretended."""
+    folder = project(8, resources={"gpus": 1, "device": "cpu"})
+    done = slurmgpu("check", "--node", "--gpu", cwd=folder, expect=0)
+    assert done.stdout.count("✓ GPU trial") == 7

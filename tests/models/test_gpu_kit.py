@@ -1,0 +1,128 @@
+"""The proof on a GPU, on this machine's CPU: every part's code runs, at a toy size, and proves nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.gpu import __main__ as kit
+from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, findings_of
+
+HOME = Path(__file__).parents[2]
+IDLE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("part", kit.PARTS)
+def test_a_part_runs_on_a_cpu_and_proves_nothing(part):
+    command = [sys.executable, "-m", "tests.gpu", part]
+    done = subprocess.run(command, cwd=HOME, env={**os.environ, **IDLE}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == kit.EXIT_NOTHING_PROVEN, done.stdout + done.stderr
+    assert "0 did not hold" in done.stdout
+    assert done.stdout.count("✓") >= 2
+    assert "nothing was proven: there is no GPU" in done.stdout
+
+
+def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, monkeypatch):
+    """The findings after it have their rows; `tests.gpu.failing` is a part that this test writes."""
+    module = ModuleType("tests.gpu.failing")
+    exec(FAILING, module.__dict__)
+    monkeypatch.setitem(sys.modules, "tests.gpu.failing", module)
+    monkeypatch.setitem(kit.PARTS, "failing", 60)
+    # The part's own process finds the module in a package that begins in a folder of this test's.
+    package = tmp_path / "tests" / "gpu"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "findings.py", "part.py"):
+        (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
+    (package / "failing.py").write_text(FAILING)
+    monkeypatch.setattr(kit, "HOME", tmp_path)
+    rows = list(kit.run_part("failing", 0))
+    assert [row.verdict for row in rows] == [
+        HELD,
+        NOT_HELD,
+        NOT_TO_BE_HAD,
+        NOT_HELD,
+        NOT_HELD,
+        NOT_HELD,
+        NOT_HELD,
+        HELD,
+    ]
+    assert [row.figures for row in rows[1:3]] == ["1 is less than 2", "no such thing"]
+    assert rows[3].figures.startswith("ZeroDivisionError: division by zero")
+    assert "raises" in rows[3].trace
+    assert "its process ended by SIGKILL" in rows[4].figures
+    assert "it was stopped after" in rows[5].figures
+    assert "CUDA error" in rows[6].figures
+    assert rows[7].claim == "The last one is told as well"
+
+
+FAILING = '''
+import os, signal, time
+from tests.gpu.findings import NotHeld, NotToBeHad, finding, hold
+
+@finding()
+def holds(machine):
+    """It holds."""
+    return hold(True, "2 is more than 1")
+
+@finding()
+def holds_not(machine):
+    """It does not hold."""
+    return hold(False, "1 is less than 2")
+
+@finding()
+def lacks(machine):
+    """It lacks something."""
+    raise NotToBeHad("no such thing")
+
+@finding()
+def raises(machine):
+    """It raises."""
+    return 1 / 0
+
+@finding()
+def dies(machine):
+    """It dies."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@finding(limit_s=3.0)
+def hangs(machine):
+    """It hangs."""
+    time.sleep(1000)
+
+@finding()
+def breaks(machine):
+    """It breaks CUDA."""
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+@finding()
+def comes_last(machine):
+    """The last one is told as well."""
+    return ""
+'''
+
+
+def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(kit, "HOME", tmp_path)
+    gpu = kit.gpus.GPU("NVIDIA H100 80GB HBM3", 85 * 10**9, cuda="13.0", driver="580.1")
+    rows = [kit.Row("core", "It holds", HELD, "1 | 2", 1.0), kit.Row("llm", "It is fast", NOT_HELD, "slow", 2.0)]
+    path = kit.write([gpu], rows, "1 held")
+    assert path == Path("results/NVIDIA-H100-80GB-HBM3.md")
+    text = (tmp_path / path).read_text()
+    assert "- 1 × NVIDIA H100 80GB HBM3, 85.0 GB, driver 580.1, for CUDA 13.0" in text
+    assert "| It holds | held | 1 \\| 2 |" in text
+    assert "| It is fast | did not hold | slow |" in text
+
+
+def test_every_finding_says_what_must_hold():
+    import importlib
+
+    for part in kit.PARTS:
+        findings = findings_of(importlib.import_module(f"tests.gpu.{part}"))
+        assert findings
+        for each in findings:
+            assert each.claim, each.name
+            assert each.limit_s <= kit.PARTS[part]
