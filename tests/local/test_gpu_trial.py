@@ -3,37 +3,25 @@
 import numpy as np
 import pytest
 
-import slurmgpu
 from slurmgpu import api
 from slurmgpu.cli.commands import check
 from slurmgpu.faults import gpu_trial
 from slurmgpu.faults.verdicts import Verdict
 
 
-def test_a_run_with_the_faults_of_a_gpu_has_the_bytes_of_one_without(tmp_path, monkeypatch):
-    """And the verdicts say so where that is not what came of it."""
-    runs = []
+def test_verdicts_say_what_was_found_where_it_is_not_what_must_come_of_it(tmp_path, monkeypatch):
+    """As of a run that had no faults, and of one that computed other numbers.
 
-    def compute(keys):
-        runs.append(api.submit(keys).run)
-        return runs[-1]
-
-    verdicts = list(gpu_trial.try_gpus(tmp_path, 0, compute))
-    assert [verdict.text for verdict in verdicts if not verdict.kept] == []
-    assert len(verdicts) == 6
-    with slurmgpu.open(runs[0].merged) as whole, slurmgpu.open(runs[1].merged) as faulty:
-        assert sorted(faulty.errors) == [19, 27]
-        good = [index for index in range(40) if index not in faulty.errors]
-        assert whole["product"][good].tobytes() == faulty["product"][good].tobytes()
-
-    computes, *others = gpu_trial.try_gpus(tmp_path, 0, lambda keys: runs[0])
+    That they hold of a run with faults shows `tests/models/test_gpu_kit.py`.
+    """
+    run = api.submit(gpu_trial.run_file(tmp_path, 0, faults=False)).run
+    computes, *others = gpu_trial.try_gpus(tmp_path, 0, lambda keys: run)
     assert computes.kept
     assert [other.kept for other in others] == [False] * 5
+    assert "item 19 was not quarantined" in others[1].text
 
-    [failed] = gpu_trial.try_gpus(tmp_path, 0, lambda keys: runs[1])
-    assert not failed.kept  # what fails without faults is tried no further
     monkeypatch.setattr(gpu_trial, "matrix", lambda index: np.ones((gpu_trial.N, gpu_trial.N), np.float32))
-    [wrong] = gpu_trial.try_gpus(tmp_path, 0, lambda keys: runs[0])
+    [wrong] = gpu_trial.try_gpus(tmp_path, 0, lambda keys: run)
     assert wrong == Verdict("40 of 40 products differ from the CPU's", kept=False)
 
 

@@ -1,0 +1,176 @@
+"""Influences on a GPU: equal to the CPU's in fp64, in the time that matrix products need, within their memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu.findings import Machine, best_of, finding, hold, seconds_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slurmgpu.influence.engine import Influences
+
+LIMITS = {"tf32": 5e-3, "bf16": 2e-2, "fp16": 2e-3}
+"""The largest relative error of a test's influences, by precision."""
+TOP_10 = 0.9
+"""The least share of the ten strongest that stays so."""
+CLOSE, FAR = 1e-5, 2e-2
+"""Of fp32: 99 % of the columns are closer than the first, all than the second: a ReLU may flip its sign."""
+SHARE = 0.3
+"""The least share of the measured peak of fp32 products."""
+SECONDS = {100: 2.0, 1_000: 20.0}
+SMALL = (150, 12, 900, 40)
+TOY = (40, 3, 60, 4)
+
+
+def _graph(sizes: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """Training and test triples (n, 3) of so many entities, relations and triples, as skewed as FB15k-237's."""
+    import numpy as np
+    import torch
+
+    from tests.benchmarks.tracin_graphs import zipf
+
+    n_entities, n_relations, n_train, n_tests = sizes
+    rng = np.random.default_rng(0)
+    n_queries = int(0.5 * n_train)
+    of = zipf(rng, n_queries, n_train + n_tests, 0.3)
+    columns = [zipf(rng, n_entities, n_queries, 0.6)[of], zipf(rng, n_relations, n_queries, 0.9)[of]]
+    triples = torch.from_numpy(np.stack([*columns, zipf(rng, n_entities, len(of), 0.8)], 1))
+    return triples[:n_train], triples[n_train:]
+
+
+def _influences(
+    sizes: tuple[int, int, int, int], train: Tensor, device: str, precision: str, **options: Any
+) -> Influences:
+    """The influences by a random ConvE of PyKEEN's size."""
+    import torch
+
+    from slurmgpu.influence.engine import Checkpoint, Influences, Options
+    from slurmgpu.workloads.tracin.kge.conve import ConvE
+    from slurmgpu.workloads.tracin.kge.differentiable import differentiable
+    from slurmgpu.workloads.tracin.kge.losses import find_loss
+    from slurmgpu.workloads.tracin.kge.queries import Known
+
+    torch.manual_seed(0)
+    module = ConvE(sizes[0], sizes[1]).to(torch.float64 if precision == "fp64" else torch.float32).to(device).eval()
+    rows, there = torch.arange(sizes[1], device=device), train.to(device)
+    loss = find_loss("bce-pos", n_entities=sizes[0], known=lambda: Known(there, sizes[1]), label_smoothing=0.0, seed=0)
+    model = differentiable(module, {"train": loss, "test": loss}, rows, None, there[0])
+    wanted = tuple(model.parameters_by_name())
+    chosen = Options(wanted, precision=precision, **options)  # type: ignore[arg-type]
+    return Influences([Checkpoint(model, 1.0)], there, chosen)
+
+
+def _equal(machine: Machine, precision: str) -> tuple[Tensor, Tensor]:
+    """The influences of the CPU in fp64, and of the machine in this precision, both (n_tests, n_train) in fp64."""
+    import torch
+
+    sizes = machine.pick(SMALL, TOY)
+    train, tests = _graph(sizes)
+    how: dict[str, Any] = {"top_k": 0, "full": "float64"}
+    exact = _influences(sizes, train, "cpu", "fp64", **how).of(tests).full
+    found = _influences(sizes, train, machine.device, precision, **how).of(tests).full
+    assert exact is not None
+    assert found is not None
+    return torch.from_numpy(exact), torch.from_numpy(found).double()
+
+
+@finding()
+def fp32_is_the_cpus_fp64(machine: Machine) -> str:
+    """In fp32, 99 % of the training triples' influences are the CPU's fp64 ones to 1e-5, and all to 2e-2."""
+    exact, found = _equal(machine, "fp32")
+    error = (found - exact).norm(dim=0) / exact.norm(dim=0).clamp(min=1e-30)
+    share = float((error < CLOSE).double().mean())
+    figures = f"{share:.1%} closer than {CLOSE:g}, median {float(error.median()):.1e}, largest {float(error.max()):.1e}"
+    return hold(share >= 0.99 and float(error.max()) < FAR, figures)
+
+
+def _reduced(machine: Machine, precision: str) -> str:
+    from slurmgpu.influence.precision import errors
+
+    exact, found = _equal(machine, precision)
+    error, same = errors(exact, found)
+    figures = f"relative error of a test {float(error.median()):.1e}, at most {float(error.max()):.1e}; "
+    figures += f"{float(same.mean()):.3f} of the ten strongest stay so"
+    return hold(float(error.max()) < LIMITS[precision] and float(same.mean()) >= TOP_10, figures)
+
+
+@finding()
+def tf32_is_within_its_bound(machine: Machine) -> str:
+    """In tf32, a test's influences are the CPU's fp64 ones to 5e-3."""
+    return _reduced(machine, "tf32")
+
+
+@finding()
+def bf16_is_within_its_bound(machine: Machine) -> str:
+    """In bf16, a test's influences are the CPU's fp64 ones to 2e-2."""
+    return _reduced(machine, "bf16")
+
+
+@finding()
+def fp16_is_within_its_bound(machine: Machine) -> str:
+    """In fp16, a test's influences are the CPU's fp64 ones to 2e-3."""
+    return _reduced(machine, "fp16")
+
+
+def _large(machine: Machine, n_tests: int, n_train: int, precision: str = "fp32") -> str:
+    """The time, the share of the products' peak and the memory of a graph of FB15k-237's size."""
+    import torch
+
+    from slurmgpu.workloads.tracin.settings import CPU_MEMORY_MB, GPU_MEMORY_MB
+    from tests.benchmarks.bench_tracin import Graph, flops
+    from tests.benchmarks.tracin_graphs import FB15K_237
+
+    entities, relations, _ = FB15K_237
+    sizes = machine.pick((entities, relations, n_train, n_tests), TOY)
+    train, tests = _graph(sizes)
+    bound = machine.pick(GPU_MEMORY_MB, CPU_MEMORY_MB) * 10**6
+    influences = _influences(sizes, train, machine.device, precision, top_k=min(100, len(train)), memory_bytes=bound)
+    influences.of(tests[:1])  # handles and kernels
+    before = 0
+    if machine.on_gpu:
+        torch.cuda.reset_peak_memory_stats(machine.device)
+        before = torch.cuda.memory_allocated(machine.device)
+    seconds = seconds_of(lambda: influences.of(tests), machine.device)
+    graph = Graph("", machine.folder, len(train), sizes[0], len(train[:, :2].unique(dim=0)))
+    rate, peak = flops(graph, len(tests)) / seconds, _matrix_peak(machine, precision)
+    figures = f"{len(tests):,} x {len(train):,}: {seconds:.2f} s, {rate / 1e12:.2f} TFLOP/s, "
+    figures += f"{rate / peak:.0%} of the measured {peak / 1e12:.2f}"
+    if not machine.on_gpu:
+        return figures
+    used = torch.cuda.max_memory_allocated(machine.device) - before
+    allowed = bound + 3 * 4 * 10_368 * 200
+    figures += f"; {used / 1e6:,.0f} MB beside the model, bound {allowed / 1e6:,.0f}"
+    fast = precision != "fp32" or n_tests < 1_000 or rate >= SHARE * peak
+    return hold(seconds <= SECONDS[n_tests] and used <= allowed and fast, figures)
+
+
+def _matrix_peak(machine: Machine, precision: str) -> float:
+    """Operations a second of a large product in fp32, or in tf32."""
+    import torch
+
+    from slurmgpu.influence.precision import matmul_precision
+
+    size = machine.pick(8192, 128)
+    factor = torch.randn(size, size, device=machine.device)
+    with matmul_precision("tf32" if precision == "tf32" else "ieee"):
+        return 2 * size**3 / best_of(3, lambda: factor @ factor, machine.device)
+
+
+@finding()
+def a_hundred_tests_on_a_part_of_fb15k237(machine: Machine) -> str:
+    """100 tests on 32,000 triples take at most 2 s in fp32, and no more memory than their bound."""
+    return _large(machine, 100, 32_000)
+
+
+@finding(limit_s=40)
+def a_thousand_tests_on_fb15k237(machine: Machine) -> str:
+    """1,000 tests on 272,115 triples take at most 20 s in fp32, at 30 % of the products' peak, within their bound."""
+    return _large(machine, 1_000, 272_115)
+
+
+@finding(limit_s=40)
+def a_thousand_tests_on_fb15k237_in_tf32(machine: Machine) -> str:
+    """The same in tf32, at most 20 s."""
+    return _large(machine, 1_000, 272_115, "tf32")

@@ -1,0 +1,498 @@
+"""Language models on a GPU, with random weights of real shapes: memory, precision, speed, the sampler, variants."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.gpu.findings import Machine, NotToBeHad, best_of, finding, hold, seconds_of
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.answers import Encoded, Finished
+    from slurmgpu.llm.engine import EngineOptions, Place, Request
+    from slurmgpu.llm.transformers_engine import TransformersEngine
+
+SHAPE_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+SHAPE_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+N_WORDS, N_TOY_WORDS = 128_256, 512
+N_LARGE, N_TOY_LARGE = 200_000, 2_000
+"""The vocabulary of the sampler's finding."""
+BLOCK_BYTES = 256 << 20
+WEIGHTS_OFF, VARIANT_OFF = 0.02, 0.1
+"""How far weights on the card may be from those that placement foretells, as a share: plain, and quantised."""
+ONE_BY_ONE, BY_HAND = 10.0, 1.2
+"""How many times faster the engine must be than `model.generate`, prompt by prompt, and in its best sorted batches."""
+SAMPLER_SHARE = 0.1
+"""The most that sampling may take of a decoding step of 64 rows."""
+LARGE_GPU_BYTES, LARGE_DISK_BYTES = 30e9, 20e9
+"""What the finding with 8 billion parameters needs."""
+
+
+def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int) -> Path:
+    """A random Llama in bf16 whose tokens are words, and which knows no end."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from slurmgpu.llm.batching import free_memory
+
+    folder.mkdir()
+    vocabulary = {"<pad>": 0, **{f"w{i}": i for i in range(1, n_words)}}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>").save_pretrained(folder)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = LlamaConfig(
+        vocab_size=n_words,
+        num_key_value_heads=shape["num_attention_heads"] // 4,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        **shape,
+        **ends,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    del model
+    free_memory()
+    return folder
+
+
+@functools.cache
+def _model(machine: Machine) -> Path:
+    """A model of 1.5 billion parameters, or a toy."""
+    shape, n_words = machine.pick((SHAPE_1B, N_WORDS), (TOY, N_TOY_WORDS))
+    return _make_model(machine.folder / "model", machine.device, shape, n_words)
+
+
+def _options(folder: Path | str, **settings: Any) -> EngineOptions:
+    from slurmgpu.llm.settings import engine_options
+
+    return engine_options(str(folder), settings)
+
+
+def _place(machine: Machine) -> Place:
+    from slurmgpu.llm.engine import Place
+
+    return Place(machine.device, gpus=min(1, machine.n_gpus))
+
+
+@functools.cache
+def _engine(machine: Machine, **settings: Any) -> TransformersEngine:
+    from slurmgpu.llm.transformers_engine import TransformersEngine
+
+    return TransformersEngine(_options(_model(machine), **settings), _place(machine))
+
+
+def _texts(machine: Machine, rng: np.random.Generator, lengths: Sequence[int]) -> list[str]:
+    """Texts of so many tokens."""
+    n_words = machine.pick(N_WORDS, N_TOY_WORDS)
+    return [" ".join(f"w{i}" for i in rng.integers(1, n_words, length)) for length in lengths]
+
+
+def _requests(texts: Sequence[str], lengths: Sequence[int], **sampling: Any) -> list[Request]:
+    from slurmgpu.llm.engine import Prompt, Request, Sampling
+
+    pairs = enumerate(zip(texts, lengths, strict=True))
+    return [Request(i, Prompt(text), Sampling(max_tokens=n, **sampling), key=1000 + i) for i, (text, n) in pairs]
+
+
+def _some(machine: Machine, *, shared: bool = False, **sampling: Any) -> list[Request]:
+    """Requests of different length, or with a long common beginning."""
+    rng, n = np.random.default_rng(1), machine.pick(24, 4)
+    lengths = rng.integers(20, machine.pick(300, 40), n).tolist()
+    texts = _texts(machine, rng, lengths)
+    if shared:
+        [beginning] = _texts(machine, rng, [320])
+        texts = [f"{beginning} {text}" for text in texts]
+    return _requests(texts, [machine.pick(32, 6)] * n, **sampling)
+
+
+def _free(machine: Machine) -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info(machine.device)[0])
+
+
+def _forget(machine: Machine) -> None:
+    """Close the engines and free the card."""
+    from slurmgpu.llm.batching import free_memory
+
+    _engine.cache_clear()
+    free_memory()
+
+
+# Memory
+
+
+@finding()
+def the_usable_share_can_be_allocated(machine: Machine) -> str:
+    """Of an empty card weights and cache can fill what placement counts with: 92 % less 1.5 GB."""
+    import torch
+
+    from slurmgpu.llm.needs import usable
+
+    machine.needs_gpu()
+    total, held = torch.cuda.get_device_properties(machine.device).total_memory, []
+    try:
+        while True:
+            held.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=machine.device))
+    except torch.cuda.OutOfMemoryError:
+        filled = len(held) * BLOCK_BYTES
+    held.clear()
+    torch.cuda.empty_cache()
+    figures = f"{filled / 1e9:.1f} of {total / 1e9:.1f} GB ({filled / total:.1%}), and placement counts with "
+    figures += f"{usable(total) / 1e9:.1f}"
+    return hold(filled >= usable(total), figures)
+
+
+def _foretold(machine: Machine, folder: Path) -> str:
+    """The weights and the planned batch of a model: foretold, and used."""
+    import torch
+
+    from slurmgpu.llm.needs import look_at, usable
+    from slurmgpu.llm.transformers_engine import TransformersEngine
+
+    model = look_at(_options(folder, batching="static"))
+    before = _free(machine) if machine.on_gpu else 0
+    options = _options(folder, batching="static", batch_tokens=machine.pick(model.batch_tokens, 1024))
+    engine = TransformersEngine(options, _place(machine))
+    weights = sum(each.numel() * each.element_size() for each in engine._loaded.model.parameters())
+    figures = f"weights {weights / 1e9:.3f} GB, foretold {model.memory.weights / 1e9:.3f}"
+    good = abs(weights / model.memory.weights - 1) <= WEIGHTS_OFF
+    answer, n_rows = machine.pick(48, 4), machine.pick(8, 2)
+    prompt = machine.pick(model.batch_tokens // n_rows - answer, 40)
+    texts = _texts(machine, np.random.default_rng(2), [prompt] * n_rows)
+    outputs = list(engine.generate(_requests(texts, [answer] * n_rows)))
+    good &= not any(output.error for output in outputs)
+    if machine.on_gpu:
+        used = before - _free(machine)
+        total = torch.cuda.get_device_properties(machine.device).total_memory
+        over, room = used - model.memory.weights - model.memory.cache, total - usable(total)
+        figures += f"; {used / 1e9:.2f} GB with a batch of {n_rows} x {prompt + answer} tokens, foretold "
+        figures += f"{(model.memory.weights + model.memory.cache) / 1e9:.2f}, {over / 1e9:.2f} more; room for that "
+        figures += f"{room / 1e9:.2f}"
+        good &= over <= room
+    engine.close()
+    return hold(good, figures)
+
+
+@finding(limit_s=45)
+def placement_foretells_the_memory_of_a_small_model(machine: Machine) -> str:
+    """Weights of 1.5 billion parameters are as large as foretold, and the planned batch needs what placement keeps."""
+    return _foretold(machine, _model(machine))
+
+
+# The same answers on every way
+
+
+def _encoded(engine: TransformersEngine, requests: Sequence[Request]) -> list[Encoded]:
+    return [engine._codec.encode(request) for request in requests]
+
+
+def _by_continuous(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Finished]:
+    """The answers of continuous batching; NotHeld, with the reason, where it was given up."""
+    if engine._continuous is None:
+        raise NotToBeHad("continuous batching is impossible for this model here")
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("slurmgpu.llm.continuous")
+    log.addHandler(listener)
+    try:
+        found = list(engine._continuous.generate(encoded))
+    finally:
+        log.removeHandler(listener)
+    hold(not engine._continuous._given_up, "; ".join(said))
+    return found
+
+
+def _within(
+    machine: Machine, way: Callable[[TransformersEngine, Sequence[Encoded]], list[Finished]], **how: Any
+) -> str:
+    """Compare bf16 greedy answers of a way with those in fp32, by the product's own measure."""
+    from slurmgpu.llm.selfcheck import TOLERANCE, difference
+
+    requests = _some(machine, **how)
+    reference = _engine(machine, precision="fp32", batching="static")
+    expected = list(reference._static.generate(_encoded(reference, requests)))
+    engine = _engine(machine, precision="bf16", batching=machine.pick("continuous", "static"))
+    found = way(engine, _encoded(engine, requests))
+    if engine._continuous is not None:
+        engine._continuous.release()  # its cache has most of the memory
+    wanted = {each.encoded.request.id: each.tokens for each in expected}
+    same = sum(wanted[each.encoded.request.id] == each.tokens for each in found)
+    why = difference(reference._loaded.model, expected, found, "bf16")
+    said = f"{same} of {len(found)} answers are equal; the others are within {TOLERANCE['bf16']:g} of the best score"
+    return hold(why is None, why or said)
+
+
+def _static(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Finished]:
+    return list(engine._static.generate(encoded))
+
+
+@finding(limit_s=45)
+def static_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
+    """Greedy answers of static batches in bf16 are fp32's, or nearly as good by fp32's scores (5 % of their range)."""
+    return _within(machine, _static)
+
+
+@finding()
+def a_shared_prefix_in_bf16_answers_as_fp32(machine: Machine) -> str:
+    """The same where all prompts share their first 320 tokens, which are computed once."""
+    return _within(machine, _static, shared=True)
+
+
+@finding(limit_s=45)
+def continuous_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
+    """The same by continuous batching."""
+    machine.needs_gpu()
+    return _within(machine, _by_continuous)
+
+
+@finding()
+def scores_in_bf16_are_fp32s(machine: Machine) -> str:
+    """Log-probabilities of four labels in bf16 are fp32's to 0.1, and the best label is the same for 9 in 10."""
+    from slurmgpu.llm.engine import Question
+
+    labels = (" w11", " w222", " w33", " w44")
+    questions = [Question(each.id, each.prompt, labels) for each in _some(machine, shared=True)]
+    found = []
+    for precision in ("fp32", "bf16"):
+        batching = machine.pick("continuous", "static") if precision == "bf16" else "static"
+        scores = _engine(machine, precision=precision, batching=batching).score(questions)
+        found.append(np.stack([each.logprobs for each in sorted(scores, key=lambda each: each.id)]))
+    off = float(abs(found[0] - found[1]).max())
+    same = float((found[0].argmax(1) == found[1].argmax(1)).mean())
+    return hold(off <= 0.1 and same >= 0.9, f"largest difference {off:.3f}, {same:.2f} of the best labels are the same")
+
+
+@finding()
+def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
+    """Samples in fp32 are the same in small and in large batches; the docs say that in bf16 some are not."""
+    from slurmgpu.llm.batching import Budget
+    from slurmgpu.llm.static import StaticBatches
+
+    requests, shares = _some(machine, temperature=1.0, top_p=0.9), {}
+    for precision in ("fp32", "bf16"):
+        batching = machine.pick("continuous", "static") if precision == "bf16" else "static"
+        engine, found = _engine(machine, precision=precision, batching=batching), []
+        for tokens in (400, 65_536):
+            budget = Budget(tokens, _place(machine))
+            batches = StaticBatches(engine._loaded, _place(machine), engine._codec, budget, engine._prefill)
+            finished = batches.generate(_encoded(engine, requests))
+            found.append({each.encoded.request.id: each.tokens for each in finished})
+        shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)
+    figures = f"{shares['fp32']:.0%} of {len(requests)} samples are equal in fp32, {shares['bf16']:.0%} in bf16"
+    return hold(shares["fp32"] == 1.0, figures)
+
+
+# Speed
+
+
+def _by_hand(engine: TransformersEngine, texts: Sequence[str], lengths: Sequence[int], n_rows: int) -> None:
+    """Greedy answers by `model.generate`, in batches of prompts sorted by their length."""
+    import torch
+
+    model, tokenizer = engine._loaded.model, engine._loaded.tokenizer
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    for start in range(0, len(order), n_rows):
+        rows = order[start : start + n_rows]
+        batch = tokenizer([texts[i] for i in rows], padding=True, return_tensors="pt").to(model.device)
+        batch.pop("token_type_ids", None)
+        with torch.inference_mode():
+            model.generate(**batch, max_new_tokens=max(lengths[i] for i in rows), do_sample=False, pad_token_id=0)
+
+
+def _bandwidth(machine: Machine) -> float:
+    """Bytes a second of a copy on the device, read and written."""
+    import torch
+
+    source = torch.empty(machine.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / best_of(5, lambda: target.copy_(source), machine.device)
+
+
+@finding(limit_s=75)
+def generation_is_faster_than_by_hand(machine: Machine) -> str:
+    """Answers of 2 to 160 tokens: 10 times as fast as one by one, 1.2 times as in the best sorted batches by hand."""
+    rng, n = np.random.default_rng(0), machine.pick(192, 6)
+    texts = _texts(machine, rng, rng.lognormal(3.7, 0.6, n).clip(8, machine.pick(200, 20)).astype(int).tolist())
+    lengths = rng.lognormal(3.2, 1.0, n).clip(2, machine.pick(160, 8)).astype(int).tolist()
+    engine = _engine(machine, precision="bf16", batching=machine.pick("continuous", "static"))
+    few = machine.pick(6, 2)
+    encoded = _encoded(engine, _requests(texts, lengths))
+    _by_hand(engine, texts[:2], lengths[:2], 2)
+    _static(engine, encoded[:2])
+    rates = {"one by one": sum(lengths[:few]) / _seconds(machine, _by_hand, engine, texts[:few], lengths[:few], 1)}
+    for n_rows in machine.pick((64, 192), (4,)):
+        seconds = _seconds(machine, _by_hand, engine, texts, lengths, n_rows)
+        rates[f"batches of {n_rows} by hand"] = sum(lengths) / seconds
+    by_hand = max(rates[name] for name in rates if "by hand" in name)
+    ours = {"static": sum(lengths) / _seconds(machine, _static, engine, encoded)}
+    how = "no flash attention" if engine._continuous is None or engine._continuous._flash is None else "flash attention"
+    if engine._continuous is not None:
+        _by_continuous(engine, encoded[:8])  # checks itself, and makes its graphs
+        ours[f"continuous, {how}"] = sum(lengths) / _seconds(machine, _by_continuous, engine, encoded)
+        engine._continuous.release()
+    weights = sum(each.nbytes for each in engine._loaded.model.parameters())
+    bound = sum(lengths) / (max(lengths) * weights / _bandwidth(machine))
+    rates |= ours
+    best = ours["static"] if how == "no flash attention" else max(ours.values())  # as batching = "auto" chooses
+    told = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+    figures = f"tokens/s: {told}; the bound by bandwidth is {bound:,.0f} ({best / bound:.0%}); "
+    figures += f"{best / rates['one by one']:.1f} and {best / by_hand:.2f} times as fast"
+    good = best >= ONE_BY_ONE * rates["one by one"] and best >= BY_HAND * by_hand
+    return hold(good or not machine.on_gpu, figures)
+
+
+def _seconds(machine: Machine, work: Callable[..., object], *arguments: Any) -> float:
+    return seconds_of(lambda: work(*arguments), machine.device)
+
+
+@finding()
+def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
+    """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step of 64 rows, and the CPU's tokens."""
+    import torch
+
+    from slurmgpu.llm.engine import Sampling
+    from slurmgpu.llm.sampling import Rules, choose
+
+    n_tokens, n_rows = machine.pick(N_LARGE, N_TOY_LARGE), machine.pick(64, 4)
+    logits = torch.randn(n_rows, n_tokens, generator=torch.Generator().manual_seed(0)) * 3
+    keys, positions = list(range(n_rows)), torch.arange(n_rows)
+    figures, chosen, seconds = [], [], 0.0
+    for top_p in (1.0, 0.9):
+        sampling = [Sampling(temperature=1.0, top_p=top_p)] * n_rows
+        on_cpu = choose(logits, Rules.of(sampling, keys), positions)
+        there, rules, at = (
+            logits.to(machine.device),
+            Rules.of(sampling, keys, machine.device),
+            positions.to(machine.device),
+        )
+        chosen.append(int((choose(there, rules, at).cpu() != on_cpu).sum()))
+        seconds = best_of(5, lambda a=there, b=rules, c=at: choose(a, b, c), machine.device)  # type: ignore[misc]
+        figures.append(
+            f"top_p {top_p:g}: {seconds * 1e3:.2f} ms, {chosen[-1]} of {n_rows} tokens differ from the CPU's"
+        )
+    model = _engine(machine, precision="bf16", batching=machine.pick("continuous", "static"))._loaded.model
+    rows = torch.ones(n_rows, 1, dtype=torch.int64, device=machine.device)
+    with torch.inference_mode():
+        step = best_of(5, lambda: model(input_ids=rows, use_cache=False), machine.device)
+    figures.append(f"a step of the model {step * 1e3:.2f} ms")
+    # With top_p a rounding at the edge of the kept tokens may change one.
+    good = chosen[0] == 0 and chosen[1] <= 1 and (seconds <= SAMPLER_SHARE * step or not machine.on_gpu)
+    return hold(good, "; ".join(figures))
+
+
+# Variants and other engines
+
+
+@finding(limit_s=60)
+def quantised_variants_have_their_size(machine: Machine) -> str:
+    """-8bit, -4bit and -fp8 load, answer, and have the weights that placement foretells, to 10 %."""
+    import torch
+
+    from slurmgpu.llm.needs import look_at
+    from slurmgpu.llm.quantising import package_for
+    from slurmgpu.llm.transformers_engine import TransformersEngine
+
+    packages = {variant: package_for(variant, tensor_parallel=False) or "" for variant in ("8bit", "4bit", "fp8")}
+    machine.needs_gpu()
+    good, figures = True, []
+    for variant, package in packages.items():
+        if importlib.util.find_spec(package) is None:
+            figures.append(f"-{variant} needs {package}, which is not here")
+            continue
+        options = _options(f"{_model(machine)}-{variant}", batching="static")
+        before = torch.cuda.memory_allocated(machine.device)
+        engine = TransformersEngine(options, _place(machine))
+        used, foretold = torch.cuda.memory_allocated(machine.device) - before, look_at(options).memory.weights
+        requests = _some(machine)
+        seconds = _seconds(machine, lambda made, asked: list(made.generate(asked)), engine, requests)
+        rate = sum(each.sampling.max_tokens for each in requests) / seconds
+        figures.append(f"-{variant} {used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {rate:,.0f} tokens/s")
+        good &= abs(used / foretold - 1) <= VARIANT_OFF
+        engine.close()
+        del engine
+        _forget(machine)
+    if all("needs" in each for each in figures):
+        raise NotToBeHad("; ".join(figures))
+    return hold(good, "; ".join(figures))
+
+
+@finding(limit_s=60)
+def compiled_decoding_is_told(machine: Machine) -> str:
+    """`model.generate` with a static cache, which transformers compiles, runs; its speed beside eager is told."""
+    import torch
+
+    machine.needs_gpu()
+    model = _engine(machine, precision="bf16", batching="continuous")._loaded.model
+    rows = torch.randint(1, N_WORDS, (8, 32), device=machine.device)
+    seconds = {}
+    for name, more in {"eager": {}, "compiled": {"cache_implementation": "static"}}.items():
+        options: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0, **more}
+        attended = torch.ones_like(rows)
+
+        def generate(kept: dict[str, Any] = options, mask: torch.Tensor = attended) -> object:
+            with torch.inference_mode():
+                return model.generate(input_ids=rows, attention_mask=mask, **kept)
+
+        seconds[name] = best_of(1, generate, machine.device)
+    told = ", ".join(f"{name} {8 * 64 / each:,.0f} tokens/s" for name, each in seconds.items())
+    return f"8 rows: {told}, {seconds['eager'] / seconds['compiled']:.2f} times as fast"
+
+
+@finding(limit_s=90)
+def vllm_answers_as_fp32(machine: Machine) -> str:
+    """vLLM's greedy answers in bf16 are fp32's for half of the prompts at least, and its speed is told."""
+    if importlib.util.find_spec("vllm") is None:
+        raise NotToBeHad("vllm is not installed")
+    machine.needs_gpu()
+    from slurmgpu.llm.engines import open_engine
+
+    requests = _some(machine)
+    reference = _engine(machine, precision="fp32", batching="static")
+    expected = {output.id: output.tokens.tolist() for output in reference.generate(requests)}
+    _forget(machine)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    engine = open_engine(_options(_model(machine), engine="vllm"), _place(machine))
+    found = {output.id: output.tokens.tolist() for output in engine.generate(requests)}
+    seconds = _seconds(machine, lambda: list(engine.generate(requests)))
+    engine.close()
+    same = sum(found[i] == expected[i] for i in expected)
+    rate = sum(map(len, found.values())) / seconds
+    return hold(same >= len(expected) / 2, f"{same} of {len(expected)} answers are equal, {rate:,.0f} tokens/s")
+
+
+@finding(limit_s=90)
+def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
+    """The same as of the small model, of 8 billion parameters."""
+    import torch
+
+    machine.needs_gpu()
+    _forget(machine)
+    total = torch.cuda.get_device_properties(machine.device).total_memory
+    if total < LARGE_GPU_BYTES or shutil.disk_usage(machine.folder).free < LARGE_DISK_BYTES:
+        raise NotToBeHad(
+            f"it needs a GPU of {LARGE_GPU_BYTES / 1e9:.0f} GB and {LARGE_DISK_BYTES / 1e9:.0f} GB of disk"
+        )
+    folder = _make_model(machine.folder / "large", machine.device, SHAPE_8B, N_WORDS)
+    _forget(machine)
+    return _foretold(machine, folder)

@@ -1,0 +1,126 @@
+"""What the part `training` trains, also in processes of its own.
+
+Samples are the same in every process: they have generators of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from slurmgpu.training.loop import Training
+from slurmgpu.training.outcome import Outcome
+from slurmgpu.training.ranks import Place
+from slurmgpu.training.settings import TrainingSettings
+from tests.benchmarks import train_arms
+
+N_STEPS, KILLED_AT = 16, 9
+
+
+class Sentences(train_arms.Net):
+    """A transformer of 12 layers and 86 million parameters, on 512 words: of a size that fills a GPU."""
+
+    def model(self) -> nn.Module:
+        """An embedding, the layers, a mean over the words, and a head."""
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, activation="gelu", batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(1000, 768), encoder, train_arms.Mean(), nn.Linear(768, 100))
+
+    def samples(self) -> Dataset[Any]:
+        """1,024 sentences, with targets."""
+        generator = torch.Generator().manual_seed(1)
+        words = torch.randint(1000, (1024, 512), generator=generator)
+        return TensorDataset(words, torch.randint(100, (1024,), generator=generator))
+
+
+class Toy(train_arms.Net):
+    """A net that a CPU trains in no time."""
+
+    batch_size = 8
+
+    def model(self) -> nn.Module:
+        """1,300 parameters."""
+        return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def samples(self) -> Dataset[Any]:
+        """64 samples."""
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(64, 32, generator=generator), torch.randint(10, (64,), generator=generator))
+
+
+class Words(train_arms.Net):
+    """A small transformer with an embedding, whose gradient is a sum in no fixed order, and dropout."""
+
+    batch_size = 16
+
+    def __init__(self, *, width: int = 256, kill_at: int | None = None) -> None:
+        super().__init__()
+        self.width, self.kill_at = width, kill_at
+
+    def model(self) -> nn.Module:
+        """1.9 million parameters at the default width."""
+        layer = nn.TransformerEncoderLayer(self.width, 4, 4 * self.width, dropout=0.1, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(1000, self.width), encoder, train_arms.Mean(), nn.Linear(self.width, 10))
+
+    def samples(self) -> Dataset[Any]:
+        """256 texts of 32 words."""
+        generator = torch.Generator().manual_seed(1)
+        words, targets = (torch.randint(n, size, generator=generator) for n, size in ((1000, (256, 32)), (10, (256,))))
+        return TensorDataset(words, targets)
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Cross entropy; the process is killed in the step `kill_at`."""
+        if len(self.marks) == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+
+def train_words(folder: Path, device: str, net: Words, *, deterministic: bool) -> Outcome:
+    """Train to the end, from the last checkpoint if there is one; the weights are in the folder's last.pt."""
+    settings = TrainingSettings(
+        steps=N_STEPS,
+        batch_size=net.batch_size,
+        seed=0,
+        precision="bf16",
+        deterministic=deterministic,
+        checkpoint_s=0.0,
+    )
+    return Training(net, settings, Place(device), folder).run()
+
+
+def train_until_killed(folder: Path, device: str, width: int, deterministic: bool) -> None:
+    """The same, by a process that is killed in a step."""
+    train_words(folder, device, Words(width=width, kill_at=KILLED_AT), deterministic=deterministic)
+
+
+def join_group(kind: str, rank: int, world_size: int, folder: Path) -> None:
+    """One rank of a group: a sum over all ranks, its speed, and a training whose loss rank 0 writes to `folder`."""
+    device = f"cuda:{rank}" if kind == "nccl" else "cpu"
+    bound: dict[str, Any] = {}
+    if kind == "nccl":
+        torch.cuda.set_device(rank)
+        bound["device_id"] = torch.device(device)
+    distributed.init_process_group(kind, rank=rank, world_size=world_size, **bound)
+    numbers = torch.full((64 << 20 if kind == "nccl" else 1000,), rank + 1.0, device=device)
+    distributed.all_reduce(numbers)
+    is_right = bool((numbers == world_size * (world_size + 1) / 2).all())
+    start = time.perf_counter()
+    distributed.all_reduce(numbers)
+    float(numbers[0])  # waits for it
+    seconds = time.perf_counter() - start
+    settings = TrainingSettings(steps=4, global_batch_size=16, batch_size=16 // world_size, seed=0)
+    place = Place(device, rank, world_size, rank)
+    outcome = Training(Toy(), settings, place, folder).run()
+    if rank == 0:
+        found = {"is_right": is_right, "bytes_s": numbers.nbytes / seconds, "loss": outcome.final["train_loss"]}
+        (folder / "group.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()

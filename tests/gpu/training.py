@@ -1,0 +1,247 @@
+"""Training on a GPU: kills, groups of NCCL, bf16 and compilation, optimizers, checkpoints, batches that fit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu.findings import Machine, best_of, finding, hold
+
+if TYPE_CHECKING:
+    from slurmgpu.training.outcome import Outcome
+    from slurmgpu.training.ranks import Place
+    from tests.benchmarks.train_arms import Net
+
+WIDTH, TOY_WIDTH = 256, 16
+FASTER = 3.0
+"""How many times faster bf16 and compilation must be than fp32, eager."""
+OVER_BARE = 1.03
+MFU = 0.3
+"""The least model FLOPs utilisation, of the measured peak."""
+
+
+def _net(machine: Machine) -> type[Net]:
+    from tests.gpu.nets import Sentences, Toy
+
+    return machine.pick(Sentences, Toy)
+
+
+def _place(machine: Machine) -> Place:
+    from slurmgpu.training.ranks import Place
+
+    return Place(machine.device)
+
+
+def _run(machine: Machine, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """The exit codes of processes that do some work at the same time, each with these arguments."""
+    # CUDA cannot be used in a fork, and importing torch again takes a CPU seconds.
+    context = multiprocessing.get_context(machine.pick("spawn", "fork"))
+    processes = [context.Process(target=work, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _kill_and_resume(machine: Machine, *, deterministic: bool) -> tuple[list[str], float]:
+    """The weights that differ after a kill and a resume, and the relative difference of the losses."""
+    import torch
+
+    from slurmgpu.training.loop import LAST
+    from tests.gpu.nets import Words, train_until_killed, train_words
+
+    width = machine.pick(WIDTH, TOY_WIDTH)
+    whole, killed = (machine.folder / f"{name}-{deterministic}" for name in ("whole", "killed"))
+    for folder in (whole, killed):
+        folder.mkdir()
+    [code] = _run(machine, train_until_killed, [(killed, machine.device, width, deterministic)])
+    assert code == -signal.SIGKILL, f"the process that was to be killed ended with {code}"
+    outcomes = [
+        train_words(folder, machine.device, Words(width=width), deterministic=deterministic)
+        for folder in (whole, killed)
+    ]
+    assert [outcome.resumed for outcome in outcomes] == [0, 1]
+    one, other = (torch.load(folder / LAST, weights_only=True) for folder in (whole, killed))
+    losses = [outcome.final["train_loss"] for outcome in outcomes]
+    return [name for name in one if not torch.equal(one[name], other[name])], abs(losses[1] / losses[0] - 1)
+
+
+# First, since cuBLAS reads what `deterministic` needs when it is first used.
+@finding(limit_s=40)
+def a_kill_changes_no_bit_of_deterministic_kernels(machine: Machine) -> str:
+    """With `deterministic`, a training that is killed and resumed has the weights of one that was not, bit for bit."""
+    differ, _ = _kill_and_resume(machine, deterministic=True)
+    return hold(not differ, f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}")
+
+
+@finding(limit_s=40)
+def a_kill_changes_little_without_deterministic_kernels(machine: Machine) -> str:
+    """Without `deterministic`, the loss after a kill and a resume is the same to 1 %; which weights differ is told."""
+    differ, off = _kill_and_resume(machine, deterministic=False)
+    said = f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}; the loss by {off:.1e}"
+    return hold(off < 0.01, said)
+
+
+@finding(limit_s=60)
+def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
+    """A group of all GPUs by NCCL (on CPUs two processes by gloo) sums right, and trains to the loss of one."""
+    from slurmgpu.training.loop import Training
+    from slurmgpu.training.settings import TrainingSettings
+    from tests.gpu.nets import Toy, join_group
+
+    # 16 samples of a step are divided.
+    n_ranks = max(n for n in (1, 2, 4, 8) if n <= machine.n_gpus) if machine.on_gpu else 2
+    kind = machine.pick("nccl", "gloo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together, alone = machine.folder / "together", machine.folder / "alone"
+    for folder in (together, alone):
+        folder.mkdir()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    codes = _run(machine, join_group, [(kind, rank, n_ranks, together) for rank in range(n_ranks)])
+    assert not any(codes), f"the ranks ended with {codes}"
+    found = json.loads((together / "group.json").read_text())
+    settings = TrainingSettings(steps=4, batch_size=16, seed=0)
+    loss = Training(Toy(), settings, _place(machine), alone).run().final["train_loss"]
+    figures = f"{n_ranks} of {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s, loss {found['loss']:.6f}, "
+    figures += f"of one process {loss:.6f}"
+    return hold(found["is_right"] and math.isclose(found["loss"], loss, rel_tol=1e-4), figures)
+
+
+@functools.cache
+def _trained(machine: Machine, precision: str, *, compiled: bool) -> Outcome:
+    from tests.benchmarks import train_arms
+
+    steps = machine.pick(24 if compiled else 12, 8)
+    net = _net(machine)()
+    return train_arms.ours(net, steps, _place(machine), precision=precision, compile=compiled)
+
+
+@finding(limit_s=75)
+def bf16_and_compilation_are_faster(machine: Machine) -> str:
+    """In bf16, compiled, 86 million parameters train three times faster than in fp32, eager, to a loss within 5 %."""
+    plain = _trained(machine, "fp32", compiled=False)
+    fast = _trained(machine, "bf16", compiled=machine.on_gpu)
+    ratio = fast.samples_per_s / plain.samples_per_s
+    losses = [each.curve[0] for each in (plain, fast)]
+    figures = f"{fast.samples_per_s:,.0f} and {plain.samples_per_s:,.0f} samples/s, {ratio:.2f} times; "
+    figures += f"first losses {losses[1]:.4f} and {losses[0]:.4f}"
+    return hold((ratio >= FASTER or not machine.on_gpu) and math.isclose(*losses, rel_tol=0.05), figures)
+
+
+@finding()
+def mfu_is_that_of_the_card(machine: Machine) -> str:
+    """The peak that MFU is a share of is the card's measured one (0.5 to 1.1), and the training reaches 30 % of it."""
+    import torch
+
+    from slurmgpu.training.flops import peak_flops
+
+    size = machine.pick(8192, 64)
+    factor = torch.randn(size, size, device=machine.device, dtype=torch.bfloat16)
+    measured = 2 * size**3 / best_of(5, lambda: factor @ factor, machine.device)
+    if not machine.on_gpu:
+        return f"products at {measured / 1e9:.2f} GFLOP/s; no MFU on CPUs"
+    name = torch.cuda.get_device_name(machine.device)
+    told = peak_flops(name, "bf16")
+    if told is None:
+        return hold(False, f"{name} is not in the table of peaks; its products reach {measured / 1e12:.0f} TFLOP/s")
+    mfu = _trained(machine, "bf16", compiled=True).mfu
+    share = mfu * told / measured
+    figures = f"products at {measured / 1e12:.0f} TFLOP/s of the table's {told / 1e12:.0f}; MFU {mfu:.1%}, "
+    figures += f"{share:.1%} of the measured peak"
+    return hold(0.5 <= measured / told <= 1.1 and share >= MFU, figures)
+
+
+@finding()
+def fused_optimizers_step_as_the_others_do(machine: Machine) -> str:
+    """The fused AdamW, Adam and SGD take the steps of PyTorch's plain ones (to 1e-5), and are no slower."""
+    import torch
+    from torch import nn
+
+    from slurmgpu.training.optimizing import make_optimizer
+    from slurmgpu.training.settings import Optimizer, TrainingSettings
+
+    kinds: tuple[Optimizer, ...] = ("adamw", "adam", "sgd")
+    good, figures = True, []
+    for kind in kinds:
+        weights, seconds = [], []
+        for fused in (True, False):
+            torch.manual_seed(0)
+            side = machine.pick(2048, 16)
+            model = nn.Sequential(*(nn.Linear(side, side) for _ in range(12))).to(machine.device)
+            optimizer = make_optimizer(
+                None, model, TrainingSettings(steps=1, optimizer=kind, momentum=0.9, fused=fused)
+            )
+            for each in model.parameters():
+                each.grad = torch.randn_like(each)
+            seconds.append(best_of(4, lambda made=optimizer: made.step(), machine.device))  # type: ignore[misc]
+            weights.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+        error = float((weights[0] - weights[1]).abs().max() / weights[1].abs().max())
+        good &= error < 1e-5 and (seconds[0] <= 1.1 * seconds[1] or not machine.on_gpu)
+        figures.append(f"{kind} {seconds[0] * 1e3:.2f} and {seconds[1] * 1e3:.2f} ms, difference {error:.0e}")
+    return hold(good, "; ".join(figures))
+
+
+@finding(limit_s=40)
+def the_loop_costs_little_over_a_bare_one(machine: Machine) -> str:
+    """A step of the loop takes at most 3 % more than that of a loop written by hand."""
+    from tests.benchmarks import train_arms
+
+    rounds = train_arms.steps(_net(machine), _place(machine), machine.pick(16, 8), machine.pick(2, 1))
+    ours, bare = (min(each[name][0] for each in rounds) for name in ("ours", "bare"))
+    figures = f"{ours * 1e3:.2f} and {bare * 1e3:.2f} ms, {ours / bare:.3f} times"
+    return hold(ours <= OVER_BARE * bare or not machine.on_gpu, figures)
+
+
+@finding(limit_s=45)
+def checkpoints_cost_little(machine: Machine) -> str:
+    """At the default interval checkpoints take at most 1 % of a training; what one takes is told."""
+    from tests.benchmarks import train_arms
+
+    found = train_arms.checkpoints(_net(machine), _place(machine), machine.pick(40, 8))
+    share = found["spent_s"] / found["wall_s"]
+    figures = f"{found['each_s'] * 1e3:.0f} ms each; {found['n']:.0f} in {found['wall_s']:.1f} s, {share:.2%}"
+    return hold(share <= 0.01 or not machine.on_gpu, figures)
+
+
+@finding(limit_s=40)
+def the_batch_that_fits_is_found(machine: Machine) -> str:
+    """`batch_size = "auto"` finds a batch that fits into a fifth of the card, by real out-of-memory, and a larger one
+    does not fit."""
+    import torch
+
+    from tests.benchmarks import train_arms
+
+    def train(batch_size: Any) -> Outcome:
+        net = _net(machine)()
+        net.batch_size = batch_size
+        return train_arms.ours(net, 2, _place(machine), precision="bf16")
+
+    if not machine.on_gpu:
+        return f"a batch of {train('auto').batch_size}"
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.2, machine.device)
+    try:
+        outcome = train("auto")
+        found = outcome.batch_size
+        try:
+            train(2 * found)
+        except torch.cuda.OutOfMemoryError:
+            too_large = True
+        else:
+            too_large = False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, machine.device)
+    said = "does not fit" if too_large else "fits as well"
+    return hold(
+        too_large, f"a batch of {found}, peak {outcome.peak_memory_bytes / 1e9:.1f} GB; one of {2 * found} {said}"
+    )
