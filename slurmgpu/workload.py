@@ -35,6 +35,7 @@ BUILT_IN = {
     "embed": "slurmgpu.workloads.embed:Embed",
     "generate": "slurmgpu.workloads.generate:Generate",
     "classify": "slurmgpu.workloads.classify:Classify",
+    "score": "slurmgpu.workloads.score:Score",
     "judge": "slurmgpu.workloads.judge:Judge",
     "collect": "slurmgpu.workloads.collect:Collect",
     "tracin": "slurmgpu.workloads.tracin:Tracin",

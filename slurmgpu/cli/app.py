@@ -73,6 +73,7 @@ def init(
       embed      a vector for each text
       generate   a language model's answers to each prompt
       classify   one of your labels for each text
+      score      what a classifier, a reward model or a reranker says of each text
       judge      a language model's verdict on each answer
       collect    a language model's solutions of each question, and a value for each step
       tracin     the training examples that a prediction rests on

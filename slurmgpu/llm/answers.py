@@ -186,16 +186,26 @@ class Codec:
             text += self._to_answer(text)
         return text + cut(prompt.answer), True
 
-    def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def cut(self, text: str) -> str:
+        """A text with marks in what comes from an item and looks like a special token."""
+        return self._quotes.cut(text)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A whole chat as one text with marks, without the beginning of another answer."""
+        return self._chat_text(
+            [{**each, "content": self._quotes.cut(each["content"])} for each in messages], more=False
+        )
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]], *, more: bool = True) -> str:
         """The template's text of messages; a refused system message goes before the user's first message."""
-        options = {"tokenize": False, "add_generation_prompt": True, **self._options.chat_options}
+        options = {"tokenize": False, "add_generation_prompt": more, **self._options.chat_options}
         try:
             text: str = self._tokenizer.apply_chat_template([*messages], **options)
         except Exception as error:  # a template may raise any error
             if [each.get("role") for each in messages[:2]] != ["system", "user"]:
                 raise PromptError(f"the chat template refuses the messages: {error}") from error
             joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]])
+            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], more=more)
             if not self._joins_system:
                 log.info("the chat template takes no system message (%s); it goes before the user's first", error)
                 self._joins_system = True

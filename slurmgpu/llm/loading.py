@@ -84,16 +84,16 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     disable_progress_bar()  # logs are files
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
     dtype = getattr(torch, TORCH_NAMES[options.precision])
-    arguments = {**source, "config": config, "dtype": dtype, **_where(options, place, config)}
+    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config)}
     if (quantization := quantization_config(options, place)) is not None:
         arguments["quantization_config"] = quantization
-    model, report = _from_pretrained(arguments)
-    _check_whole(model, report, options)
+    model, report = from_pretrained(arguments)
+    check_whole(model, report, options)
     model.eval()
     # Of the checkpoint's generation config only the end of answers is used, not its sampling.
     eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device)
-    _log(loaded, place, dtype, time.monotonic() - started)
+    log_loaded(loaded, place, dtype, time.monotonic() - started)
     return loaded
 
 
@@ -108,16 +108,19 @@ def _check_memory(options: EngineOptions, place: Place) -> None:
         check_fits(options, memory, n_gpus, tensor_parallel=place.world_size > 1)
 
 
-def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False) -> dict[str, int]:
+def even_device_map(
+    config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False, auto: Any = None
+) -> dict[str, int]:
     """The device of each part of a model on `n_devices`, with as little as possible on the fullest.
 
-    Accelerate's own maps fill the first devices, and leave no room for the cache there.
+    `auto` is the Auto class that makes the model, AutoModelForCausalLM unless set. Accelerate's own maps fill the first
+    devices, and leave no room for the cache there.
     """
     from accelerate import infer_auto_device_map, init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = (auto or AutoModelForCausalLM).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     whole = list(getattr(model, "_no_split_modules", None) or ())
     size = sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
 
@@ -143,7 +146,8 @@ def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_cod
     return best
 
 
-def _where(options: EngineOptions, place: Place, config: Any) -> dict[str, Any]:
+def where_on(options: EngineOptions, place: Place, config: Any, auto: Any = None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that put a model on the device, the GPUs or the group of `place`."""
     import torch
 
     if place.world_size > 1:
@@ -152,7 +156,8 @@ def _where(options: EngineOptions, place: Place, config: Any) -> dict[str, Any]:
         return {"device_map": "cpu"}
     if place.gpus > 1:
         dtype = getattr(torch, TORCH_NAMES[options.precision])
-        return {"device_map": even_device_map(config, place.gpus, dtype, trust_remote_code=options.trust_remote_code)}
+        trusted = options.trust_remote_code
+        return {"device_map": even_device_map(config, place.gpus, dtype, trust_remote_code=trusted, auto=auto)}
     return {"device_map": place.device}
 
 
@@ -182,14 +187,15 @@ def _distributed(place: Place, config: Any) -> Any:
     return DistributedConfig(**{name: value for name, value in wanted.items() if name in known})
 
 
-def _from_pretrained(arguments: dict[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def from_pretrained(arguments: dict[str, Any], auto: Any = None) -> tuple[Any, Mapping[str, Any]]:
+    """A model, made by the Auto class, and what transformers reports about its checkpoint."""
     from transformers import AutoModelForCausalLM
 
     # Otherwise both are a warning with a table, or an error that refers to that table.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     found: tuple[Any, Mapping[str, Any]]
     try:
-        found = AutoModelForCausalLM.from_pretrained(**arguments)
+        found = (auto or AutoModelForCausalLM).from_pretrained(**arguments)
     except ValueError as error:
         if "tensor parallel size" not in str(error):
             raise
@@ -200,7 +206,12 @@ def _from_pretrained(arguments: dict[str, Any]) -> tuple[Any, Mapping[str, Any]]
     return found
 
 
-def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) -> None:
+def check_whole(
+    model: Any,
+    report: Mapping[str, Any],
+    options: EngineOptions,
+    advice: str = "a model without a language-model head cannot generate text",
+) -> None:
     """Refuse a model whose checkpoint lacks weights, which transformers replaces by random numbers.
 
     Tied weights are not missing.
@@ -215,8 +226,7 @@ def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) 
     if said:
         raise SlurmGPUError(
             f"The checkpoint of {options.model.name}, in {options.model.folder}, does not fit a "
-            f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; a model without a "
-            f"language-model head cannot generate text."
+            f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; {advice}."
         )
 
 
@@ -260,7 +270,8 @@ def _kv_bytes(model: Any) -> int:
     return max(sizes.values(), default=0)
 
 
-def _log(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
+def log_loaded(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
+    """Log what was loaded, and how long that took."""
     model = loaded.model
     n_parameters = sum(each.numel() for each in model.parameters())
     size = sum(each.numel() * each.element_size() for each in model.parameters())

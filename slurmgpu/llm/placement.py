@@ -43,7 +43,7 @@ def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
             choice = choose(model, offer)
     if choice.fits is False:
         raise _too_large(model, offer, choice)
-    _refuse_missing(model)
+    refuse_missing(model)
     return choice.processes, (
         _describe(model),
         *_lines(model, offer, choice),
@@ -63,7 +63,7 @@ def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tenso
 
 def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
     if offer.gpus == 0:
-        size = _gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)
+        size = gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)
         yield f"On CPUs: each task needs about {size} of memory."
         return
     yield _without_memory(model, offer, choice) if offer.gpu_memory is None else _on_gpus(model, offer, choice)
@@ -79,7 +79,8 @@ def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
         )
 
 
-def _gb(size_bytes: float) -> str:
+def gb(size_bytes: float) -> str:
+    """A number of bytes in GB, or in MB if there are few."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
@@ -87,10 +88,10 @@ def _describe(model: Model) -> str:
     about = "about " if model.weights.is_estimate else ""
     is_packed = stored_method(model.options.model.config) is not None
     count = "" if is_packed else f"{about}{_count(model.weights.parameters)} parameters, "
-    weights = f"{model.name}, {model.variant}: {count}{about}{_gb(model.memory.weights)} of weights"
+    weights = f"{model.name}, {model.variant}: {count}{about}{gb(model.memory.weights)} of weights"
     if not model.cache.is_known:
         return f"{weights}, without the KV cache, whose size its config.json does not tell."
-    cache = f"{model.cache.a_token:,} bytes a token, {_gb(model.memory.cache)} for a batch of {model.batch_tokens:,}"
+    cache = f"{model.cache.a_token:,} bytes a token, {gb(model.memory.cache)} for a batch of {model.batch_tokens:,}"
     return f"{weights}; KV cache {cache} tokens."
 
 
@@ -100,7 +101,7 @@ def _unpacking(model: Model) -> Iterable[str]:
         # 32 weights have 16 bytes, and one for their scale; in bf16 64 bytes.
         stored = model.weights.stored_bytes
         size = sum(stored.values()) + stored["experts"] * (64 / 17 - 1)
-        yield f"In an image without the packages triton and kernels MXFP4 weights become bf16: {_gb(size)} of weights."
+        yield f"In an image without the packages triton and kernels MXFP4 weights become bf16: {gb(size)} of weights."
 
 
 def _count(number: int) -> str:
@@ -120,7 +121,7 @@ def _how(model: Model, n_gpus: int, choice: Choice) -> tuple[str, str]:
 def _without_memory(model: Model, offer: Offer, choice: Choice) -> str:
     each = sum(model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel))
     return (
-        f"{''.join(_how(model, offer.gpus, choice))}: needs GPUs of at least {_gb((each + RUNTIME_BYTES) / USABLE)}. "
+        f"{''.join(_how(model, offer.gpus, choice))}: needs GPUs of at least {gb((each + RUNTIME_BYTES) / USABLE)}. "
         f'To check that before tasks start, set gpu_memory under [resources], such as "80G", or a gpu_type with its '
         f"memory."
     )
@@ -131,13 +132,14 @@ def _on_gpus(model: Model, offer: Offer, choice: Choice) -> str:
     weights, cache = model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     how, by = _how(model, offer.gpus, choice)
     return (
-        f"{how} of {_gb(gpu_memory)}{by}: {_gb(weights)} of weights and {_gb(cache)} of cache of "
-        f"the {_gb(usable(gpu_memory))} that can be used on each; "
-        f"{_gb(usable(gpu_memory) - weights - cache)} are left."
+        f"{how} of {gb(gpu_memory)}{by}: {gb(weights)} of weights and {gb(cache)} of cache of "
+        f"the {gb(usable(gpu_memory))} that can be used on each; "
+        f"{gb(usable(gpu_memory) - weights - cache)} are left."
     )
 
 
-def _refuse_missing(model: Model) -> None:
+def refuse_missing(model: Model) -> None:
+    """Refuse a model whose weights are not all here."""
     source, missing = model.options.model, model.weights.missing
     if not missing:
         return
@@ -147,8 +149,8 @@ def _refuse_missing(model: Model) -> None:
             f"model {source.name!r}: {source.folder} lacks weights: {first} is missing. Copy the whole folder again."
         )
     raise SlurmGPUError(
-        f"model {source.name!r}: {first}, of about {_gb(sum(model.weights.stored_bytes.values()))} of weights, is not "
-        f"in the hub's cache, {hub.cache_folder()}, and tasks do not download. {hub.FETCH}."
+        f"model {source.name!r}: {first}, of about {gb(sum(model.weights.stored_bytes.values()))} of weights, is "
+        f"not in the hub's cache, {hub.cache_folder()}, and tasks do not download. {hub.FETCH}."
     )
 
 
@@ -156,7 +158,7 @@ def _unquantised(model: Model) -> SlurmGPUError:
     whole = model.quantized(None).memory.weights
     saved, share = whole - model.memory.weights, model.weights.numbers["experts"] / model.weights.parameters
     return SlurmGPUError(
-        f"{model.name} would save {_gb(saved)} of {_gb(whole)} of weights "
+        f"{model.name} would save {gb(saved)} of {gb(whole)} of weights "
         f"({saved / whole:.0%}): {share:.0%} of them are experts, which bitsandbytes and torchao do not quantise in "
         f"transformers. Use a checkpoint that is stored quantised (FP8, MXFP4, AWQ, GPTQ), which takes no suffix, or "
         f"remove the suffix."
@@ -169,7 +171,7 @@ def _too_large(model: Model, offer: Offer, choice: Choice) -> SlurmGPUError:
     options = "; or ".join(what_fits(model, offer)) or "nothing that is known here"
     gpus = f"{offer.gpus} GPUs" if offer.gpus > 1 else "one GPU"
     return SlurmGPUError(
-        f"{_describe(model)} That does not fit {gpus} of {_gb(gpu_memory)}: on each, "
-        f"{_gb(weights)} of weights and {_gb(cache)} of cache, and {_gb(usable(gpu_memory))} can be used. "
-        f"What fits: {options}."
+        f"{_describe(model)} That does not fit {gpus} of {gb(gpu_memory)}: on each, "
+        f"{gb(weights)} of weights and {gb(cache)} of cache, and {gb(usable(gpu_memory))} can be "
+        f"used. What fits: {options}."
     )

@@ -33,7 +33,7 @@ class LanguageModelWorkload:
     given: Mapping[str, Any] = {}
     _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
     batch_size = 128
-    texts = ("prompt", "system")
+    texts: tuple[str, ...] = ("prompt", "system")
 
     def use_model(self, model: str, settings: Mapping[str, Any], *, max_tokens: int = 0) -> None:
         """Check the settings of the engine; `max_tokens` are those of an answer, 0 if none is generated.
@@ -92,11 +92,15 @@ class LanguageModelWorkload:
 
     def load(self, task: TaskContext) -> None:
         """Load the model on the task's GPUs; SlurmGPUError if its files changed since the run was planned."""
-        if planned := self._model[1].get("model_files"):
-            models.check_unchanged(self.options.model, planned)
+        self.check_files()
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
         self.engine = open_engine(self.options, where)
         self._told_answers, self._told_scores = Telling(task.tell, "answers"), Telling(task.tell, "prompts scored")
+
+    def check_files(self) -> None:
+        """Refuse a model whose files changed since the run was planned."""
+        if planned := self._model[1].get("model_files"):
+            models.check_unchanged(self.options.model, planned)
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""

