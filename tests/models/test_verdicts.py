@@ -9,10 +9,10 @@ from slurmgpu.llm.answers import Codec
 from slurmgpu.llm.engine import EngineOptions, Output
 from slurmgpu.llm.scoring import ask, scores_of
 from slurmgpu.workload import Item
-from slurmgpu.workloads.judge.judged import has_failed
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize
 from slurmgpu.workloads.judge.workload import Judge
+from slurmgpu.workloads.samples import has_failed
 from tests.support.tiny_models import make_llama, make_tokenizer
 
 ITEM = Item(3, {"question": "1+1", "reference": 2, "text": "2"})

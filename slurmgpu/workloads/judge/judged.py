@@ -39,8 +39,8 @@ def check_texts(path: Path, fields: Collection[str]) -> None:
     for field in sorted(fields):
         if _has_lists(path, field):
             raise SlurmGPUError(
-                f"{path} has a list in {field!r}, as runs with n > 1 do; expected one text for each item. Choose one "
-                f"in a rubric's prompt, such as {{{field}[0]}}, or judge a run with n = 1."
+                f"{path} has a list in {field!r}, as runs with n > 1 do; expected one text for each item. Set "
+                f'each = "{field}" to judge all of them, or choose one in a rubric\'s prompt, such as {{{field}[0]}}.'
             )
 
 
@@ -60,6 +60,20 @@ def _has_lists(path: Path, field: str) -> bool:
     return bool(values) and not any(isinstance(value, str) for value in values)
 
 
+def check_one_text(each: str, truth: str | None, rubric: Rubric) -> None:
+    """Refuse what cannot be asked of each text of an item: comparisons of two, and one true verdict for all."""
+    if rubric.swap:
+        raise SlurmGPUError(
+            f"each = {each!r} judges texts one at a time, and the rubric compares two; expected a rubric without swap, "
+            f'such as "rating". Remove each, or choose another rubric.'
+        )
+    if truth is not None:
+        raise SlurmGPUError(
+            "truth is one verdict for each item, and each judges several texts of it. Remove truth; with final, "
+            "reference says which texts are right."
+        )
+
+
 def check_renamed(renamed: Mapping[str, str], known: Collection[str]) -> None:
     """Refuse a setting `fields` with a name that the rubric's texts do not have."""
     for name in renamed:
@@ -77,17 +91,6 @@ def advice(fields: Collection[str], renamed: Mapping[str, str], alone: Collectio
         " The rubric compares two texts: set against to a second run to compare with, or put both texts into each item."
     )
     return found | {renamed.get(name, name): compared for name in alone}
-
-
-def has_failed(data: Mapping[str, Any]) -> bool:
-    """Whether an item is a failed row of a merged file or its export.
-
-    Other data may have a field `error`, too; but a failed row has nothing beside its index and its error.
-    """
-    if not (isinstance(data.get("error"), str) and data["error"] and "index" in data):
-        return False
-    rest = (value for name, value in data.items() if name not in ("index", "error"))
-    return not any(isinstance(value, str | list | dict) and value for value in rest)
 
 
 def truth_of(value: Any, rubric: Rubric) -> str:

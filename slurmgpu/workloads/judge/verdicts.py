@@ -11,6 +11,7 @@ import numpy as np
 from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
 from slurmgpu.workloads.judge.rubrics import Rubric
 from slurmgpu.workloads.language_model import blocks, ends_summary
+from slurmgpu.workloads.samples import flat
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -52,6 +53,27 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
     if rubric.swap:
         summary |= _positions(counts, rubric)
     return summary | (_agreement(counts, rubric) if with_truth else {})
+
+
+def summarize_each(merged: Merged, rubric: Rubric, max_tokens: int) -> dict[str, Any]:
+    """Counts of the verdicts on all texts of items that have several, and their mean score."""
+    verdicts, how, ends, n_texts, total, n_scores = Counter[str](), Counter[str](), Counter[str](), 0, 0.0, 0
+    for start, stop in blocks(len(merged)):
+        found = [verdict for verdict in flat(merged, "verdict", start, stop) if verdict is not None]
+        n_texts += len(found)
+        verdicts.update(filter(None, found))
+        how.update(filter(None, flat(merged, "how", start, stop)))
+        if rubric.method == "parse":
+            ends.update(filter(None, flat(merged, "finish_reason", start, stop)))
+        scores = np.fromiter(flat(merged, "score", start, stop), np.float64)
+        total, n_scores = total + float(np.nansum(scores)), n_scores + int((~np.isnan(scores)).sum())
+    n_parsed = verdicts.total()
+    summary: dict[str, Any] = {"n_unparsed": n_texts - n_parsed, "unparsed_rate": ratio(n_texts - n_parsed, n_texts)}
+    summary["verdicts"] = {name: verdicts[name] for name in rubric.names}
+    summary["how"] = dict(sorted(how.items()))
+    if rubric.method == "parse":
+        summary |= ends_summary(ends, max_tokens)
+    return summary | {"mean_score": ratio(total, n_scores)}
 
 
 def _count(merged: Merged, rubric: Rubric, with_truth: bool) -> _Counts:

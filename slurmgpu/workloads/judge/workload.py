@@ -17,12 +17,21 @@ from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, s
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.judge.judged import TEXTS, advice, check_renamed, check_texts, has_failed, text_in, truth_of
+from slurmgpu.workloads.judge.judged import (
+    TEXTS,
+    advice,
+    check_one_text,
+    check_renamed,
+    check_texts,
+    text_in,
+    truth_of,
+)
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
-from slurmgpu.workloads.judge.verdicts import summarize
+from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
 from slurmgpu.workloads.language_model import LanguageModelWorkload
+from slurmgpu.workloads.samples import Samples, check_each, has_failed
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -62,8 +71,10 @@ class Judge(LanguageModelWorkload):
         method: Method | None = None,
         fields: dict[str, str] | None = None,
         against: str | dict[str, Any] | None = None,
+        each: str | None = None,
         final: str | None = None,
         pattern: str | None = None,
+        reference: str | None = None,
         retries: int = 2,
         retry_temperature: float = 0.7,
         truth: str | None = None,
@@ -101,13 +112,24 @@ class Judge(LanguageModelWorkload):
                 "pattern finds the final answer in the judged text, and final is not set. To find the verdict in the "
                 "judge's answer, set the rubric's pattern."
             )
-        self.checker = None if final is None else open_checker(final, pattern=pattern)
+        check_each(each, final, reference)
+        if each is not None:
+            check_one_text(each, truth, self.rubric)
+        self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
+        # With `each` a checker also finds the answers for votes, and no prompt need have them.
         known = self.prompts.fields if self.checker is None else self.prompts.fields - {FINAL} | {"text"}
         check_renamed(self.renamed, known)
         self.whole = self.prompts.whole_fields & (TEXTS | set(self.rubric.swap))
+        self.each, self._reference = each, reference
         self.fields = self._taken()
         self._reader = Reader(self.rubric)
         self.columns = self._own_columns()
+        self.samples = None
+        if each is not None:
+            is_raw = min(self.rubric.values.values()) < 0
+            right = self._is_right if self.rubric.measure == "accuracy" else None
+            self.samples = Samples(each, self.columns, self.checker, reference, is_raw, right)
+            self.columns = self.samples.columns
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
 
     def _taken(self) -> set[str]:
@@ -117,7 +139,11 @@ class Judge(LanguageModelWorkload):
         if self.opponent is not None:
             first, second = self.rubric.swap
             names = names - {first, second} | {self.renamed.get(first, "text")}
-        return {self.renamed.get(name, name) for name in names} | {*filter(None, (self.truth,))}
+        taken = {self.renamed.get(name, name) for name in names}
+        if self.each is not None:
+            # A prompt's `text` may be that of an entry.
+            taken = taken - {"text"} | {self.each}
+        return taken | {*filter(None, (self.truth, self._reference))}
 
     @property
     def advice(self) -> dict[str, str]:
@@ -138,6 +164,8 @@ class Judge(LanguageModelWorkload):
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
         """Refuse runs with several texts in each item, and a second run of other items."""
+        if self.each is not None:
+            return
         called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
         if self.opponent is not None:
             first, second = self.rubric.swap
@@ -159,12 +187,16 @@ class Judge(LanguageModelWorkload):
     def sort_key(self, item: Item) -> int:
         """Long prompts first."""
         try:
-            return -self.prompts.length(self._orders(item)[0])
+            first = item if self.samples is None else next(self.samples.parts(item))
+            return -self.prompts.length(self._orders(first)[0])
         except ItemError:
             return 0
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The verdict on each item, or an ItemError for one that cannot be judged."""
+        """The verdict on each item, or on each of its texts, or an ItemError for one that cannot be judged."""
+        return self._judge(items) if self.samples is None else self.samples.compute(items, self._judge)
+
+    def _judge(self, items: Sequence[Item]) -> list[Row | ItemError]:
         asked: list[Asked] = []
         rows: list[dict[str, Any] | ItemError] = []
         for number, item in enumerate(items):
@@ -189,7 +221,14 @@ class Judge(LanguageModelWorkload):
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count the verdicts, and compute the rubric's measure."""
+        if self.samples is not None:
+            found = self.samples.summarize(merged)
+            return found | summarize_each(merged, self.rubric, self.sampling.max_tokens)
         return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self.truth is not None)
+
+    def _is_right(self, row: Row) -> bool:
+        """Whether a rubric that measures accuracy says that a text is right."""
+        return bool(row["verdict"]) and self.rubric.values[row["verdict"]] == 1
 
     def _own_columns(self) -> dict[str, Column]:
         columns: dict[str, Column] = {"verdict": Text(), "score": Array("float32"), "rationale": Text()}

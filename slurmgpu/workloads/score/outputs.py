@@ -37,6 +37,7 @@ def activated(logits: npt.NDArray[np.float64], activation: Activation) -> npt.ND
 
 def distribution(scores: npt.NDArray[Any]) -> dict[str, Any]:
     """Part of a summary: mean, standard deviation and quartiles of scores; null without scores."""
+    scores = scores[~np.isnan(scores)]
     if not len(scores):
         return {"mean_score": None, "standard_deviation": None, "score_quartiles": None}
     wide = scores.astype(np.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,8 +21,10 @@ from slurmgpu.llm.steps import split_steps
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
+from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
 from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.samples import OF_PATHS, Samples, check_each, flat
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
 from slurmgpu.workloads.score.parts import chat_of, check_parts, check_settings
 
@@ -65,6 +67,10 @@ class Score(LanguageModelWorkload):
         activation: Activation | None = None,
         labels: Sequence[str] = (),
         cut: bool = False,
+        each: str | None = None,
+        final: str | None = None,
+        pattern: str | None = None,
+        reference: str | None = None,
         keep: Sequence[str] = (),
         **settings: Unpack[ModelSettings],
     ) -> None:
@@ -100,6 +106,21 @@ class Score(LanguageModelWorkload):
         self.columns = self._own_columns()
         templates = [each.fields for each in (self._answer, self._second) if each is not None]
         self.fields = self.prompts.fields.union(*templates, [] if steps is None else [steps])
+        check_each(each, final, reference)
+        if final is not None and each is None:
+            raise SlurmGPUError("final finds the answers that an item's texts vote for, and each is not set. Set it.")
+        self.samples = None
+        if each is not None:
+            if self._positive is None:
+                raise SlurmGPUError(
+                    f"each chooses the text with the highest score, and the model has a score for each of "
+                    f"{', '.join(self._head.labels)}; set positive to one of them."
+                )
+            checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
+            self.samples = Samples(each, self.columns, checker, reference, self._activation == "none")
+            self.columns = self.samples.columns
+            # A template's `text` and `steps` may be those of an entry.
+            self.fields = self.fields - set(OF_PATHS) | {each} | {*filter(None, (reference,))}
 
     def _read_head(self, labels: Sequence[str], activation: Activation | None) -> Head:
         """The head, by the settings where the plan has written them: a merge must not need the model."""
@@ -181,12 +202,16 @@ class Score(LanguageModelWorkload):
     def sort_key(self, item: Item) -> int:
         """Long texts first."""
         try:
-            return -self._input(0, item).length
+            first = item if self.samples is None else next(self.samples.parts(item))
+            return -self._input(0, first).length
         except ItemError:
             return 0
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The scores of each item, or an ItemError for one that cannot be scored."""
+        """The scores of each item, or of each of its texts, or an ItemError for one that cannot be scored."""
+        return self._score(items) if self.samples is None else self.samples.compute(items, self._score)
+
+    def _score(self, items: Sequence[Item]) -> list[Row | ItemError]:
         rows: list[Row | ItemError | None] = [None] * len(items)
         inputs = []
         for number, item in enumerate(items):
@@ -248,20 +273,27 @@ class Score(LanguageModelWorkload):
         )
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count labels, and describe how the scores are distributed."""
+        """Count labels, and describe how the scores are distributed; with `each`, choices among texts as well."""
         labels, n_cut, n_tokens, n_steps, scores = Counter[str](), 0, 0, 0, [np.empty(0)]
         for start, stop in blocks(len(merged)):
-            good = ~merged.failed[start:stop]
-            n_tokens += int(merged["n_tokens"][start:stop][good].sum(dtype=np.int64))
+
+            def values(name: str, start: int = start, stop: int = stop) -> Iterator[Any]:
+                if self.samples is not None:
+                    return flat(merged, name, start, stop)
+                return compress(merged[name][start:stop], (~merged.failed[start:stop]).tolist())
+
+            n_tokens += sum(map(int, values("n_tokens")))
             if "label" in self.columns:
-                labels.update(compress(merged["label"][start:stop], good.tolist()))
+                labels.update(filter(None, values("label")))
             if self._cut:
-                n_cut += int(merged["is_cut"][start:stop][good].sum())
+                n_cut += sum(map(bool, values("is_cut")))
             if "score" in self.columns:
-                scores.append(merged["score"][start:stop][good])
+                scores.append(np.fromiter(values("score"), np.float64))
             if self._steps is not None:
-                n_steps += sum(len(each) for each in merged["step_scores"][start:stop])
+                n_steps += sum(len(each) for each in values("step_scores") if each is not None)
         summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": n_tokens}
+        if self.samples is not None:
+            summary = self.samples.summarize(merged) | summary
         if self._cut:
             summary["n_cut"] = n_cut
         if self._steps is not None:

@@ -1,0 +1,250 @@
+"""All texts of an item, each judged or scored: their rows joined to one, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.metrics import ratio, wilson_interval
+from slurmgpu.llm.prompts import take
+from slurmgpu.llm.sampling import mix
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.workload import Item, Row
+from slurmgpu.workloads.checkers import Checker
+from slurmgpu.workloads.language_model import blocks
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+OF_PATHS = ("text", "steps")
+"""What an entry that is a mapping, such as a path of `collect`, gives the prompt in place of the item's own fields."""
+
+CHOICES = ("best", "vote", "weighted_vote")
+
+SELECTED: Mapping[str, Column] = {
+    "n_texts": Array("int32"),
+    "errors": Json(),
+    "best": Array("int32"),
+    "best_text": Text(),
+}
+VOTED: Mapping[str, Column] = {
+    "answers": Json(),
+    "correct": Ragged("bool"),
+    "vote": Text(),
+    "weighted_vote": Text(),
+    "accuracy": Array("float32"),
+    **dict.fromkeys([*(f"{name}_correct" for name in CHOICES), "any_correct"], Array("bool")),
+}
+"""The columns of a choice among texts, and those of votes on their final answers."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The texts in the field `each` of an item, which a workload computes one by one.
+
+    With a `checker` their final answers are voted on. A text is right by the checker if `reference` is set, else by
+    `correct` of its entry, as `collect` has it, else by `right`, which takes its row. `is_raw` says that scores may be
+    negative, so that votes weigh by their exponentials.
+    """
+
+    each: str
+    own: Mapping[str, Column]
+    checker: Checker | None = None
+    reference: str | None = None
+    is_raw: bool = False
+    right: Callable[[Row], bool] | None = None
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns of a joined row."""
+        clashes = [name for name in self.own if name in SELECTED or name in VOTED]
+        assert not clashes, clashes
+        joined = {name: _joined(column) for name, column in self.own.items()}
+        return {**joined, **SELECTED, **(VOTED if self.checker is not None else {})}
+
+    def compute(
+        self, items: Sequence[Item], rows_of: Callable[[Sequence[Item]], Sequence[Row | ItemError]]
+    ) -> list[Row | ItemError]:
+        """A row for each item, from the rows of its texts; an ItemError if none of them has one."""
+        parts: list[list[Item] | ItemError] = [self._parts(item) for item in items]
+        every = [part for found in parts if not isinstance(found, ItemError) for part in found]
+        rows = iter(rows_of(every) if every else ())
+        return [
+            found if isinstance(found, ItemError) else self._join(item, found, [next(rows) for _ in found])
+            for item, found in zip(items, parts, strict=True)
+        ]
+
+    def _parts(self, item: Item) -> list[Item] | ItemError:
+        try:
+            return list(self.parts(item))
+        except ItemError as error:
+            return error
+
+    def parts(self, item: Item) -> Iterator[Item]:
+        """An item for each of the texts, with seeds of their own; ItemError for anything but a list of texts."""
+        if has_failed(item.data):
+            raise ItemError(f"the judged item failed: {item.data['error']}")
+        entries = take(item.data, self.each)
+        if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
+            raise ItemError(f"field {self.each!r} holds {entries!r:.80}; expected a list of texts")
+        for number, entry in enumerate(entries):
+            more = {self.each: entry}
+            if isinstance(entry, Mapping) and isinstance(entry.get("text"), str):
+                more |= {name: entry[name] for name in OF_PATHS if name in entry}
+            elif not isinstance(entry, str):
+                raise ItemError(
+                    f"entry {number} of field {self.each!r} holds {entry!r:.80}; expected a text, or a mapping with one"
+                )
+            yield Item(item.index, {**item.data, **more}, mix(item.run_seed, number))
+
+    def _join(self, item: Item, parts: Sequence[Item], rows: Sequence[Row | ItemError]) -> Row | ItemError:
+        good = [row for row in rows if not isinstance(row, ItemError)]
+        if not good:
+            return next(row for row in rows if isinstance(row, ItemError))
+        joined: dict[str, Any] = {
+            name: _all(column, [None if isinstance(row, ItemError) else row[name] for row in rows])
+            for name, column in self.own.items()
+        }
+        scores = [math.nan if isinstance(row, ItemError) else float(row["score"]) for row in rows]
+        known = [number for number, score in enumerate(scores) if not math.isnan(score)]
+        best = max(known, key=scores.__getitem__, default=-1)
+        joined |= {
+            "n_texts": len(rows),
+            "errors": [str(row) if isinstance(row, ItemError) else None for row in rows],
+            "best": best,
+            "best_text": "" if best < 0 else text_of_entry(parts[best].data[self.each]),
+        }
+        if self.checker is None:
+            return joined
+        try:
+            return joined | self._voted(self.checker, item, parts, rows, scores, best)
+        except ItemError as error:
+            return error
+
+    def _voted(
+        self,
+        checker: Checker,
+        item: Item,
+        parts: Sequence[Item],
+        rows: Sequence[Row | ItemError],
+        scores: Sequence[float],
+        best: int,
+    ) -> dict[str, Any]:
+        texts = [text_of_entry(part.data[self.each]) for part in parts]
+        answers = [checker.answer(text) for text in texts]
+        correct = [self._is_right(checker, part, text, row) for part, text, row in zip(parts, texts, rows, strict=True)]
+        shares = _shares(item.data, len(parts))
+        highest = max((score for score in scores if not math.isnan(score)), default=0.0)
+        worth = [0.0 if math.isnan(s) else math.exp(s - highest) if self.is_raw else s for s in scores]
+        normal = [None if answer is None else checker.normal(answer) for answer in answers]
+        vote = _winner(normal, shares)
+        weighted = _winner(normal, [share * weight for share, weight in zip(shares, worth, strict=True)])
+        chosen = {"best": best, "vote": vote, "weighted_vote": weighted}
+        return {
+            "answers": answers,
+            "correct": correct,
+            "vote": "" if vote < 0 else answers[vote] or "",
+            "weighted_vote": "" if weighted < 0 else answers[weighted] or "",
+            "accuracy": sum(share for share, is_right in zip(shares, correct, strict=True) if is_right) / sum(shares),
+            "any_correct": any(correct),
+            **{f"{name}_correct": number >= 0 and correct[number] for name, number in chosen.items()},
+        }
+
+    def _is_right(self, checker: Checker, part: Item, text: str, row: Row | ItemError) -> bool:
+        if self.reference is not None:
+            return checker.is_correct(text, part.data)
+        entry = part.data[self.each]
+        if isinstance(entry, Mapping) and isinstance(entry.get("correct"), bool):
+            return bool(entry["correct"])
+        if self.right is None:
+            raise ItemError(f"the entries of field {self.each!r} do not say whether they are correct; set reference")
+        return not isinstance(row, ItemError) and self.right(row)
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """Count texts; with votes, how often each choice among an item's texts is right. A failed item is not."""
+        n, n_failed, n_texts, n_lost, accuracy = len(merged), int(merged.failed.sum()), 0, 0, 0.0
+        right = dict.fromkeys((*CHOICES, "any"), 0)
+        for start, stop in blocks(n):
+            good = ~merged.failed[start:stop]
+            n_texts += int(merged["n_texts"][start:stop][good].sum(dtype=np.int64))
+            errors = (row for row, is_good in zip(merged["errors"][start:stop], good, strict=True) if is_good)
+            n_lost += sum(error is not None for row in errors for error in row)
+            if self.checker is not None:
+                accuracy += float(merged["accuracy"][start:stop][good].sum(dtype=np.float64))
+                for name in right:
+                    right[name] += int(merged[f"{name}_correct"][start:stop][good].sum())
+        summary: dict[str, Any] = {"n_items": n, "n_failed": n_failed, "n_texts": n_texts, "n_failed_texts": n_lost}
+        if self.checker is None:
+            return summary
+        summary["accuracy"] = ratio(accuracy, n)
+        for name, count in right.items():
+            summary |= {f"{name}_accuracy": ratio(count, n), f"{name}_accuracy_interval": wilson_interval(count, n)}
+        return summary
+
+
+def check_each(each: str | None, final: str | None, reference: str | None) -> None:
+    """Refuse settings of votes that mean nothing without several texts or without a checker."""
+    if reference is not None and (each is None or final is None):
+        missing = "each" if each is None else "final"
+        raise SlurmGPUError(
+            f"reference says which texts of an item are right, for votes among them, and {missing} is not set; "
+            f'expected each = "text" and final = "numeric", or another checker. Remove reference, or set them.'
+        )
+
+
+def text_of_entry(entry: str | Mapping[str, Any]) -> str:
+    """The text of an entry: itself, or its `text`."""
+    return entry if isinstance(entry, str) else str(entry["text"])
+
+
+def has_failed(data: Mapping[str, Any]) -> bool:
+    """Whether an item is a failed row of a merged file or its export.
+
+    Other data may have a field `error`, too; but a failed row has nothing beside its index and its error.
+    """
+    if not (isinstance(data.get("error"), str) and data["error"] and "index" in data):
+        return False
+    rest = (value for name, value in data.items() if name not in ("index", "error"))
+    return not any(isinstance(value, str | list | dict) and value for value in rest)
+
+
+def flat(merged: Merged, name: str, start: int, stop: int) -> Iterator[Any]:
+    """A column's values of all texts of items that did not fail, between two rows."""
+    for row, failed in zip(merged[name][start:stop], merged.failed[start:stop], strict=True):
+        if not failed:
+            yield from row
+
+
+def _shares(data: Mapping[str, Any], n: int) -> list[float]:
+    """The part of independent samples that each text stands for: equal, but for the paths of a tree."""
+    weights = data.get("weights")
+    if isinstance(weights, Sequence | np.ndarray) and not isinstance(weights, str) and len(weights) == n:
+        return [float(weight) for weight in weights]
+    return [1 / n] * n
+
+
+def _winner(answers: Sequence[str | None], weights: Sequence[float]) -> int:
+    """The first text with the answer that has the largest weight, of equals the first; -1 without an answer."""
+    votes: dict[str, float] = {}
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0.0) + weight
+    return answers.index(max(votes, key=votes.__getitem__)) if votes else -1
+
+
+def _joined(column: Column) -> Column:
+    """The column of all texts' values: numbers one behind the other, all else as a list."""
+    return Ragged(column.dtype) if isinstance(column, Array) else Json()
+
+
+def _all(column: Column, values: Sequence[Any]) -> Any:
+    """The values of all texts, with NaN, 0, false or null for a text without a row."""
+    if not isinstance(column, Array):
+        return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+    blank = np.full(column.shape, np.nan if column.dtype.kind == "f" else 0, column.dtype)
+    return np.concatenate([np.atleast_1d(blank if value is None else np.asarray(value)) for value in values])
