@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from slurmgpu.llm.adapters import Adapters
+
 if TYPE_CHECKING:
     from slurmgpu.llm.models import ModelSource
 
@@ -61,6 +63,7 @@ class Prompt:
 
     If that beginning is given, the model goes on from there without reasoning. It goes on from an answer of its own,
     reasoning included, if that is given as `generated`, at the end of `so_far`, with which that answer's text begins.
+    `adapter` is the name of one of the model's adapters; "" is its only one, or the model itself if it has several.
 
     The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
     message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
@@ -73,6 +76,7 @@ class Prompt:
     answer: str = ""
     so_far: str = ""
     generated: Generated | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,7 @@ class EngineOptions:
     chat: bool | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    adapters: Adapters = field(default_factory=Adapters)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import FULL
 
+MODEL_CONFIG = "config.json"
+
 SMALL_FILES = [
     *("config.json", "generation_config.json", "tokenizer_config.json", "*.index.json"),
-    *("modules.json", "sentence_bert_config.json", "*/config.json"),
+    *("modules.json", "sentence_bert_config.json", "*/config.json", "adapter_config.json"),
 ]
 """Files of a model that planning reads; no weights."""
 
@@ -39,14 +41,14 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(named))).absolute()  # noqa: PTH111
 
 
-def cached(repository: str, revision: str | None) -> Path | None:
-    """The snapshot of a repository in the cache; None if there is none with a config.json."""
+def cached(repository: str, revision: str | None, marker: str = MODEL_CONFIG) -> Path | None:
+    """The snapshot of a repository in the cache; None if there is none with the file `marker`."""
     folder = cache_folder() / f"models--{repository.replace('/', '--')}"
     commit = revision or "main"
     with contextlib.suppress(OSError):  # a commit has no ref
         commit = (folder / "refs" / commit).read_text("utf-8").strip()
     snapshot = folder / "snapshots" / commit
-    return snapshot if (snapshot / "config.json").is_file() else None
+    return snapshot if (snapshot / marker).is_file() else None
 
 
 def download(repository: str, revision: str | None) -> Path:

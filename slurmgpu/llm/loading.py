@@ -17,6 +17,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.caches import new_cache
 from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Place
+from slurmgpu.llm.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.quantising import quantization_config
 from slurmgpu.llm.sizes import experts_of
 
@@ -37,7 +38,7 @@ class Loaded:
     """A loaded model and its tokenizer.
 
     `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` are the cache's bytes of one
-    token on the fullest device; `device` has token ids and logits.
+    token on the fullest device; `device` has token ids and logits; `switch` chooses among several adapters.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class Loaded:
     context: int
     kv_bytes: int
     device: Any
+    switch: Switch | None = None
 
     @property
     def pad_id(self) -> int:
@@ -89,10 +91,15 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
         arguments["quantization_config"] = quantization
     model, report = from_pretrained(arguments)
     check_whole(model, report, options)
+    switch = None
+    if options.adapters.choice is not None:
+        switch = hold_adapters(model, options.adapters)
+    elif options.adapters.sources:
+        model = merge_adapter(model, options.adapters.sources[""])
     model.eval()
     # Of the checkpoint's generation config only the end of answers is used, not its sampling.
     eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
-    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device)
+    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device, switch)
     log_loaded(loaded, place, dtype, time.monotonic() - started)
     return loaded
 

@@ -17,6 +17,9 @@ from slurmgpu.util.hashing import digest_of
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
 """Suffixes of a model's name, after a hyphen."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of the folder of a LoRA adapter."""
+
 PACKAGE = "package:"
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "*.tiktoken", "tokenization_*.py")
@@ -71,21 +74,24 @@ def find_model(model: str, *, revision: str | None = None, trust_remote_code: bo
     return ModelSource(model, folder, commit, quantization or None, config, repository, revision)
 
 
-def _as_named(model: str, revision: str | None) -> tuple[Path, str | None] | None:
+def _as_named(model: str, revision: str | None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None] | None:
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         return folder.absolute(), None
     if _is_path(model) or model.startswith(PACKAGE):
         return None
-    snapshot = hub.cached(model, revision)
+    snapshot = hub.cached(model, revision, marker)
     return None if snapshot is None else (snapshot, model)
 
 
-def locate(model: str, revision: str | None = None) -> tuple[Path, str | None]:
-    """The folder with a model's small files, and its name on the hub if it is from there; without suffixes."""
+def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None]:
+    """The folder with a model's small files, and its name on the hub if it is from there; without suffixes.
+
+    A snapshot in the hub's cache is one that has the file `marker`.
+    """
     if model.startswith(PACKAGE):
         return _in_package(model.removeprefix(PACKAGE)), None
-    found = _as_named(model, revision)
+    found = _as_named(model, revision, marker)
     if found is not None:
         return found
     if "://" in model:
@@ -131,6 +137,12 @@ def read_json(path: Path) -> Any:
 
 
 def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_remote_code: bool) -> None:
+    if not config and (folder / ADAPTER_CONFIG).is_file():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "the model that it was trained on"
+        raise SlurmGPUError(
+            f"model {model!r} is a LoRA adapter, which changes a model and is none; expected model = {base!r} and "
+            f"adapter = {model!r}."
+        )
     if not isinstance(config, Mapping) or not config:
         raise SlurmGPUError(
             f"model {model!r}: {folder} has no config.json; expected a model's folder with config.json, weights and "

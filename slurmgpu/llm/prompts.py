@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.adapters import Choice
 from slurmgpu.llm.engine import Composed, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -100,6 +102,7 @@ class Prompts:
         if last is not None and messages is None:
             raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
         self._messages, self._last = messages, last
+        self.choice: Choice | None = None
         if self._prompt is not None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
                 f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
@@ -121,6 +124,10 @@ class Prompts:
 
     def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Prompt:
         """The prompt from an item's data and given values; ItemError for a missing or wrong field."""
+        prompt = self._of(data, given)
+        return prompt if self.choice is None else replace(prompt, adapter=self.choice.of(data))
+
+    def _of(self, data: Mapping[str, Any], given: Mapping[str, Any]) -> Prompt:
         system = None if self._system is None else self._system.render(data, given)
         if self._messages is not None:
             messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.adapters import check_adapted, choice_of, find_adapters
 from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.sizes import context_of
@@ -27,6 +28,9 @@ class ModelSettings(TypedDict, total=False):
     max_context: int
     chat: bool
     chat_options: dict[str, Any]
+    adapter: str
+    adapters: dict[str, str]
+    adapter_files: dict[str, dict[str, str]]
 
 
 class SamplingSettings(ModelSettings, total=False):
@@ -47,6 +51,10 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
     revision = found.pop("revision", None)
     found.pop("model_files", None)
     source = find_model(model, revision=revision, trust_remote_code=found.get("trust_remote_code", False))
+    found.pop("adapter_files", None)
+    found.pop("adapter", None)
+    found["adapters"] = find_adapters(settings)
+    check_adapted(source, found["adapters"])
     return EngineOptions(source, **found)
 
 
@@ -55,6 +63,16 @@ def check_engine(settings: Mapping[str, Any]) -> None:
     _check_choice("engine", settings.get("engine", "transformers"), EngineName)
     _check_choice("precision", settings.get("precision", "bf16"), Precision)
     _check_choice("batching", settings.get("batching", "auto"), Batching)
+    if choice_of(settings) is not None and settings.get("batching") == "continuous":
+        raise SlurmGPUError(
+            'batching is "continuous", whose batches share what prompts have in common, and adapters by field compute '
+            "that differently. Remove batching."
+        )
+    if settings.get("adapter") is not None and settings.get("engine", "transformers") != "transformers":
+        raise SlurmGPUError(
+            f"adapter is set, and engine is {settings['engine']!r}; adapters are added by the engine transformers. "
+            f"Remove engine, or merge the adapter into its model with peft, and set model to the result."
+        )
     for name in ("batch_tokens", "max_context"):
         check_range(name, settings.get(name, 1), 1, None)
 

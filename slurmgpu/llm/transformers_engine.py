@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, PromptError
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from slurmgpu.llm.continuous import Continuous
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", Request, Question)
 
 
 class TransformersEngine:
@@ -37,7 +39,11 @@ class TransformersEngine:
         log.info("%sstatic batches of at most %d tokens", way, budget.tokens)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Each request's output, in the order in which they finish."""
+        """Each request's output, in the order in which they finish; those of an adapter together."""
+        for some in self._by_adapter(requests):
+            yield from self._generate(some)
+
+    def _generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         encoded: list[Encoded] = []
         for request in requests:
             try:
@@ -49,10 +55,22 @@ class TransformersEngine:
             yield self._codec.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """Each question's scores, in any order."""
+        """Each question's scores, in any order; those of an adapter together."""
         if self._continuous is not None:
             self._continuous.release()
-        return self._scorer.score(questions)
+        for some in self._by_adapter(questions):
+            yield from self._scorer.score(some)
+
+    def _by_adapter(self, asked: Sequence[T]) -> Iterator[list[T]]:
+        """What is asked, by the adapter that it needs; the model has that adapter until the next is taken."""
+        switch = self._loaded.switch
+        groups: dict[str, list[T]] = {}
+        for each in asked:
+            groups.setdefault(each.prompt.adapter, []).append(each)
+        for name in sorted(groups):
+            if switch is not None and switch.use(name):
+                self._prefill.forget()  # what prompts have in common is computed differently
+            yield groups[name]
 
     def close(self) -> None:
         """End threads and free memory."""
@@ -62,7 +80,7 @@ class TransformersEngine:
         free_memory()
 
     def _open_continuous(self, loaded: Loaded, options: EngineOptions, place: Place) -> Continuous | None:
-        if options.batching == "static":
+        if options.batching == "static" or loaded.switch is not None:
             return None
         from slurmgpu.llm.continuous import Continuous, advisable, available
 

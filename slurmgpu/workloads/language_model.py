@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import models, placement
+from slurmgpu.llm.adapters import choice_of, pinned, refuse_missing
 from slurmgpu.llm.decoders import check_decoder, check_tokenizer
 from slurmgpu.llm.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.engines import open_engine
@@ -31,6 +32,7 @@ class LanguageModelWorkload:
     engine: Engine
     prompts: Prompts
     given: Mapping[str, Any] = {}
+    fields: Collection[str] = ()
     _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
     batch_size = 128
     texts: tuple[str, ...] = ("prompt", "system")
@@ -42,6 +44,9 @@ class LanguageModelWorkload:
         """
         check_engine(settings)
         self._model, self._max_tokens = (model, dict(settings)), max_tokens
+        if (choice := choice_of(settings)) is not None:
+            self.prompts.choice = choice
+            self.fields = {*self.fields, choice.field}
 
     @functools.cached_property
     def options(self) -> EngineOptions:
@@ -53,21 +58,34 @@ class LanguageModelWorkload:
         """Settings that the plan fixes: the commit of a hub model, or digests of a folder's files."""
         model = self.options.model
         if model.repository is not None:
-            return {"revision": model.revision}
+            return {"revision": model.revision, **self._frozen_adapters}
         files = models.digests_of(model)
-        return {} if files is None else {"model_files": files}
+        return self._frozen_adapters if files is None else {"model_files": files, **self._frozen_adapters}
+
+    @property
+    def _frozen_adapters(self) -> dict[str, Any]:
+        """The settings of adapters, with the hub's commits in their names, and digests of the files of the others."""
+        adapters = self.options.adapters
+        names = {name: pinned(source) for name, source in adapters.sources.items()}
+        digests = {name: models.digests_of(source) for name, source in adapters.sources.items()}
+        found: dict[str, Any] = {"adapters": names} if adapters.choice is not None else {}
+        found |= {"adapter": names[""]} if "" in names else {}
+        files = {name: each for name, each in digests.items() if each is not None}
+        return found | ({"adapter_files": files} if files else {})
 
     @property
     def environ(self) -> dict[str, str]:
         """Environment variables of workers: the hub's cache in which planning found the model, and no network."""
-        cache = models.cache_of(self.options.model)
+        sources = [self.options.model, *self.options.adapters.sources.values()]
+        cache = next((cache for cache in map(models.cache_of, sources) if cache is not None), None)
         found = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return found if cache is None else {**found, "HF_HUB_CACHE": str(cache)}
 
     @property
     def paths(self) -> list[Path]:
         """The model's files, which a task reads beside the input."""
-        return models.files_of(self.options.model)
+        adapters = self.options.adapters.sources.values()
+        return [path for source in (self.options.model, *adapters) for path in models.files_of(source)]
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
@@ -79,16 +97,19 @@ class LanguageModelWorkload:
                 "remove engine: transformers also runs on CPUs."
             )
         found = Placement(*placement.place(self.options, share))
+        refuse_missing(self.options.adapters)
         check_tokenizer(self.options.model)  # after the weights, with which the hub's tokenizer is downloaded
         return found
 
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""
-        return models.fetch(self.options.model)
+        adapters = self.options.adapters.sources.values()
+        return "; ".join(map(models.fetch, (self.options.model, *adapters)))
 
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data, self.given)
+    def sort_key(self, item: Item) -> int | tuple[str, int]:
+        """Long prompts first; where items choose an adapter, those of one beside each other."""
+        length = -self.prompts.length(item.data, self.given)
+        return length if self.prompts.choice is None else (str(item.data.get(self.prompts.choice.field)), length)
 
     def load(self, task: TaskContext) -> None:
         """Load the model on the task's GPUs; SlurmGPUError if its files changed since the run was planned."""
@@ -101,6 +122,8 @@ class LanguageModelWorkload:
         """Refuse a model whose files changed since the run was planned."""
         if planned := self._model[1].get("model_files"):
             models.check_unchanged(self.options.model, planned)
+        for name, planned in self._model[1].get("adapter_files", {}).items():
+            models.check_unchanged(self.options.adapters.sources[name], planned)
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""

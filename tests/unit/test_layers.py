@@ -43,6 +43,7 @@ FOREIGN = {
     "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups"},
     "transformers": {"workloads", "llm"},
     "huggingface_hub": {"llm", "inputs"},
+    "peft": {"llm"},
     "vllm": {"llm"},
     "pyarrow": {"inputs", "results", "merge.export"},
     "duckdb": {"inputs"},

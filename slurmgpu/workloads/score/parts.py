@@ -19,6 +19,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     engine = settings.get("engine", "transformers")
     if engine != "transformers":
         raise SlurmGPUError(f"engine is {engine!r}; score computes by transformers alone. Remove engine.")
+    if "adapter" in settings:
+        raise SlurmGPUError(
+            "adapter is set, and score takes none: merge it into its model with peft's merge_and_unload, and set model "
+            "to the result."
+        )
     for name in settings:
         if name not in (*TAKEN, "engine"):
             raise SlurmGPUError(f"{name} is set, which means nothing to score. Remove it.")
