@@ -14,9 +14,10 @@ from slurmgpu import workload
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.final_answers import Number, marked, number_in, reference_number
 from slurmgpu.llm.parsing import Pattern, compile_pattern, search_last
+from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
 
-KINDS = ("numeric", "exact", "regex")
+KINDS = ("numeric", "exact", "regex", "math")
 
 TOLERANCE = Fraction(1, 1_000_000)
 """The default relative difference of numbers; integers must then be equal."""
@@ -31,6 +32,9 @@ class Checker:
 
     reference: str
     pattern: Pattern | None
+
+    def load(self) -> None:
+        """Start what it needs in a task; SlurmGPUError if that is not there."""
 
     def answer(self, text: str) -> str | None:
         """The final answer in a text, or None: the pattern's match, else the marked answer, else the last line.
@@ -113,6 +117,44 @@ class Numeric(Checker):
 
 
 @dataclass(frozen=True)
+class Symbolic(Checker):
+    """Compares answers as mathematical expressions, by math-verify (https://github.com/huggingface/Math-Verify)."""
+
+    symbols: Symbols
+
+    def load(self) -> None:
+        """Start math-verify; SlurmGPUError if it is not installed."""
+        self.symbols.start()
+
+    def answer(self, text: str) -> str | None:
+        """The marked answer, or the last expression that the library finds in a text without one."""
+        if self.pattern is None and marked(text)[0] is None:
+            return self.symbols.written(text)
+        return super().answer(text)
+
+    def normal(self, answer: str) -> str:
+        """The simplest form of the expression."""
+        return self.symbols.simplest(_as_formula(answer)) or super().normal(answer)
+
+    def check_item(self, data: Mapping[str, Any]) -> None:
+        """Raise ItemError for an item whose right answer is no expression."""
+        if not self.symbols.has_expression(self._wanted(data)):
+            raise ItemError(
+                f"field {self.reference!r} holds {data[self.reference]!r:.80}, where math-verify finds no expression; "
+                f'checker = "exact" compares answers as text'
+            )
+
+    def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
+        """Whether the answer is equal to the right one, which the library takes first: the two are not alike to it."""
+        said = self.answer(text)
+        return said is not None and self.symbols.are_equal(self._wanted(data), _as_formula(said))
+
+    def _wanted(self, data: Mapping[str, Any]) -> str:
+        wanted = str(_reference_in(data, self.reference))
+        return _as_formula(super().answer(wanted) or "" if marked(wanted)[0] is not None else wanted)
+
+
+@dataclass(frozen=True)
 class Function(Checker):
     """Asks the user's function `check(text, item) -> bool`; `item` is the item's mapping."""
 
@@ -135,7 +177,7 @@ class Function(Checker):
 def open_checker(
     kind: str, *, reference: str = "answer", pattern: str | None = None, tolerance: float | None = None
 ) -> Checker:
-    """A checker by its kind: "numeric", "exact", "regex", or a function as "file.py:name" or "module:name".
+    """A checker by its kind: "numeric", "exact", "regex", "math", or a function as "file.py:name" or "module:name".
 
     `reference` is the field with the right answer. If `pattern` is set, its last match, or that of its group, is the
     answer. `tolerance` is the allowed relative difference of numbers.
@@ -154,6 +196,8 @@ def open_checker(
         return Numeric(reference, compiled, None if tolerance is None else Fraction(str(tolerance)))
     if kind == "regex" and compiled is None:
         raise SlurmGPUError('checker = "regex" needs pattern, such as pattern = "Answer: ([A-D])".')
+    if kind == "math":
+        return Symbolic(reference, compiled, Symbols())
     if kind in KINDS:
         return Checker(reference, compiled)
     return Function("", compiled, kind, _load_function(kind))
@@ -163,6 +207,12 @@ def _reference_in(data: Mapping[str, Any], field: str) -> Any:
     if data.get(field) is None:
         raise ItemError(f"no right answer in field {field!r}.{did_you_mean(field, data)}")
     return data[field]
+
+
+def _as_formula(answer: str) -> str:
+    """An answer as a text in which math-verify sees a formula: without a mark it takes x^2 for words."""
+    has_mark = any(mark in answer for mark in ("$", r"\(", r"\[", r"\boxed"))
+    return answer if has_mark else rf"\boxed{{{answer}}}"
 
 
 def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:

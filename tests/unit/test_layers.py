@@ -55,6 +55,8 @@ FOREIGN = {
     "wandb": {"trackers"},
     "mlflow": {"trackers"},
     "trackio": {"trackers"},
+    "math_verify": {"workloads.symbolic_process"},
+    "sympy": {"workloads.symbolic_process"},
     "h5py": {"shards", "results", "merge.join"},
 }
 """Each outside library, and the folders or modules that may import it."""

@@ -18,7 +18,7 @@ from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import FETCH, Item, Row, Template
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint
@@ -119,6 +119,11 @@ class Collect(LanguageModelWorkload):
         """The model's files and the checker's file, which a task reads beside the input."""
         rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
         return super().paths + rules
+
+    def load(self, task: TaskContext) -> None:
+        """Load the model and what the checker needs."""
+        self.checker.load()
+        super().load(task)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""

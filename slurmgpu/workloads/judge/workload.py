@@ -182,6 +182,8 @@ class Judge(LanguageModelWorkload):
         """Load the model, and open the second run's file."""
         if self.opponent is not None:
             self.opponent.open()
+        if self.checker is not None:
+            self.checker.load()
         super().load(task)
 
     def sort_key(self, item: Item) -> int:

@@ -1,0 +1,114 @@
+"""Answers compared as mathematical expressions, by math-verify in a process that can be ended."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.engine import Output
+from slurmgpu.workload import Item
+from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.symbolic import Symbols
+from tests.support.tiny_models import make_unloadable
+
+
+@pytest.fixture(scope="module")
+def checker():
+    return open_checker("math")
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        (r"so it is $\boxed{2\sqrt{2}}$.", r"\sqrt{8}", True),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+        (r"\boxed{x^2+2x+2}", "(x+1)^2", False),
+        ("The answer is $x = 3$", "3", True),
+        ("#### 0.5", r"$\frac12$", True),
+        ("#### 42 apples", "They have 6 * 7.\n#### 42", True),
+        ("Thus $2, 1$", r"\{1, 2\}", True),
+        (r"\boxed{(1, 3)}", "(1, 2)", False),
+        (r"\boxed{(-\infty, 3]}", r"x \le 3", True),
+        (r"\boxed{x \le 3}", r"(-\infty, 3]", False),  # the right answer goes first: it is no interval in the library
+        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
+        ("I do not know", "1", False),
+        ("it is 7", 7, True),
+    ],
+)
+def test_answers_that_are_equal_as_expressions_are_right(checker, text, gold, right):
+    checker.check_item({"answer": gold})
+    assert checker.is_correct(text, {"answer": gold}) is right
+
+
+def test_the_answer_is_what_is_marked_or_the_last_expression(checker):
+    found = [checker.answer(text) for text in (r"a \boxed{x+1} b", "#### 3x\nmore", "with $x$ it is $x^2$.", "none")]
+    assert found == ["x+1", "3x", "x^2", None]
+    assert open_checker("math", pattern=r"=> (.*)").answer("=> y+1\n$x$") == "y+1"
+
+
+def test_votes_count_equal_expressions_together(checker):
+    alike = (
+        [r"\frac{1}{2}", "0.5", "1/2", r"\frac{2}{4}"],
+        ["x(x+1)", "x^2 + x", "y = x^2+x"],
+        [r"2\sqrt{2}", r"\sqrt{8}"],
+    )
+    assert [len({checker.normal(answer) for answer in answers}) for answers in alike] == [1, 1, 1]
+    assert len({checker.normal(answers[0]) for answers in alike}) == 3
+    assert checker.normal("") == ""
+
+
+def test_an_item_whose_right_answer_is_no_expression_is_told(checker):
+    with pytest.raises(ItemError, match="no right answer in field 'answer'"):
+        checker.check_item({"question": "1"})
+    with pytest.raises(ItemError, match="field 'answer' holds '', where math-verify finds no expression"):
+        checker.check_item({"answer": ""})
+
+
+def test_what_takes_for_ever_is_not_right_and_the_next_answer_is(caplog):
+    symbols = Symbols(cpu_s=1)
+    assert symbols.are_equal(r"\boxed{2^{61} - 1}", r"\boxed{2305843009213693951}")
+    first = symbols.start()
+    with caplog.at_level("WARNING"):
+        assert not symbols.are_equal(r"\boxed{(x+y+z+1)^{200}}", r"\boxed{(x+y+z+1)^{199} (x+y+z+2)}")
+    assert "math-verify came to no end with" in caplog.text
+    assert first.poll() == -signal.SIGXCPU
+    assert symbols.are_equal(r"\boxed{1/2}", r"\boxed{0.5}")
+    assert symbols.start() is not first
+
+
+def test_a_process_that_was_killed_is_started_again_and_signals_of_jobs_do_not_end_it():
+    symbols = Symbols()
+    first = symbols.start()
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        first.send_signal(each)
+    assert symbols.written("so $x$") == "x"
+    assert symbols.start() is first
+    first.kill()
+    first.wait()
+    assert symbols.written("so $x$") == "x"
+
+
+def test_an_image_without_the_library_is_told_its_extra(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(SlurmGPUError, match=r"needs the package math-verify.*pip install 'slurmgpu\[math\]'"):
+        open_checker("math").load()
+
+
+def test_paths_are_checked_and_counted_by_their_expressions(tmp_path):
+    texts = iter([r"so \boxed{2\sqrt{2}}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{9}}"])
+
+    class Engine:
+        def generate(self, requests):
+            for request in requests:
+                yield Output(request.id, next(texts), tokens=np.arange(3))
+
+    workload = Collect(
+        model=str(make_unloadable(tmp_path)), prompt="{question}", paths=3, rollouts=0, checker="math", keep=[]
+    )
+    workload.engine = Engine()
+    [row] = workload([Item(0, {"question": "?", "answer": r"2\cdot\sqrt{2}"}, 5)])
+    assert row["rewards"] == [1.0, 1.0, 0.0]
+    assert (row["vote"], row["vote_correct"]) == (r"2\sqrt{2}", True)
