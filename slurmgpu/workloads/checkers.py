@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,10 +15,13 @@ from slurmgpu import workload
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.final_answers import Number, marked, number_in, reference_number
 from slurmgpu.llm.parsing import Pattern, compile_pattern, search_last
+from slurmgpu.workloads.sandbox import Sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
 
-KINDS = ("numeric", "exact", "regex", "math")
+KINDS = ("numeric", "exact", "regex", "math", "python")
+
+_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.S)
 
 TOLERANCE = Fraction(1, 1_000_000)
 """The default relative difference of numbers; integers must then be equal."""
@@ -35,6 +39,9 @@ class Checker:
 
     def load(self) -> None:
         """Start what it needs in a task; SlurmGPUError if that is not there."""
+
+    def check_here(self) -> None:
+        """Refuse, at planning, a machine that lacks what it needs; not called where tasks run in an image."""
 
     def answer(self, text: str) -> str | None:
         """The final answer in a text, or None: the pattern's match, else the marked answer, else the last line.
@@ -155,6 +162,52 @@ class Symbolic(Checker):
 
 
 @dataclass(frozen=True)
+class Program(Checker):
+    """Runs the program in an answer, and behind it the tests in the item's field `reference`, apart from all else.
+
+    The program is the last block between three backticks, or the whole text without one. Right is one with which the
+    tests come to their end.
+    """
+
+    sandbox: Sandbox
+
+    def load(self) -> None:
+        """Refuse a machine on which programs cannot be run apart."""
+        self.sandbox.check()
+
+    def check_here(self) -> None:
+        """Refuse a machine on which programs cannot be run apart."""
+        self.sandbox.check()
+
+    def answer(self, text: str) -> str | None:
+        """The program in a text; None in a blank one."""
+        if self.pattern is not None:
+            return search_last(self.pattern, text)
+        blocks = _BLOCK.findall(text)
+        return blocks[-1].rstrip("\n") if blocks else text if text.strip() else None
+
+    def normal(self, answer: str) -> str:
+        """The program without blank lines and blanks at the ends of lines."""
+        return "\n".join(line.rstrip() for line in answer.splitlines() if line.strip())
+
+    def check_item(self, data: Mapping[str, Any]) -> None:
+        """Raise ItemError for an item without tests."""
+        self._tests(data)
+
+    def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
+        """Whether the tests come to their end behind the program."""
+        program = self.answer(text)
+        return program is not None and self.sandbox.passes(program, self._tests(data))
+
+    def _tests(self, data: Mapping[str, Any]) -> str:
+        found = _reference_in(data, self.reference)
+        lines = [found] if isinstance(found, str) else found
+        if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, str) for line in lines):
+            raise ItemError(f"field {self.reference!r} holds {found!r:.80}; expected a program, or a list of them")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Function(Checker):
     """Asks the user's function `check(text, item) -> bool`; `item` is the item's mapping."""
 
@@ -177,7 +230,7 @@ class Function(Checker):
 def open_checker(
     kind: str, *, reference: str = "answer", pattern: str | None = None, tolerance: float | None = None
 ) -> Checker:
-    """A checker by its kind: "numeric", "exact", "regex", "math", or a function as "file.py:name" or "module:name".
+    """A checker by its kind: one of `KINDS`, or a function as "file.py:name" or "module:name".
 
     `reference` is the field with the right answer. If `pattern` is set, its last match, or that of its group, is the
     answer. `tolerance` is the allowed relative difference of numbers.
@@ -198,6 +251,8 @@ def open_checker(
         raise SlurmGPUError('checker = "regex" needs pattern, such as pattern = "Answer: ([A-D])".')
     if kind == "math":
         return Symbolic(reference, compiled, Symbols())
+    if kind == "python":
+        return Program(reference, compiled, Sandbox())
     if kind in KINDS:
         return Checker(reference, compiled)
     return Function("", compiled, kind, _load_function(kind))

@@ -120,6 +120,10 @@ class Collect(LanguageModelWorkload):
         rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
         return super().paths + rules
 
+    def check_here(self) -> None:
+        """Refuse a machine that lacks what the checker needs."""
+        self.checker.check_here()
+
     def load(self, task: TaskContext) -> None:
         """Load the model and what the checker needs."""
         self.checker.load()

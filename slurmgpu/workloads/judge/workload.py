@@ -178,6 +178,11 @@ class Judge(LanguageModelWorkload):
         if self.opponent is not None:
             self.opponent.check_input(files, n_items)
 
+    def check_here(self) -> None:
+        """Refuse a machine that lacks what the checker needs."""
+        if self.checker is not None:
+            self.checker.check_here()
+
     def load(self, task: TaskContext) -> None:
         """Load the model, and open the second run's file."""
         if self.opponent is not None:

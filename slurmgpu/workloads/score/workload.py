@@ -109,6 +109,7 @@ class Score(LanguageModelWorkload):
         check_each(each, final, reference)
         if final is not None and each is None:
             raise SlurmGPUError("final finds the answers that an item's texts vote for, and each is not set. Set it.")
+        self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
         self.samples = None
         if each is not None:
             if self._positive is None:
@@ -116,8 +117,7 @@ class Score(LanguageModelWorkload):
                     f"each chooses the text with the highest score, and the model has a score for each of "
                     f"{', '.join(self._head.labels)}; set positive to one of them."
                 )
-            checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
-            self.samples = Samples(each, self.columns, checker, reference, self._activation == "none")
+            self.samples = Samples(each, self.columns, self.checker, reference, self._activation == "none")
             self.columns = self.samples.columns
             # A template's `text` and `steps` may be those of an entry.
             self.fields = self.fields - set(OF_PATHS) | {each} | {*filter(None, (reference,))}
@@ -188,9 +188,16 @@ class Score(LanguageModelWorkload):
             raise self._without_template()
         return Placement("one", lines)
 
+    def check_here(self) -> None:
+        """Refuse a machine that lacks what the checker needs."""
+        if self.checker is not None:
+            self.checker.check_here()
+
     def load(self, task: TaskContext) -> None:
         """Load the model on the task's GPUs."""
         self.check_files()
+        if self.checker is not None:
+            self.checker.load()
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
         self._heads = HeadEngine(self.options, where, self._head, step_end=self._step_end, cut=self._cut)
         if self._chat and not self._heads.has_chat_template:

@@ -1,0 +1,181 @@
+"""`checker = "python"`: programs that a model wrote run apart from everything else, and only right ones pass."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.engine import Output
+from slurmgpu.shards.columns import Array
+from slurmgpu.workload import Item
+from slurmgpu.workloads import sandbox
+from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.samples import Samples
+from slurmgpu.workloads.sandbox import Sandbox
+from tests.support.tiny_models import make_unloadable
+
+TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+RIGHT = "def add(a, b):\n    return a + b"
+
+
+@pytest.fixture(scope="module")
+def box():
+    found = Sandbox(cpu_s=2, memory_bytes=512 << 20)
+    try:
+        found.check()
+    except SlurmGPUError as error:  # of this machine; a failure where CI is set
+        pytest.skip(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "passes"),
+    [
+        (RIGHT, True),
+        (f"print('x' * 10**6)\n{RIGHT}\nimport sys; sys.stdout.flush()", True),
+        (f"import json, math\n{RIGHT}", True),
+        (RIGHT.replace("+", "-"), False),
+        ("def add(a, b)", False),
+        ("raise SystemExit(0)", False),
+        ("import os; os._exit(0)", False),
+        (f"{RIGHT}\ninput()", False),
+    ],
+)
+def test_a_program_passes_if_its_tests_come_to_their_end(box, program, passes):
+    assert box.passes(program, TESTS) is passes
+
+
+def test_sets_have_the_same_order_in_every_process(box):
+    words = "list({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
+    told = subprocess.check_output(
+        [sys.executable, "-c", f"print({words})"], env={"PYTHONHASHSEED": "0"}, text=True
+    ).strip()
+    assert box.passes("", f"assert {words} == {told}")
+
+
+def test_a_program_sees_neither_network_nor_files_and_writes_nothing(box, tmp_path):
+    """Each attempt is one that this process is able to make itself."""
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    server = socket.create_server(("127.0.0.1", 0))
+    heard = []
+    threading.Thread(target=lambda: heard.append(server.accept()), daemon=True).start()
+    port = server.getsockname()[1]
+    os.environ["SLURMGPU_TEST_SECRET"] = "s3cret"
+    attempts = {
+        "read": f"open({str(secret)!r}).read()",
+        "write": f"open({str(Path(sys.prefix) / 'x-written')!r}, 'w')",
+        "usr": "open('/usr/x-written', 'w')",
+        "network": f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+        "environment": "import os; os.environ['SLURMGPU_TEST_SECRET']",
+        "others": f"import os; os.kill({os.getpid()}, 0)",
+        "passwords": "open('/etc/shadow').read()",
+    }
+    for name, attempt in attempts.items():
+        assert not box.passes(attempt, ""), name
+        # The same lines are no error of their own: caught, the program ends well.
+        assert box.passes(f"try:\n    {attempt}\nexcept Exception:\n    pass", ""), name
+    assert not heard
+    server.close()
+    assert not (Path(sys.prefix) / "x-written").exists()
+    assert box.passes("open('/tmp/mine', 'w').write('x')", "assert open('/tmp/mine').read() == 'x'")
+    assert box.passes("", "import os; assert os.listdir('/tmp') == []")
+
+
+def test_limits_of_time_memory_and_files_end_a_program(box, monkeypatch):
+    assert not box.passes("while True: pass", "")
+    assert not box.passes("x = bytearray(1 << 30)", "")
+    assert box.passes("x = bytearray(1 << 26)", "")
+    assert not box.passes("f = open('/tmp/big', 'wb')\nfor _ in range(200): f.write(bytes(1 << 20))", "")
+    monkeypatch.setattr(sandbox, "WALL_S", 1)
+    assert not box.passes("import time; time.sleep(30)", "")
+
+
+def test_what_a_program_leaves_behind_ends_with_it(box):
+    mark = f"slurmgpu-left-{os.getpid()}"
+    program = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)', '{mark}'])"
+    )
+    assert box.passes(program, "")
+    deadline = time.monotonic() + 30  # the kernel ends them behind the one that was waited for
+    while (left := with_mark(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def with_mark(mark):
+    """The processes of this machine that have a mark among their arguments."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [process] if mark in process.read_text() else []
+    return found
+
+
+def test_a_machine_without_it_is_refused_with_what_it_lacks(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmGPUError, match=r"there is no program bwrap here. Install the package bubblewrap"):
+        Sandbox().check()
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SlurmGPUError, match=r"fails here: No permissions to create new namespace. It needs unprivileged"
+    ):
+        Sandbox().check()
+    with pytest.raises(SlurmGPUError, match="fails here"):
+        open_checker("python").check_here()
+
+
+ANSWER = "First:\n```\nnot this\n```\nSo:\n```python\n" + RIGHT + "\n```\nThat adds."
+
+
+def test_the_program_is_the_last_block_of_an_answer_or_all_of_it(box):
+    checker = open_checker("python", reference="tests")
+    checker.load()
+    assert checker.answer(ANSWER) == RIGHT
+    assert checker.answer(RIGHT) == RIGHT
+    assert checker.answer(" \n") is None
+    assert checker.is_correct(ANSWER, {"tests": TESTS})
+    assert checker.is_correct(RIGHT, {"tests": TESTS.splitlines()})
+    assert not checker.is_correct(RIGHT, {"tests": ["assert add(1, 1) == 3"]})
+    assert not checker.is_correct("", {"tests": TESTS})
+    for value, said in ((None, "no right answer in field 'tests'"), ([1], "expected a program, or a list of them")):
+        with pytest.raises(ItemError, match=said):
+            checker.check_item({"tests": value})
+
+
+class Writer:
+    """An engine that writes a right program, then a wrong one, and so on."""
+
+    def generate(self, requests):
+        for number, request in enumerate(requests):
+            text = RIGHT if number % 2 == 0 else RIGHT.replace("+", "-")
+            yield Output(request.id, f"```python\n{text}\n```", finish_reason="stop")
+
+
+def test_collected_programs_are_right_if_their_tests_pass(tmp_path, box):
+    model = str(make_unloadable(tmp_path))
+    collect = Collect(model=model, prompt="{q}", checker="python", reference="tests", paths=4, rollouts=0)
+    collect.check_here()
+    collect.engine = Writer()
+    row, bare = collect([Item(0, {"q": "add", "tests": TESTS}), Item(1, {"q": "add"})])
+    assert row["rewards"] == [1, 0, 1, 0]
+    assert [path["answer"] for path in row["paths"]][:2] == [RIGHT, RIGHT.replace("+", "-")]
+    assert str(bare).startswith("no right answer in field 'tests'")
+
+
+def test_votes_of_texts_that_are_there_already_take_it_too(box):
+    samples = Samples("text", {"score": Array("float32")}, open_checker("python", reference="tests"), "tests")
+    item = Item(0, {"text": [ANSWER, RIGHT.replace("+", "-")], "tests": TESTS})
+    [row] = samples.compute([item], lambda items: [{"score": 1.0} for _ in items])
+    assert row["correct"] == [True, False]
