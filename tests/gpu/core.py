@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.findings import Machine, NotToBeHad, finding, hold
+from tests.gpu.findings import Machine, NotToBeHad, finding, hold, logs_of
 
 if TYPE_CHECKING:
     from slurmgpu.faults.verdicts import Verdict
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HOME = Path(__file__).parents[2]
 QUERY = ("uuid", "memory.total", "memory.used", "temperature.gpu", "power.draw", "driver_version")
 MIB = 1 << 20
-LOAD_S = 6.0
+LOAD_S = 8.0
 SUBMIT = "import json, sys, slurmgpu; slurmgpu.submit(json.load(sys.stdin))"
 PROBE = """
 import sys
@@ -126,7 +126,9 @@ def _verdict(machine: Machine, name: str) -> str:
     found = _trial(machine)
     if name not in found:
         raise NotToBeHad("there is no GPU" if name == "memory" and not machine.on_gpu else "the run did not come to it")
-    return hold(found[name].kept, found[name].text)
+    is_first = name == next((each for each, verdict in found.items() if not verdict.kept), None)
+    logs = logs_of(*(machine.folder / "trial").iterdir()) if is_first else ""
+    return hold(found[name].kept, found[name].text, logs)
 
 
 @finding(limit_s=100)
@@ -199,21 +201,20 @@ def two_runs_share_a_gpu(machine: Machine) -> str:
         started.stdin.close()
         processes.append(started)
     codes = [process.wait() for process in processes]
-    for process in processes:
-        assert process.stderr is not None  # it is a pipe
-        sys.stderr.write(process.stderr.read())
+    said = [process.stderr.read() for process in processes if process.stderr is not None]
+    hold(codes == [0, 0], f"exit codes {codes}", "\n".join([*said, logs_of(*runs)]))
     found = []
     for run in runs:
         with Merged(run / "merged.h5") as merged:
             found.append((merged.complete and not merged.errors, merged["product"][:].tobytes()))
     same = found[0] == found[1]
-    said = "the same bytes" if same else "other bytes"
-    return hold(same and all(whole for whole, _ in found) and codes == [0, 0], f"exit codes {codes}, {said}")
+    n_whole = sum(whole for whole, _ in found)
+    return hold(same and n_whole == 2, f"{n_whole} of 2 are complete, with {'the same' if same else 'other'} bytes")
 
 
 @finding()
 def telemetry_sees_a_known_load(machine: Machine) -> str:
-    """Of a load that never pauses telemetry has its utilisation (≥ 80 %), memory, power, and energy (± 20 %)."""
+    """Of a load that never pauses telemetry has its utilisation (≥ 80 %), memory, power, and energy (± 25 %)."""
     from slurmgpu.task.telemetry import Sampler
     from slurmgpu.util import gpus
 
@@ -237,7 +238,7 @@ def telemetry_sees_a_known_load(machine: Machine) -> str:
     holds = (used["gpu_utilisation"] or 0) >= 80 and peak >= HELD_BYTES and not used["xids"]
     if power is not None and energy is not None:
         # Energy counts from the first sample to the last, which is less than the load by up to two periods.
-        holds &= 0.8 * power * (seconds - 0.5) <= energy <= 1.2 * power * seconds
+        holds &= 0.75 * power * (seconds - 0.5) <= energy <= 1.25 * power * seconds
     return hold(holds, figures)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.findings import Machine, NotToBeHad, finding, hold
+from tests.gpu.findings import Machine, NotToBeHad, finding, hold, logs_of
 
 if TYPE_CHECKING:
     from slurmgpu.report.build import Report
@@ -119,7 +119,7 @@ def _run(machine: Machine) -> Report:
     }
     report = last_report(slurmgpu.submit(keys).run)
     whole = report["complete"] and not report["errors"]
-    assert whole, f"{report['n_rows']} of {len(texts)} rows; {report['errors'][:1]}"
+    hold(whole, f"{report['n_rows']} of {len(texts)} rows; {report['errors'][:1]}", logs_of(Path(report["run_dir"])))
     return report
 
 

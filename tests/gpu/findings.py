@@ -11,11 +11,17 @@ from typing import TypeVar
 
 HELD, NOT_HELD, NOT_TO_BE_HAD = "held", "did not hold", "not to be had"
 
+LOG_LINES = 60
+
 T = TypeVar("T")
 
 
 class NotHeld(Exception):  # noqa: N818 - a result of a measurement
-    """What must hold does not; the message has the figures."""
+    """What must hold does not; the message has the figures, `details` are printed below it."""
+
+    def __init__(self, figures: str, details: str = "") -> None:
+        super().__init__(figures)
+        self.details = details
 
 
 class NotToBeHad(Exception):  # noqa: N818 - a result of a measurement
@@ -73,11 +79,20 @@ def findings_of(module: ModuleType) -> list[Finding]:
     return [each for each in vars(module).values() if isinstance(each, Finding)]
 
 
-def hold(holds: bool, figures: str) -> str:
+def hold(holds: bool, figures: str, details: str = "") -> str:
     """The figures; NotHeld with them if it does not hold."""
     if not holds:
-        raise NotHeld(figures)
+        raise NotHeld(figures, details)
     return figures
+
+
+def logs_of(*runs: Path) -> str:
+    """The last lines of each log of some run directories."""
+    found = []
+    for path in sorted(log for run in runs for log in run.glob("logs/*.log")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        found += [f"{path.parent.parent.name}/{path.name}:", *lines]
+    return "\n".join(found)
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:

@@ -326,7 +326,7 @@ def _bandwidth(machine: Machine) -> float:
 
     source = torch.empty(machine.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / best_of(5, lambda: target.copy_(source), machine.device)
+    return float(2 * source.nbytes) / best_of(5, lambda: target.copy_(source), machine.device)
 
 
 @finding(limit_s=75)

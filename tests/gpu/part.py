@@ -38,7 +38,7 @@ def run(each: Finding, machine: Machine) -> tuple[dict[str, Any], bool]:
     try:
         return {"verdict": HELD, "figures": each.function(machine)}, False
     except NotHeld as failure:
-        return {"verdict": NOT_HELD, "figures": str(failure)}, False
+        return {"verdict": NOT_HELD, "figures": str(failure), "trace": failure.details}, False
     except NotToBeHad as reason:
         return {"verdict": NOT_TO_BE_HAD, "figures": str(reason)}, False
     except Exception as error:

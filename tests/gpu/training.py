@@ -42,7 +42,7 @@ def _place(machine: Machine) -> Place:
 def _run(machine: Machine, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[int | None]:
     """The exit codes of processes that do some work at the same time, each with these arguments."""
     # CUDA cannot be used in a fork, and importing torch again takes a CPU seconds.
-    context = multiprocessing.get_context(machine.pick("spawn", "fork"))
+    context: Any = multiprocessing.get_context(machine.pick("spawn", "fork"))
     processes = [context.Process(target=work, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -202,17 +202,6 @@ def the_loop_costs_little_over_a_bare_one(machine: Machine) -> str:
     return hold(ours <= OVER_BARE * bare or not machine.on_gpu, figures)
 
 
-@finding(limit_s=45)
-def checkpoints_cost_little(machine: Machine) -> str:
-    """At the default interval checkpoints take at most 1 % of a training; what one takes is told."""
-    from tests.benchmarks import train_arms
-
-    found = train_arms.checkpoints(_net(machine), _place(machine), machine.pick(40, 8))
-    share = found["spent_s"] / found["wall_s"]
-    figures = f"{found['each_s'] * 1e3:.0f} ms each; {found['n']:.0f} in {found['wall_s']:.1f} s, {share:.2%}"
-    return hold(share <= 0.01 or not machine.on_gpu, figures)
-
-
 @finding(limit_s=40)
 def the_batch_that_fits_is_found(machine: Machine) -> str:
     """`batch_size = "auto"` finds a batch that fits into a fifth of the card, by real out-of-memory, and a larger one
@@ -245,3 +234,14 @@ def the_batch_that_fits_is_found(machine: Machine) -> str:
     return hold(
         too_large, f"a batch of {found}, peak {outcome.peak_memory_bytes / 1e9:.1f} GB; one of {2 * found} {said}"
     )
+
+
+@finding(limit_s=45)
+def checkpoints_cost_little(machine: Machine) -> str:
+    """At the default interval checkpoints take at most 1 % of a training; what one takes is told."""
+    from tests.benchmarks import train_arms
+
+    found = train_arms.checkpoints(_net(machine), _place(machine), machine.pick(40, 8))
+    share = found["spent_s"] / found["wall_s"]
+    figures = f"{found['each_s'] * 1e3:.0f} ms each; {found['n']:.0f} in {found['wall_s']:.1f} s, {share:.2%}"
+    return hold(share <= 0.01 or not machine.on_gpu, figures)
