@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slurmgpu.llm.engine import EngineOptions, Place, Request
     from slurmgpu.llm.transformers_engine import TransformersEngine
 
+SHAPE_SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
 SHAPE_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 SHAPE_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -33,6 +34,8 @@ ONE_BY_ONE, BY_HAND = 10.0, 1.2
 """How many times faster the engine must be than `model.generate`, prompt by prompt, and in its best sorted batches."""
 SAMPLER_SHARE = 0.1
 """The most that sampling may take of a decoding step of 64 rows."""
+SMALL_GPU_BYTES = 20e9
+"""On a card with less, the model has 0.4 billion parameters in place of 1.5."""
 LARGE_GPU_BYTES, LARGE_DISK_BYTES = 30e9, 20e9
 """What the finding with 8 billion parameters needs."""
 
@@ -76,9 +79,13 @@ def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int) 
 
 @functools.cache
 def _model(machine: Machine) -> Path:
-    """A model of 1.5 billion parameters, or a toy."""
-    shape, n_words = machine.pick((SHAPE_1B, N_WORDS), (TOY, N_TOY_WORDS))
-    return _make_model(machine.folder / "model", machine.device, shape, n_words)
+    """A model of 1.5 billion parameters, of 0.4 on a small card, or a toy."""
+    import torch
+
+    if not machine.on_gpu:
+        return _make_model(machine.folder / "model", machine.device, TOY, N_TOY_WORDS)
+    is_small = torch.cuda.get_device_properties(machine.device).total_memory < SMALL_GPU_BYTES
+    return _make_model(machine.folder / "model", machine.device, SHAPE_SMALL if is_small else SHAPE_1B, N_WORDS)
 
 
 def _options(folder: Path | str, **settings: Any) -> EngineOptions:
@@ -195,7 +202,7 @@ def _foretold(machine: Machine, folder: Path) -> str:
 
 @finding(limit_s=45)
 def placement_foretells_the_memory_of_a_small_model(machine: Machine) -> str:
-    """Weights of 1.5 billion parameters are as large as foretold, and the planned batch needs what placement keeps."""
+    """The weights of a small model are as large as foretold, and the planned batch needs what placement keeps."""
     return _foretold(machine, _model(machine))
 
 
@@ -483,7 +490,7 @@ def vllm_answers_as_fp32(machine: Machine) -> str:
 
 @finding(limit_s=90)
 def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
-    """The same as of the small model, of 8 billion parameters."""
+    """The same holds of 8 billion parameters."""
     import torch
 
     machine.needs_gpu()
