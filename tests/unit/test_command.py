@@ -17,6 +17,7 @@ import pytest
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
 from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError
 from slurmgpu.util import gpus
+from slurmgpu.util.guard import Guard
 from slurmgpu.workload import Share
 from slurmgpu.workloads.command import Command, outputs, process, workload
 from slurmgpu.workloads.command.process import CallFailedError
@@ -551,7 +552,7 @@ def test_the_packages_beside_slurmgpu_are_not_handed_on(monkeypatch, home, path,
 
 def test_the_guard_removes_a_folder(tmp_path):
     (tmp_path / "folder").mkdir()
-    guard = process.Guard()
+    guard = Guard()
     guard.remove(str(tmp_path / "folder"))
     guard._process.stdin.close()
     guard._process.wait()

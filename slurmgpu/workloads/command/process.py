@@ -11,14 +11,14 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slurmgpu.errors import ItemError, NodeError
+from slurmgpu.util.guard import OWN_GROUP, Guard
 
 TAIL_BYTES = 2048
 """How much of the end of stderr an error keeps."""
@@ -37,7 +37,6 @@ KILL_S = 60.0
 PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
 """A process that cannot be started for these reasons is started again, after each of PAUSES_S."""
 PAUSES_S = 0.1, 0.5, 2.0
-_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
 LOG_BYTES = 16 << 20
@@ -193,62 +192,6 @@ class Lines:
         self._parts.append(part)
 
 
-# PR_SET_PDEATHSIG would need a function that is called between fork and exec, for which Python cannot use vfork: four
-# milliseconds more a process. It kills no grandchildren either.
-GUARD = """
-import os, signal, sys
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, signal.SIG_IGN)
-group, folder = 0, b""
-for line in sys.stdin.buffer:
-    if line.startswith(b"folder "):
-        folder = line[7:-1]
-    else:
-        group = int(line)
-try:
-    if group:
-        os.killpg(group, signal.SIGKILL)
-finally:
-    if folder:
-        import shutil
-        shutil.rmtree(folder, ignore_errors=True)
-"""
-
-
-class Guard:
-    """A small process that kills a process group, and removes a folder, when this process has ended, however it did."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-
-    def watch(self, group: int) -> None:
-        """Kill this group from now on, and no other; 0 for none."""
-        self._tell(b"%d\n" % group)
-
-    def remove(self, folder: str) -> None:
-        """Remove this folder from now on, and no other; "" for none."""
-        self._tell(b"folder %s\n" % os.fsencode(folder))
-
-    def _tell(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line)
-
-    def close(self) -> None:
-        """End the guard, without harm to anything."""
-        assert self._process.stdin is not None
-        self.watch(0)
-        self.remove("")
-        self._process.stdin.close()
-        self._process.wait()
-
-
 class Child:
     """A process in a process group of its own, in the session of this one. `take` reads its pipes; end it with `close`.
 
@@ -293,7 +236,7 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     bufsize=0,
-                    **_OWN_GROUP,
+                    **OWN_GROUP,
                 )
             except OSError as error:
                 said = f"{self.name} cannot be started: {error.strerror}"

@@ -22,6 +22,7 @@ from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError
 from slurmgpu.shards.column_types import columns_of
 from slurmgpu.util import cgroups, gpus
+from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import MEMORY_TEXTS
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
@@ -32,7 +33,6 @@ from slurmgpu.workloads.command.process import (
     CallFailedError,
     Child,
     DiedError,
-    Guard,
     Kept,
     Lines,
     OutputError,
