@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 SOURCES := slurmgpu tests docs/conf.py docs/examples
 MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test test-gpu nightly check packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test test-gpu test-vllm nightly check packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -26,6 +27,9 @@ test: packages lint types
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test)
 	$(GPU_PYTHON) -m tests.gpu
+
+test-vllm: packages $(VLLM)/test
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 nightly: packages lint types
 	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
@@ -63,5 +67,13 @@ $(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.tom
 	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[$*]'
 	touch $@
 
+# Three packages that vLLM asks for, and does not need for text, may be built for another PyTorch: then it cannot be
+# imported.
+$(VLLM)/test: pyproject.toml tests/vllm/constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt --editable '.[test-vllm]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs

@@ -98,7 +98,7 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
         model = merge_adapter(model, options.adapters.sources[""])
     model.eval()
     # Of the checkpoint's generation config only the end of answers is used, not its sampling.
-    eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
+    eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device, switch)
     log_loaded(loaded, place, dtype, time.monotonic() - started)
     return loaded
@@ -242,7 +242,8 @@ def _some(names: Sequence[str]) -> str:
     return first if len(names) <= FEW else f"{first} and {len(names) - FEW} more ({len(names)} in all)"
 
 
-def _ids(*holders: Any) -> frozenset[int]:
+def eos_ids_of(*holders: Any) -> frozenset[int]:
+    """All tokens that end an answer by a generation config, a model's config, or a tokenizer."""
     found: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)

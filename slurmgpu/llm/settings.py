@@ -14,6 +14,9 @@ from slurmgpu.llm.sizes import context_of
 
 EngineName = Literal["transformers", "vllm"]
 
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""The range of temperatures that vLLM computes with, beside 0: `SamplingParams` raises lower ones to its beginning."""
+
 
 class ModelSettings(TypedDict, total=False):
     """The settings of the engine; docs/reference/language-models.md describes each."""
@@ -75,6 +78,21 @@ def check_engine(settings: Mapping[str, Any]) -> None:
         )
     for name in ("batch_tokens", "max_context"):
         check_range(name, settings.get(name, 1), 1, None)
+    check_temperature("temperature", settings.get("temperature", 0.0), settings)
+
+
+def check_temperature(name: str, value: float, settings: Mapping[str, Any]) -> None:
+    """Refuse a temperature that the engine of the settings does not compute with."""
+    if settings.get("engine") == "vllm" and (problem := vllm_refuses(value)) is not None:
+        raise SlurmGPUError(problem.replace("temperature", name, 1) + ".")
+
+
+def vllm_refuses(temperature: float) -> str | None:
+    """Why vLLM cannot sample at a temperature; None if it can."""
+    low, high = VLLM_TEMPERATURES
+    if not temperature or low <= temperature <= high:
+        return None
+    return f"temperature is {temperature:g}; vLLM computes with 0, or with {low:g} to {high:g}"
 
 
 def check_max_tokens(max_tokens: int, options: EngineOptions) -> None:

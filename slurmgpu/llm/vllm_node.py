@@ -1,0 +1,182 @@
+"""What vLLM keeps on a node beside its processes: compiled code, ports and shared memory.
+
+Each engine takes one of the user's numbered places there, which no other engine has while it lives. So engines that
+start together neither write into one cache nor take each other's ports; and what a killed engine has left in shared
+memory is removed by the next one in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import socket
+import stat
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.process_tree import living
+
+log = logging.getLogger(__name__)
+
+FIRST_PORT, PORTS_EACH, N_BLOCKS = 20_000, 100, 120
+"""Blocks of ports below those that Linux gives to outgoing connections, from 32768 (ip(7), ip_local_port_range)."""
+STRIDE = 41
+"""Blocks from one place to the next, so that the next job in the first place has another one than this job's second."""
+N_STARTS = 3
+"""How often an engine is started where others take its ports."""
+SHARED_MEMORY = Path("/dev/shm")
+PREFIXES = ("psm_", "vllm_", "sem.mp-")
+"""Names of shared memory: Python's `multiprocessing.shared_memory`, vLLM's own, and `multiprocessing`'s semaphores."""
+LOOK_S = 0.5
+
+T = TypeVar("T")
+
+
+class NodePlace:
+    """A place of one engine on this node, until `close` or the end of this process."""
+
+    def __init__(self) -> None:
+        base = _own_folder(Path(tempfile.gettempdir()) / f"slurmgpu-vllm-{os.getuid()}")
+        self._lock, self._number = _first_free(base)
+        self.folder = base / str(self._number)
+        self.folder.mkdir(exist_ok=True)
+        self._list = self.folder / "shared-memory"
+        self._names: set[str] = set()
+        self._before = _mapped()
+        if self._list.exists():
+            _remove(self._list.read_text(encoding="utf-8").split("\n"))
+            self._list.unlink()
+
+    @property
+    def cache(self) -> Path:
+        """The folder for compiled code, which stays for the next engine in this place."""
+        return self.folder / "cache"
+
+    def port(self, start: int) -> int:
+        """A free port of its own, the first of a block; another one for each `start`."""
+        # Where each job has a /tmp of its own, all are in the first place; jobs of an array have consecutive numbers.
+        job = os.environ.get("SLURM_JOB_ID", "")
+        own = zlib.crc32(str(os.getuid()).encode()) + (int(job) if job.isdecimal() else 0) + STRIDE * self._number
+        first = FIRST_PORT + own % N_BLOCKS * PORTS_EACH + start * PORTS_EACH // N_STARTS
+        return next((port for port in range(first, first + PORTS_EACH // N_STARTS) if is_free(port)), first)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write down the shared memory of the engine that starts meanwhile, for the case that it is killed."""
+        done = threading.Event()
+
+        def record() -> None:
+            while not done.wait(LOOK_S):
+                self._record()
+
+        recorder = threading.Thread(target=record, daemon=True)
+        recorder.start()
+        try:
+            yield
+        finally:
+            done.set()
+            recorder.join()
+            self._record()
+
+    def close(self) -> None:
+        """Remove the shared memory that an ended engine has left, and let others have the place."""
+        _remove(name for name in self._names if not name.startswith("sem."))  # Python removes those when it ends
+        self._list.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def _record(self) -> None:
+        new = _mapped() - self._before - self._names
+        if new:
+            self._names |= new
+            with open(self._list, "a", encoding="utf-8") as file:
+                file.writelines(f"{name}\n" for name in sorted(new))
+
+
+def start_with_port(make: Callable[[], T], place: NodePlace) -> T:
+    """The engine that `make` starts on the ports from VLLM_PORT on; again, on others, if another process takes them."""
+    for start in range(N_STARTS):
+        port = place.port(start)
+        os.environ["VLLM_PORT"] = str(port)
+        try:
+            return make()
+        except Exception as error:
+            # Where processes of the engine fail, only their log says why.
+            if start + 1 == N_STARTS or not (_says_in_use(error) or not is_free(port)):
+                raise
+            log.warning("another process has taken port %d of the engine, which is started again: %s", port, error)
+    raise AssertionError("the last start returns or raises")
+
+
+def is_free(port: int) -> bool:
+    """Whether a process could listen on the port now."""
+    with socket.socket() as found:
+        try:
+            found.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _says_in_use(error: BaseException | None) -> bool:
+    while error is not None:
+        if getattr(error, "errno", None) == errno.EADDRINUSE or "address already in use" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _own_folder(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise SlurmGPUError(
+            f"{folder}, which vLLM's caches are to be in, is not a folder that you alone may write; remove it, or set "
+            f"TMPDIR to another folder of this node."
+        )
+    return folder
+
+
+def _first_free(base: Path) -> tuple[int, int]:
+    """A locked file, and its number."""
+    for number in itertools.count():
+        lock = os.open(base / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        return lock, number
+    raise AssertionError("numbers do not end")
+
+
+def _mapped() -> set[str]:
+    """The names of the shared memory that this process and those below it use."""
+    inodes: set[int] = set()
+    for pid in living(os.getpid()):
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue  # it has just ended
+        # By inode: a semaphore is mapped by another name than it gets (sem_open of glibc).
+        inodes.update(int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line)
+    try:
+        with os.scandir(SHARED_MEMORY) as entries:
+            return {each.name for each in entries if each.name.startswith(PREFIXES) and each.inode() in inodes}
+    except OSError:
+        return set()  # a node without it
+
+
+def _remove(names: Iterator[str] | list[str]) -> None:
+    for name in names:
+        if name.startswith(PREFIXES) and "/" not in name:
+            with contextlib.suppress(OSError):  # the engine has removed it itself, or it is another user's by now
+                (SHARED_MEMORY / name).unlink()

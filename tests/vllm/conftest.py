@@ -1,0 +1,37 @@
+"""One vLLM for all tests of a process, and the engine on transformers with the same model."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from slurmgpu.llm.engine import EngineOptions, Place
+from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.models import find_model
+from tests.support.tiny_models import make_wide_adder
+
+
+def open_on_cpu(engine, folder, gpus=0, **options):
+    return open_engine(
+        EngineOptions(find_model(str(folder)), **{"engine": engine, "precision": "fp32", **options}),
+        Place("cpu", gpus),
+    )
+
+
+@pytest.fixture(scope="session")
+def wide_adder(tmp_path_factory):
+    """The folder of the adder, with heads that are large enough for vLLM."""
+    return make_wide_adder(tmp_path_factory.mktemp("model") / "adder")
+
+
+@pytest.fixture(scope="session")
+def vllm(wide_adder):
+    opened = open_on_cpu("vllm", wide_adder)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="session")
+def reference(wide_adder):
+    return open_on_cpu("transformers", wide_adder, batching="static")

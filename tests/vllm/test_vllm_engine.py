@@ -1,0 +1,317 @@
+"""The engine on vLLM, the real one, built for CPUs: `make test-vllm`."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm import vllm_engine, vllm_node
+from slurmgpu.llm.engine import Prompt, Question, Request, Sampling
+from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workloads import language_model
+from slurmgpu.workloads.classify.workload import Classify
+from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.generate.workload import Generate
+from slurmgpu.workloads.judge.workload import Judge
+from tests.support.runs import datasets, kill_workers, published, start, wait_until, workers
+from tests.support.tiny_models import CHARACTERS, make_llama, make_qwen3, sentence, sum_steps
+from tests.vllm.conftest import open_on_cpu
+
+SHARED_MEMORY = Path("/dev/shm")
+SUMS = {
+    "prompt": "{question}?{final}",
+    "pattern": "^([YN])$",
+    "max_tokens": 40,
+    "measure": "accuracy",
+    "verdicts": {"correct": "Y", "incorrect": "N"},
+    "values": {"correct": 1, "incorrect": 0},
+}
+
+
+def texts(n_texts, seed=0, most=60):
+    rng = random.Random(seed)
+    return ["".join(rng.choices(CHARACTERS, k=rng.randint(3, most))) for _ in range(n_texts)]
+
+
+def requests_of(prompts, **sampling):
+    return [
+        Request(number, Prompt(text), Sampling(**{"max_tokens": 4 + number % 30, **sampling}), key=2**62 + number)
+        for number, text in enumerate(prompts)
+    ]
+
+
+def by_id(outputs):
+    return {output.id: output for output in outputs}
+
+
+def tokens_of(outputs):
+    return {output.id: output.tokens.tolist() for output in outputs}
+
+
+def sums(n, seed=0):
+    rng = random.Random(seed)
+    return [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(n)]
+
+
+# The engine
+
+
+@pytest.mark.parametrize("sampling", [{}, {"stop": ("a", "3")}, {"logprobs": True}, {"logprobs": True, "stop": ("e",)}])
+def test_greedy_answers_are_those_of_the_other_engine(vllm, reference, sampling):
+    asked = requests_of([*texts(24), *(f"{a}+{b}=" for a, b in sums(8))], **sampling)
+    expected = by_id(reference.generate(asked))
+    for found in vllm.generate(asked):
+        wanted = expected[found.id]
+        assert (found.text, found.finish_reason, found.error) == (wanted.text, wanted.finish_reason, None)
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        assert found.n_prompt_tokens == wanted.n_prompt_tokens
+        if "logprobs" in sampling:
+            np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
+        else:
+            assert found.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("choices", "n_ways"), [(("a", "b"), 1), (("1", "12", "123", "ab", "ac"), 1), (("yes", "yes", "no", " no"), 2)]
+)
+def test_its_scores_are_those_of_the_other_engine(vllm, reference, choices, n_ways):
+    questions = [Question(number, Prompt(text), choices, n_ways) for number, text in enumerate(texts(8, seed=1))]
+    expected = by_id(reference.score(questions))
+    for found in vllm.score(questions):
+        np.testing.assert_allclose(found.logprobs, expected[found.id].logprobs, atol=1e-4)
+        assert found.n_tokens.tolist() == expected[found.id].n_tokens.tolist()
+        assert (found.n_prompt_tokens, found.error) == (expected[found.id].n_prompt_tokens, None)
+
+
+def test_more_choices_than_vllm_allows_are_asked_for_in_parts(monkeypatch, vllm, reference):
+    monkeypatch.setattr(vllm_engine, "MOST_LOGPROB_TOKENS", 3)
+    [question] = [Question(0, Prompt("1+1="), tuple("abcdefgh"))]
+    [found], [expected] = (list(each.score([question])) for each in (vllm, reference))
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_a_sample_depends_on_its_key_alone(vllm):
+    asked = requests_of(texts(12, seed=2), temperature=1.3, top_p=0.95)
+    together = tokens_of(vllm.generate(asked))
+    assert len({tuple(tokens) for tokens in together.values()}) > len(asked) // 2
+    assert tokens_of(vllm.generate(random.Random(1).sample(asked, len(asked)))) == together
+    alone = {}
+    for request in asked[:4]:
+        alone |= tokens_of(vllm.generate([request]))
+    assert alone == {number: together[number] for number in alone}
+    others = tokens_of(vllm.generate([Request(each.id, each.prompt, each.sampling, each.key + 1000) for each in asked]))
+    assert others != together
+
+
+def test_what_fails_is_the_error_of_its_request(vllm):
+    asked = [
+        Request(0, Prompt("1" * 2000), Sampling(max_tokens=300)),
+        Request(1, Prompt("half a surrogate \ud800"), Sampling(max_tokens=2)),
+        Request(2, Prompt("1"), Sampling(max_tokens=2, temperature=2.5)),
+        Request(3, Prompt("1"), Sampling(max_tokens=2, temperature=0.005)),
+        Request(4, Prompt("1"), Sampling(max_tokens=2)),
+    ]
+    found = {output.id: output.error for output in vllm.generate(asked)}
+    assert "exceeds the context of 2048 tokens" in found[0]
+    assert "half of a surrogate pair" in found[1]
+    assert found[2] == "temperature is 2.5; vLLM computes with 0, or with 0.01 to 2"
+    assert found[3] == "temperature is 0.005; vLLM computes with 0, or with 0.01 to 2"
+    assert found[4] is None
+    scores = by_id(vllm.score([Question(0, Prompt("1" * 2100), ("a", "b")), Question(1, Prompt("1"), ("a", "b"))]))
+    assert "exceeds" in scores[0].error
+    assert scores[1].error is None
+
+
+# The workloads
+
+
+def loaded(monkeypatch, engine, make, folder, name="vllm", **settings):
+    """A workload with an engine that is open already."""
+    workload = make(model=str(folder), engine=name, precision="fp32", **settings)
+    assert workload.place(Share(0)).processes == "one"
+    monkeypatch.setattr(language_model, "open_engine", lambda options, place: engine)
+    workload.load(TaskContext("cpu", 0, Path()))
+    return workload
+
+
+def both(monkeypatch, vllm, reference, make, folder, data, **settings):
+    """The rows of a workload by vLLM and by the other engine."""
+    items = [Item(index, each, 5) for index, each in enumerate(data)]
+    for engine, name in ((vllm, "vllm"), (reference, "transformers")):
+        yield loaded(monkeypatch, engine, make, folder, name, **settings)(items)
+
+
+def test_generate_writes_the_rows_of_the_other_engine(monkeypatch, vllm, reference, wide_adder):
+    data = [{"a": a, "b": b} for a, b in sums(12)] + [{"a": 1}]
+    settings = {"prompt": "{a}+{b}=", "max_tokens": 40, "tokens": True}
+    found, expected = both(monkeypatch, vllm, reference, Generate, wide_adder, data, **settings)
+    assert [row["text"] for row in found[:12]] == [sum_steps(each["a"], each["b"]) for each in data[:12]]
+    for row, wanted in zip(found[:12], expected, strict=False):
+        assert row.pop("tokens").tolist() == wanted.pop("tokens").tolist()
+        assert row == wanted
+    assert isinstance(found[12], ItemError)
+
+
+def test_classify_gives_the_labels_and_probabilities_of_the_other_engine(monkeypatch, vllm, reference, wide_adder):
+    rng = random.Random(3)
+    data = [{"text": sentence(rng)[0]} for _ in range(16)]
+    settings = {"prompt": ":{text}", "labels": ["hate", "ok"]}
+    found, expected = both(monkeypatch, vllm, reference, Classify, wide_adder, data, **settings)
+    assert [row["label"] for row in found] == [row["label"] for row in expected]
+    assert {row["label"] for row in found} == {"hate", "ok"}
+    for row, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(row["scores"], wanted["scores"], atol=1e-4)
+
+
+def test_judge_gives_the_verdicts_of_the_other_engine(monkeypatch, vllm, reference, wide_adder):
+    data = [{"question": f"{a}+{b}", "text": f"it is {a + b + number % 2}"} for number, (a, b) in enumerate(sums(16))]
+    settings = {"rubric": SUMS, "final": "numeric", "retries": 0}
+    found, expected = both(monkeypatch, vllm, reference, Judge, wide_adder, data, **settings)
+    assert found == expected
+    assert {row["verdict"] for row in found} == {"correct", "incorrect"}
+
+
+def test_collect_depends_on_item_and_seed_alone_and_values_right_steps_more(monkeypatch, vllm, wide_adder):
+    data = [{"question": f"{a}+{b}", "answer": a + b} for a, b in sums(6)]
+    items = [Item(index, each, 5) for index, each in enumerate(data)]
+    settings = {"prompt": "{question}=", "temperature": 1.6, "max_tokens": 40, "paths": 4, "rollouts": 4}
+    workload = loaded(monkeypatch, vllm, Collect, wide_adder, **settings)
+    rows = workload(items)
+    assert [row for item in reversed(items[:2]) for row in workload([item])] == [rows[1], rows[0]]
+    right, wrong = [], []
+    for each, row in zip(data, rows, strict=True):
+        wanted = sum_steps(*map(int, each["question"].split("+"))).split("\n")
+        for path in row["paths"]:
+            for n_steps, node in enumerate(path["nodes"], 1):
+                (right if path["steps"][:n_steps] == wanted[:n_steps] else wrong).append(row["values"][node])
+    assert np.mean(right) > np.mean(wrong) + 0.4
+
+
+# Runs
+
+
+RUN = """
+input = "items.jsonl"
+shard_items = 4
+run_dir = "run"
+html = false
+lease_s = 4.0
+margin_s = 1.0
+
+[workload]
+use = "generate"
+batch_size = 4
+
+[settings]
+model = "{model}"
+engine = "vllm"
+precision = "fp32"
+prompt = "{{a}}+{{b}}="
+temperature = 1.0
+max_tokens = 40
+n = 2
+"""
+
+
+def test_a_run_whose_worker_is_killed_has_the_bytes_of_one_that_was_not(tmp_path, slurmgpu, wide_adder):
+    environ = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "slurmgpu.toml").write_text(RUN.format(model=wide_adder))
+        lines = [f'{{"a": {a}, "b": {b}}}\n' for a, b in sums(40)]
+        (tmp_path / name / "items.jsonl").write_text("".join(lines))
+    submit = ("submit", "--executor", "local", "--gpus", "0", "--tasks", "1")
+    killed = start(*submit, cwd=tmp_path / "killed", **environ)
+    wait_until(lambda: len(published(tmp_path / "killed")) > 1, "two shards")
+    assert kill_workers(tmp_path / "killed") == 1
+    said, _ = killed.communicate(timeout=300)
+    assert killed.returncode == 0, said
+    slurmgpu(*submit[:-1], "1", cwd=tmp_path / "whole", expect=0, **environ)
+    assert datasets(tmp_path / "killed") == datasets(tmp_path / "whole")
+    assert not workers(tmp_path)
+
+
+# What differs from vLLM's own ways
+
+
+def test_every_token_that_ends_an_answer_by_config_json_ends_it(tmp_path, reference):
+    """vLLM knows the tokenizer's only."""
+    folder = make_llama(tmp_path / "llama", head_dim=32, eos_token_id=[2, 7, 11, 13])
+    (folder / "generation_config.json").unlink()
+    asked = requests_of(texts(10, seed=4), max_tokens=60)
+    expected = by_id(open_on_cpu("transformers", folder, batching="static").generate(asked))
+    opened = open_on_cpu("vllm", folder)
+    found = by_id(opened.generate(asked))
+    opened.close()
+    assert {number: each.tolist() for number, each in ((n, o.tokens) for n, o in found.items())} == {
+        number: output.tokens.tolist() for number, output in expected.items()
+    }
+    assert {output.tokens[-1] for output in found.values()} & {7, 11, 13}
+
+
+def test_a_context_that_the_cache_has_no_room_for_is_shortened_or_refused_in_a_sentence(tmp_path, caplog):
+    """A context of half a million tokens, of 512 bytes each and layer, does not fit 64 MiB."""
+    folder = make_qwen3(tmp_path / "qwen", head_dim=32, num_hidden_layers=1, max_position_embeddings=1 << 19)
+    with pytest.raises(SlurmGPUError, match=r"no room for max_context = 300000 tokens.*Reduce max_context"):
+        open_on_cpu("vllm", folder, max_context=300_000)
+    opened = open_on_cpu("vllm", folder)
+    assert 2048 < opened._context < 300_000
+    assert f"room for a context of {opened._context} tokens" in caplog.text
+    asked = requests_of(texts(4))
+    found = tokens_of(opened.generate(asked))
+    opened.close()
+    assert found == tokens_of(open_on_cpu("transformers", folder, batching="static").generate(asked))
+
+
+SPLIT = """
+    import os, signal, sys
+    from tests.vllm.conftest import open_on_cpu
+    from slurmgpu.llm.engine import Prompt, Request, Sampling
+
+    if __name__ == "__main__":
+        engine = open_on_cpu("vllm", sys.argv[1], gpus=2)
+        asked = [Request(n, Prompt(text), Sampling(max_tokens=40)) for n, text in enumerate(sys.argv[3:])]
+        for output in sorted(engine.generate(asked), key=lambda output: output.id):
+            print("answer", output.text.replace("\\n", "|"), flush=True)
+        if sys.argv[2] == "kill":
+            os.kill(0, signal.SIGKILL)  # as a task ends its worker: with all that it has started
+        engine.close()
+"""
+
+
+def split(tmp_path, folder, how):
+    """What a model in two processes answers, and the shared memory that stays when it is ended."""
+    (tmp_path / "split.py").write_text(textwrap.dedent(SPLIT))
+    before = set(os.listdir(SHARED_MEMORY))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "split.py"), str(folder), how, *(f"{a}+{b}=" for a, b in sums(4))],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        start_new_session=True,
+    )
+    found = [line.removeprefix("answer ") for line in done.stdout.splitlines() if line.startswith("answer ")]
+    assert found == [sum_steps(a, b).replace("\n", "|") for a, b in sums(4)], done.stderr[-4000:]
+    return set(os.listdir(SHARED_MEMORY)) - before
+
+
+def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_by_the_next(
+    monkeypatch, tmp_path, wide_adder
+):
+    left = split(tmp_path, wide_adder, "kill")
+    assert any(name.startswith("psm_") for name in left)
+    monkeypatch.setattr(vllm_node.tempfile, "tempdir", str(tmp_path))
+    vllm_node.NodePlace().close()
+    assert not left & set(os.listdir(SHARED_MEMORY))
+
+
+@pytest.mark.nightly
+def test_a_split_model_that_is_closed_leaves_no_shared_memory(tmp_path, wide_adder):
+    assert not split(tmp_path, wide_adder, "close")
