@@ -35,11 +35,12 @@ __all__ = [
     "probe",
     "serve",
     "submit",
+    "submit_all",
     "throughput",
 ]
 
 _HOMES = {
-    "slurmgpu.api": ("RunHandle", "open_run", "probe", "submit"),
+    "slurmgpu.api": ("RunHandle", "open_run", "probe", "submit", "submit_all"),
     "slurmgpu.errors": ("Interrupted", "ItemError", "Retry", "SlurmGPUError"),
     "slurmgpu.mapping.map": ("map",),
     "slurmgpu.merge.compare": ("compare",),
@@ -52,7 +53,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from slurmgpu.api import RunHandle, open_run, probe, submit
+    from slurmgpu.api import RunHandle, open_run, probe, submit, submit_all
     from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
     from slurmgpu.mapping.map import map  # noqa: A004
     from slurmgpu.merge.compare import compare

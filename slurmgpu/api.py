@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
@@ -29,6 +30,7 @@ from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, put_profile
+from slurmgpu.plan.variants import Drafts, Variant, drafted, variants_of
 from slurmgpu.progress import following
 from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
@@ -178,6 +180,66 @@ def submit(
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
+
+
+def submit_all(
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
+    *,
+    run_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    image: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    profile: str | None = None,
+    limit: int | None = None,
+    items: str | None = None,
+    after: str | Path | None = None,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    **resources: Any,
+) -> dict[str, RunHandle]:
+    """Submit every run that [sweep] of a run file stands for, and return them by name.
+
+    The arguments are those of `submit`; `run_dir` is the folder of the runs, and `resources` are of each. All are
+    planned before anything is queued. Runs of the sweep that exist already are returned as they are.
+    SlurmGPUError if [sweep] does not vary keys of the run file.
+    """
+    other = Run.open(Path(after)) if after is not None else None
+    values = overrides_of(settings, image, resources, overrides, profile)
+    source, look = _source(run_file), look_at(items, limit)
+    variants = variants_of(source, values, _path(run_dir), look)
+    if variants is None:
+        raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run: slurmgpu.submit submits it.")
+    with drafted(source, variants, other, look) as drafts:
+        for _, draft in drafts.to_submit:
+            for note in draft.notes:
+                log.warning("%s", note)
+        check_drafts(drafts, other)
+        drafts.record()
+        found = {run.name: RunHandle(run) for run in drafts.there}
+        for variant, draft in drafts.to_submit:
+            with naming_submitted(drafts, variant):
+                found[variant.name] = submit_draft(draft, other, on_tick)
+    return {variant.name: found[variant.name] for variant in variants.runs}
+
+
+def check_drafts(drafts: Drafts, after: Run | None = None, inject: Sequence[str] = ()) -> None:
+    """Check the submissions of a sweep's runs before the first is made."""
+    for _, draft in drafts.to_submit:
+        submission = submission_of(draft, after, inject)
+        executor_named(submission.executor).check(submission, draft.plan.container)
+
+
+@contextlib.contextmanager
+def naming_submitted(drafts: Drafts, variant: Variant) -> Iterator[None]:
+    """Say in the error of one submission of a sweep which runs were submitted before it."""
+    try:
+        yield
+    except SlurmGPUError as error:
+        names = [each.name for each, _ in drafts.to_submit]
+        before = names[: names.index(variant.name)]
+        told = f"Submitted before it: {', '.join(before)}." if before else "None was submitted."
+        raise SlurmGPUError(
+            f"Run {variant.name} of [sweep]: {error} {told} The same command submits those that do not exist yet."
+        ) from error
 
 
 def probe(

@@ -154,15 +154,23 @@ def resubmit(
     as_json: options.JsonOption = False,
     **given: Any,
 ) -> None:
-    """Compute what a run lacks, on any number of GPUs.
+    """Compute what a run lacks, or each run of a sweep, on any number of GPUs.
 
     Published rows stay as they are. After memory ran out, it asks for 1.5 times as much;
     nodes that failed are excluded. Changes in the code are reported.
     """
     from slurmgpu.cli.commands import submit as submitting
 
-    run = options.open_run(folder, trust=trust)
     tables = options.overrides_of_resubmission(given)
+    if runs := options.runs_of_sweep(folder):
+        from slurmgpu.cli.commands import sweep
+        from slurmgpu.run import owners
+
+        for each in runs if trust else ():
+            owners.trust(each)
+        which: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
+        raise typer.Exit(sweep.resubmit(runs, tables, wait=wait, as_json=as_json, **which))
+    run = options.open_run(folder, trust=trust)
     ways = {"failed": failed, "force": force, "other_code": other_code, "wait": wait, "as_json": as_json}
     raise typer.Exit(submitting.resubmit(run, tables, code=code, **ways))
 
@@ -197,13 +205,18 @@ app.command()(track.track)
 
 @app.command()
 def cancel(folder: options.RunArgument) -> None:
-    """Stop a run's tasks and its merge.
+    """Stop a run's tasks and its merge, or those of all runs of a sweep.
 
     Published rows stay; resubmit continues from there.
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import liveness
 
+    if runs := options.runs_of_sweep(folder):
+        from slurmgpu.cli.commands import sweep
+
+        sweep.cancel(runs)
+        return
     run = options.open_run(folder)
     done = liveness.cancel(run)
     result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "no task of this run is alive.")

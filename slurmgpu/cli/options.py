@@ -277,9 +277,15 @@ def metrics_file(path: Path | None) -> Path | None:
 
 def open_run(folder: Path, *, trust: bool = False) -> Run:
     """The run in a run directory; with `trust` its code is run whoever may have written it."""
-    from slurmgpu.run import owners
-    from slurmgpu.run.directory import Run
+    from slurmgpu.run import owners, sweep_file
 
     if trust:
         owners.trust(folder)
-    return Run.open(folder)
+    return sweep_file.open_run(folder)
+
+
+def runs_of_sweep(folder: Path) -> list[Path] | None:
+    """The runs of the sweep in a folder; None if it is not that of a sweep, such as a run directory."""
+    from slurmgpu.run import sweep_file
+
+    return sweep_file.runs_of_sweep(folder)

@@ -98,7 +98,7 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def headline(table: Mapping[str, Any], n_configurations: int) -> str:
+def headline(table: Mapping[str, Any], n_configurations: int, noun: str = "configuration") -> str:
     """A sweep in one line: "6 configurations: lr × width"; keys that vary together are "(lr, width)"."""
     groups = _groups(table)
     leads = _leads(groups, table)
@@ -115,7 +115,7 @@ def headline(table: Mapping[str, Any], n_configurations: int) -> str:
     is_grid = math.prod(counts) == n_configurations
     how = ", drawn" if not is_grid else ", which is the whole grid" if RANDOM in table else ""
     what = f": {(' × ' if is_grid else ', ').join(varied)}" if varied else ""
-    return f"{count_of(n_configurations, 'configuration')}{how}{what}"
+    return f"{count_of(n_configurations, noun)}{how}{what}"
 
 
 def describe(data: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ def items_of(
         return _repacked(packed, index, workload, path, config.key, kept)
     if config.input is not None:
         if config.sweep is not None:
-            raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
+            sweeps.expand(config.sweep, config.seed)  # which refuses it: there is no key in it
         if (listed := _listed(config.input, path.parent, folder, index, stride)) is not None:
             lines = _check(listed.spec, index, workload, path, config.key, kept, f"the input {config.input}")
             return replace(listed, spec=_in_run(listed.spec), lines=lines)

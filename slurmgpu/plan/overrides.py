@@ -26,13 +26,15 @@ class Overrides(dict[str, Any]):
     """Values by key and table, as in a run file.
 
     `sources` has, by table and key, the option or the profile that gave a value; a key at the top is in the table "".
-    `bare` are keys at the top that `-s` named without a dot, as it may name a setting.
+    `bare` are keys at the top that were named without a dot, as a setting may be, by who named them: `-s` or [sweep].
+    `replaced` are values in place of those of the run file, tables as a whole.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sources: dict[tuple[str, str], str] = {}
-        self.bare: set[str] = set()
+        self.bare: dict[str, str] = {}
+        self.replaced: dict[str, Any] = {}
 
     def put(self, tables: Mapping[str, Any], source: str = "") -> None:
         """Put tables over the values; without `source` each is from an option of its own name."""
@@ -40,48 +42,56 @@ class Overrides(dict[str, Any]):
             self.sources[table, key] = source or f"--{key.replace('_', '-')}"
         self.update({key: value for key, value in merge_tables(self, tables).items() if value != {}})
 
-    def assign(self, path: Sequence[str], value: Any) -> None:
-        """Put one value over the others, as `-s` does; SlurmGPUError if another option gives it as well."""
+    def assign(self, path: Sequence[str], value: Any, source: str = SET) -> None:
+        """Put one value over the others, as `-s` does, or [sweep]; SlurmGPUError if an option gives it as well."""
         for name in reversed(path):
             value = Part({name: value})
         for place in _keys_of(value):
-            if (other := self.sources.get(place, SET)).startswith("--") and other != SET:
-                raise SlurmGPUError(f"{other} and -s {'.'.join(path)} set the same key. Leave one of them out.")
-        self.put(value, SET)
+            if (other := self.sources.get(place, source)).startswith("--") and other != source:
+                both = f"{'-s' if other == SET else other} and {'-s' if source == SET else source}"
+                raise SlurmGPUError(f"{both} {'.'.join(path)} set the same key. Leave one of them out.")
+        self.put(value, source)
 
     def assign_text(self, text: str) -> None:
         """Assign KEY=VALUE; the value is TOML if it can be read so and its key takes it, else the text itself."""
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
-        path, found = self._path(key.strip()), read_value(value)
+        path, found = self.path_of(key.strip()), read_value(value)
         self.assign(path, value if takes(path, found) is False and takes(path, value) else found)
 
     def assign_keys(self, values: Mapping[str, Any]) -> None:
         """Assign values by key, as `-s` names them; SlurmGPUError for a key that is no text."""
         for key, value in plain(values, "overrides").items():
-            self.assign(self._path(key), value)
+            self.assign(self.path_of(key), value)
 
-    def _path(self, key: str) -> tuple[str, ...]:
-        """Where a key lies in a run file: `resources.gpus`, a key at the top, or the name of a setting."""
-        first, *rest = path = _parts(key.removeprefix("."))
+    def path_of(self, key: str, source: str = "-s") -> tuple[str, ...]:
+        """Where a key lies in a run file: `resources.gpus`, a key at the top, or the name of a setting.
+
+        `source` is who names it, in errors.
+        """
+        first, *rest = path = parts_of(key.removeprefix("."))
         is_key = first in TABLES if rest else first in RunFile.model_fields
         if is_key or key.startswith("."):
             if not (rest or key.startswith(".")):
-                self.bare.add(first)
+                self.bare[first] = source
             return tuple([first, *plain_names(dict.fromkeys(rest))] if first in OF_SBATCH else path)
         if rest and (hint := did_you_mean(first, TABLES)).startswith(" Did"):
             raise SlurmGPUError(
-                f"-s {key}: there is no table {first!r} in a run file.{hint} If it is a setting: -s settings.{key}."
+                f"{source} {key}: there is no table {first!r} in a run file.{hint} If it is a setting: "
+                f"{source} settings.{key}."
             )
         return "settings", *path
 
     def refuse_ambiguous(self, full_name: str, names: Collection[str] | None) -> None:
         """SlurmGPUError if a bare key may be a setting of the workload; `names` are its settings, None for any."""
-        for key in sorted(self.bare if names is None else self.bare & set(names)):
+        for key in sorted(self.bare if names is None else self.bare.keys() & set(names)):
+            source = self.bare[key]
+            former, latter = ("-s .{}=…", "-s settings.{}=…") if source == "-s" else ('".{}" = …', "settings.{} = …")
             raise SlurmGPUError(
-                f"-s {key}=… may be the key of the run file or the setting of workload {full_name}. "
-                f"Write -s .{key}=… for the former, or -s settings.{key}=… for the latter."
+                f"{source} {key}{'=…' if source == '-s' else ''} may be the key of the run file or the setting of "
+                f"workload {full_name}. Write {former.format(key)} for the former, or {latter.format(key)} for the "
+                f"latter."
             )
 
 
@@ -116,7 +126,7 @@ def _keys_of(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((key, name) for name, inner in value.items() if inner is not None)
 
 
-def _parts(key: str) -> list[str]:
+def parts_of(key: str) -> list[str]:
     """The names of a dotted key, which are quoted as in TOML if they have a dot."""
     try:
         value = tomllib.loads(f"{key} = 0")

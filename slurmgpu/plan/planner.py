@@ -33,6 +33,7 @@ from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
+from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -114,6 +115,7 @@ def draft_run(
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
+    refuse_variants(config, path)
     given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()

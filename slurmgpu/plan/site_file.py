@@ -153,6 +153,8 @@ def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = N
     below = merge_tables(read_site(), _read(source))
     where = f"{_named(source)} with the options over it" if any((overrides or {}).values()) else _named(source)
     tables = merge_tables(below, overrides or {})
+    if isinstance(overrides, Overrides):
+        tables |= overrides.replaced
     if "resources" in tables:
         tables["resources"] = counted(tables["resources"])
     return parse_table(RunFile, tables, where)

@@ -403,7 +403,7 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
 RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md", "how-to/run-a-command.md"]
-RUNNING += ["how-to/map-a-folder.md"]
+RUNNING += ["how-to/map-a-folder.md", "how-to/sweep-over-runs.md"]
 
 
 WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]

@@ -615,3 +615,17 @@ def test_a_command_loses_nothing_by_kills(tmp_path, slurmgpu):
     with open_merged(folder / "run" / "merged.h5") as merged:
         assert merged["shout"][:40] == [f"ITEM {i}" for i in range(40)]
         assert (merged["shout"][41], list(merged.errors)) == ("HELD", [40])
+
+
+@pytest.mark.nightly
+def test_a_sweep_over_inputs_has_an_array_and_a_merge_for_each(project, slurmgpu):
+    folder = project(8, sweep={"input": ["items.jsonl", "others.jsonl"]})
+    (folder / "others.jsonl").write_text('{"text": "item 0 of many"}\n')
+    done = slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+    assert done.stderr.count("submitted: array job") == 2
+    assert done.stderr.index("others: input = ") < done.stderr.index("submitted: array job")
+    runs = json.loads(slurmgpu("list", "run", "--json", cwd=folder, expect=0).stdout)["runs"]
+    assert {(row["run"], row["state"], row["n_items"]) for row in runs} == {
+        ("items", "complete", 8),
+        ("others", "complete", 1),
+    }

@@ -61,7 +61,9 @@ def toml(value):
     """A value as TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + "}"
-    return json.dumps(value)  # JSON's scalars and lists are TOML's
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value)  # JSON's scalars are TOML's
 
 
 def start(*argv, cwd, stdin=None, **env):

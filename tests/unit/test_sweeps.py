@@ -313,9 +313,9 @@ def test_a_sweep_is_drawn_with_the_seed_of_the_run(sweeping):
     assert drawn(1) == drawn(1) != drawn(2)
 
 
-def test_input_and_sweep_do_not_go_together(sweeping):
+def test_with_an_input_a_sweep_is_of_runs_and_one_run_is_refused(sweeping):
     said = refused(sweeping(input_line='input = "items.jsonl"\n'))
-    assert "input and [sweep] both say what the items are" in said
+    assert "[sweep] varies text, x, so there is a run for each value" in said
 
 
 def test_without_input_and_sweep_a_sentence_names_both(sweeping):

@@ -19,15 +19,19 @@ from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.faults import gpu_trial
+from slurmgpu.inputs import sweeps
 from slurmgpu.plan.container_spec import identify_image, image_path
+from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, allocate, draft_run, workload_of
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import read_run_file
+from slurmgpu.plan.variants import variants_of
 from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
 from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.plurals import count_of
+from slurmgpu.util.redact import hidden
 
 SLOW_S = 10.0
 """A container that takes longer to start has a reason that the runtime does not report."""
@@ -38,32 +42,46 @@ MARKS = ("✓", "✗")
 
 def run_checks(
     run_file: Path,
-    overrides: Mapping[str, Any],
+    overrides: Overrides,
     typed: Sequence[str],
     *,
     node: bool,
     fetch: bool = False,
     gpu: bool = False,
 ) -> int:
-    """Print a line for each check; the exit code: 2 if one failed.
+    """Print a line for each check, of each run of a sweep; the exit code: 2 if one failed.
 
     `typed` are the options that gave `overrides`. `fetch` first downloads what the workload needs; `node` also checks a
-    node of the cluster by a short job, and `gpu` tries its GPUs there.
-    """
-    checks = _Checks(run_file, overrides)
-    checks.run(fetch=fetch)
-    if node and checks.are_good:
-        assert checks.config is not None
-        checks.are_good = _check_a_node([str(run_file.resolve()), *typed, *(["--gpu"] if gpu else [])], checks.config)
-    return 0 if checks.are_good else 2
-
-
-def run_checks_here(run_file: Path, overrides: Mapping[str, Any], *, gpu: bool = False) -> int:
-    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run.
-
-    `gpu` also tries the GPUs, by a run of real faults.
+    node of the cluster by a short job, of a sweep with the resources of its first run, and `gpu` tries its GPUs there.
     """
     try:
+        variants = variants_of(run_file, overrides)
+    except SlurmGPUError as error:
+        print_line(True, "versions", _versions())
+        print_line(False, "run file", str(error))
+        return 2
+    checked = []
+    for variant in variants.runs if variants else [None]:
+        if variant is not None:
+            result(f"{variant.name}: {sweeps.describe(hidden(variant.values))}")
+        checked.append(_Checks(run_file, overrides if variant is None else variant.overrides))
+        checked[-1].run(fetch=fetch)
+    are_good = all(each.are_good for each in checked)
+    if node and are_good:
+        assert checked[0].config is not None
+        on_node = [str(run_file.resolve()), *typed, *(["--gpu"] if gpu else [])]
+        are_good = _check_a_node(on_node, checked[0].config)
+    return 0 if are_good else 2
+
+
+def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool = False) -> int:
+    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run.
+
+    Of a sweep, a task of its first run. `gpu` also tries the GPUs, by a run of real faults.
+    """
+    try:
+        variants = variants_of(run_file, overrides)
+        overrides = variants.runs[0].overrides if variants else overrides
         with draft_run(run_file, overrides, Path(NOWHERE)) as draft:
             allocation = allocate(draft.resources, None)
         n_gpus, device = allocation.gpus_per_task // draft.resources.nodes_per_task, draft.resources.device

@@ -28,7 +28,7 @@ def status(
         Path | None, typer.Option("--metrics", metavar="FILE", help="Also write its progress for Prometheus.")
     ] = None,
 ) -> None:
-    """Show the status of a run.
+    """Show the status of a run; of a sweep, a line for each of its runs.
 
     Reads its files, and calls squeue at most once; with --watch, every 30 seconds.
     """
@@ -38,6 +38,9 @@ def status(
     from slurmgpu.report.metrics import keep_metrics, write_metrics
     from slurmgpu.report.status import read_status
 
+    if not watching and metrics is None and options.runs_of_sweep(folder):
+        list_runs(folder, as_json)
+        return
     run, metrics = options.open_run(folder), options.metrics_file(metrics)
     if watching:
         from slurmgpu.cli.views.watch import watch
@@ -89,7 +92,7 @@ def report(
         str | None, typer.Option("--task", metavar="TASK", help="With --html: show the curves of this task first.")
     ] = None,
 ) -> None:
-    """Show the report of the last merge, or write it as an HTML page.
+    """Show the report of the last merge, or write it as an HTML page; of a sweep, a line for each run.
 
     Exits with 3 while the run is incomplete.
     """
@@ -98,6 +101,10 @@ def report(
     from slurmgpu.report.build import last_report
     from slurmgpu.report.states import made_since
 
+    if html is None and task is None and (runs := options.runs_of_sweep(folder)):
+        from slurmgpu.cli.commands import sweep
+
+        raise typer.Exit(sweep.report(runs, as_json=as_json))
     run = options.open_run(folder)
     value = last_report(run)
     if (since := made_since(run.submissions(), value["submissions"])) is not None:

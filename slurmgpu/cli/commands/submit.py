@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.progress import BarColumn, Progress, TextColumn
 
 from slurmgpu import api
+from slurmgpu.cli.commands import sweep
+from slurmgpu.cli.commands.submitted import conclude, following, resubmit_run
 from slurmgpu.cli.console import result, result_json, say
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft
-from slurmgpu.cli.views.tables import show_report
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe as probes
-from slurmgpu.executors.registry import executor_named
-from slurmgpu.executors.submission import Outcome
-from slurmgpu.faults.verdicts import judge
 from slurmgpu.plan.items import look_at
+from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import origins
-from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.plan.variants import variants_of
 from slurmgpu.run.directory import Run
-from slurmgpu.run.records import Record
 from slurmgpu.util.plurals import count_of
-
-PROGRESS_S = 3.0
-"""How often attempts' records are read for progress: as often as they are written."""
 
 
 def submit(
     run_file: Path,
-    overrides: Mapping[str, Any],
+    overrides: Overrides,
     *,
     run_dir: Path | None,
     limit: int | None,
@@ -63,6 +54,19 @@ def submit(
     inject = inject or ()
     other = Run.open(after) if after is not None else None
     look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    if (variants := variants_of(run_file, overrides, run_dir, look)) is not None:
+        _refuse_for_sweep({"--probe": probe, "--extend": extend})
+        return sweep.submit(
+            run_file,
+            variants,
+            partial(origins, run_file),
+            look=look,
+            after=other,
+            dry_run=dry_run,
+            wait=wait,
+            as_json=as_json,
+            inject=inject,
+        )
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other, look, old) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
@@ -75,10 +79,22 @@ def submit(
                 if as_json:
                     result_json({**foretold, "submitted": None})
                 return api.EXIT_INCOMPLETE if foretold["failure"] else 0
-        with _following(draft.run_dir, draft.plan.n_items) as follow:
+        with following(draft.run_dir, draft.plan.n_items) as follow:
             handle = api.submit_draft(draft, other, follow.run, inject)
     assert handle.outcome is not None
-    return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json, foretold=foretold)
+    code, told = conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
+    if as_json:
+        result_json({**foretold, "submitted": told} if foretold else told)
+    return code
+
+
+def _refuse_for_sweep(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise SlurmGPUError(
+                f"{name} is for one run, and [sweep] stands for several. Leave it out, or take the keys of the run "
+                f"file out of [sweep]."
+            )
 
 
 def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
@@ -87,7 +103,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     n_probed, n_all = small.plan.n_items, draft.plan.n_items
     twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
-    with _following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
+    with following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
         foretold = api.probe_draft(draft, n_items, follow.run, follow.status)
     if foretold["failure"]:
         forecasts.show_failure(foretold)
@@ -98,7 +114,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
 
 def plan(
     run_file: Path,
-    overrides: Mapping[str, Any],
+    overrides: Overrides,
     *,
     run_dir: Path | None,
     limit: int | None,
@@ -108,6 +124,10 @@ def plan(
 ) -> None:
     """Create the run directory, and print how to submit it by hand."""
     look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    if (variants := variants_of(run_file, overrides, run_dir, look)) is not None:
+        _refuse_for_sweep({"--extend": extend})
+        sweep.plan(run_file, variants, look, as_json=as_json)
+        return
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
         run, lines, notes = api.plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
@@ -132,56 +152,11 @@ def resubmit(
     as_json: bool,
 ) -> int:
     """Submit the missing items; the exit code."""
-    with _following(run.folder, run.plan.n_items) as follow:
-        which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
-        outcome = api.resubmit(
-            run,
-            tables.get("resources"),
-            tables.get("slurm"),
-            follow.run,
-            merging=tables.get("merge"),
-            tell=say,
-            **which,
-        )
-    return _conclude(run, outcome, wait=wait, as_json=as_json)
-
-
-def _conclude(
-    run: Run, outcome: Outcome, *, wait: bool, as_json: bool, foretold: Mapping[str, Any] | None = None
-) -> int:
-    for note in outcome.notes:
-        say(note)
-    report = outcome.report
-    if report is None and wait:
-        _say_submitted(run, outcome, to_stderr=True)
-        with _following(run.folder, run.plan.n_items) as follow:
-            report = api.wait_for(run, follow.status)
-    if report is None:
-        if as_json:
-            told = {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
-            result_json({**foretold, "submitted": told} if foretold else told)
-        else:
-            _say_submitted(run, outcome, to_stderr=False)
-        return 0
+    which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
+    exit_code, told = resubmit_run(run, tables, wait=wait, as_json=as_json, **which)
     if as_json:
-        result_json({**foretold, "submitted": report} if foretold else report)
-    else:
-        show_report(report)
-    verdicts = judge(run, report)
-    if verdicts and not as_json:
-        say("")
-    for verdict in verdicts:
-        say(verdict.text)
-    if not all(verdict.kept for verdict in verdicts):
-        return api.EXIT_FAILED
-    return 0 if report["complete"] else api.EXIT_INCOMPLETE
-
-
-def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
-    tell = say if to_stderr else result
-    first, *others = outcome.jobs_in_words
-    tell(", ".join([f"submitted: {first} ({count_of(outcome.submission.n_tasks, 'task')})", *others]))
-    tell(f"next: slurmgpu status --watch {run.typed}")
+        result_json(told)
+    return exit_code
 
 
 @contextlib.contextmanager
@@ -199,73 +174,3 @@ def _planning() -> Iterator[Any]:
                 bar.stop()
 
         yield show
-
-
-class _Follower:
-    """Shows how many items are done: by a bar on a terminal, else by a line for each tenth."""
-
-    def __init__(self, bar: Progress | None, n_items: int) -> None:
-        self._bar = partial(bar.update, bar.add_task("items", total=n_items, progress="")) if bar else None
-        self._n_items = n_items
-        self._last = -1
-        self._looked = 0.0
-
-    def run(self, run: Run) -> None:
-        """Show published shards, and on a terminal also the progress of items."""
-        if self._bar is not None and time.monotonic() - self._looked >= PROGRESS_S:
-            self._looked = time.monotonic()
-            self._tell(run.attempts())
-        self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
-
-    def status(self, status: Status) -> None:
-        """Show the progress in a status."""
-        self._tell(status["attempts"])
-        self._show(status["n_items_done"])
-
-    def _tell(self, attempts: Sequence[Record] | Sequence[StatusAttempt]) -> None:
-        """Show the item progress of the first attempt that reports one."""
-        if self._bar is not None:
-            told = [text for attempt in attempts if (text := attempt["progress"])]
-            self._bar(progress=escape(told[0]) if told else "")
-
-    def _show(self, n_done: int) -> None:
-        if self._bar is not None:
-            self._bar(completed=n_done)
-        elif n_done * 10 // self._n_items > self._last:
-            self._last = n_done * 10 // self._n_items
-            say(f"{n_done:,} of {count_of(self._n_items, 'item')}")
-
-
-@contextlib.contextmanager
-def _following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
-    """Follow a run; Ctrl-C prints `if_interrupted`, or else what continues."""
-    columns = (
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
-    try:
-        with bar or contextlib.nullcontext():
-            yield _Follower(bar, n_items)
-    except KeyboardInterrupt:
-        if if_interrupted:
-            say(if_interrupted)
-        else:
-            _say_interrupted(folder)
-        raise
-
-
-def _say_interrupted(folder: Path) -> None:
-    if not (folder / "run.json").exists():
-        say("interrupted; nothing was submitted.")
-        return
-    run = Run.open(folder)
-    last = run.submissions()[-1]
-    executor = executor_named(last["executor"])
-    if executor.queues:
-        say(f"interrupted; {executor.title} continues the run. To see it: slurmgpu status --watch {run.typed}")
-        say(f"To stop it: slurmgpu cancel {run.typed}")
-    else:
-        say(f"interrupted; the tasks have ended, published shards are kept. To continue: slurmgpu resubmit {run.typed}")

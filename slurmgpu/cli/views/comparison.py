@@ -71,7 +71,7 @@ def _show_sides(found: Comparison) -> None:
             table.add_row(escape(plain(name)), *(f"{value:,}" for value in values))
     if any(side.only_columns for side in sides):
         table.add_row("columns of its own", *(escape(plain(", ".join(side.only_columns)) or "–") for side in sides))
-    summaries = [_values_of(side.summary) for side in sides]
+    summaries = [values_of(side.summary) for side in sides]
     names = list(dict.fromkeys([*summaries[0], *summaries[1]]))
     for name in names[:MAX_VALUES]:
         table.add_row(escape(plain(name)), *(escape(plain(values.get(name, "–"))) for values in summaries))
@@ -80,7 +80,7 @@ def _show_sides(found: Comparison) -> None:
         result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
 
 
-def _values_of(summary: Mapping[str, Any] | None) -> dict[str, str]:
+def values_of(summary: Mapping[str, Any] | None) -> dict[str, str]:
     """The values of a summary by their names, those of tables by row and column."""
     shown = summary_of(summary, MAX_ROWS, MAX_COLUMNS)
     if shown is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -31,36 +31,64 @@ MAX_CONFIGURATIONS = 8
 SECRETS = f"values that look like secrets are shown as {HIDDEN}; --json and the submission have them"
 
 
-def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
-    """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
+@dataclass(frozen=True)
+class Shown:
+    """A draft, what the cluster says of it, and the JSON of `submit --dry-run`."""
+
+    draft: Draft
+    seen: Preview
+    value: Mapping[str, Any]
+
+    @property
+    def code(self) -> int:
+        """2 if Slurm refuses the submission."""
+        return api.EXIT_COMPLETE if all(trial.taken for trial in self.seen.trials.values()) else api.EXIT_BAD_USAGE
+
+    @property
+    def verdict(self) -> str:
+        """What the cluster will do with it."""
+        return _verdict(self.seen, executor_named(self.seen.submission.executor).title)
+
+
+def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequence[str] = ()) -> Shown:
+    """A draft with what the cluster says of it."""
     submission = api.submission_of(draft, after, inject)
     seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
     seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.n_missing)]
-    plan, asked = draft.plan.to_json(), asdict(seen.submission)
-    code = api.EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else api.EXIT_BAD_USAGE
+    value = {
+        "run_dir": str(draft.run_dir),
+        "plan": draft.plan.to_json(),
+        "configurations": draft.items.configurations,
+        "submission": asdict(seen.submission),
+        "origins": values,
+        "notes": seen.notes,
+        "limits": [limit.to_json() for limit in seen.limits],
+        "walltime_s": seen.walltime_s,
+        "bound_gpu_hours": seen.bound_gpu_hours,
+        "start_estimate": {job: trial.to_json() for job, trial in seen.trials.items()},
+        "scripts": seen.scripts,
+    }
+    return Shown(draft, seen, value)
+
+
+def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
+    """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
+    shown = look_at_draft(draft, after, values, inject)
     if as_json:
-        result_json(
-            {
-                "run_dir": str(draft.run_dir),
-                "plan": plan,
-                "configurations": draft.items.configurations,
-                "submission": asked,
-                "origins": values,
-                "notes": seen.notes,
-                "limits": [limit.to_json() for limit in seen.limits],
-                "walltime_s": seen.walltime_s,
-                "bound_gpu_hours": seen.bound_gpu_hours,
-                "start_estimate": {job: trial.to_json() for job, trial in seen.trials.items()},
-                "scripts": seen.scripts,
-            }
-        )
-        return code
+        result_json(shown.value)
+    else:
+        show(shown)
+    return shown.code
+
+
+def show(shown: Shown) -> None:
+    """Print a draft."""
+    draft, seen, plan, asked = shown.draft, shown.seen, shown.value["plan"], shown.value["submission"]
     secrets = [SECRETS] if _has_secrets(plan, asked, seen.scripts) else []
     show_plan(plan, asked, str(draft.run_dir), [*seen.notes, *secrets], _items_of(draft))
-    show_origins(values)
+    show_origins(shown.value["origins"])
     show_scripts(seen.scripts)
     _show_limits(seen, draft.plan.auto_resubmit)  # last, so that it is visible after a long script
-    return code
 
 
 def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Mapping[str, str]) -> bool:

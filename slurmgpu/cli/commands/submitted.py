@@ -1,0 +1,150 @@
+"""What the command line shows of a submission: progress, job ids, the report, and what goes on after Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from slurmgpu import api
+from slurmgpu.cli.console import result, say
+from slurmgpu.cli.views.tables import show_report
+from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.submission import Outcome
+from slurmgpu.faults.verdicts import judge
+from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Record
+from slurmgpu.util.plurals import count_of
+
+PROGRESS_S = 3.0
+"""How often attempts' records are read for progress: as often as they are written."""
+
+
+def resubmit_run(
+    run: Run, tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any
+) -> tuple[int, Mapping[str, Any]]:
+    """Submit the missing items of a run; the exit code, and what `--json` prints."""
+    with following(run.folder, run.plan.n_items) as follow:
+        outcome = api.resubmit(
+            run,
+            tables.get("resources"),
+            tables.get("slurm"),
+            follow.run,
+            merging=tables.get("merge"),
+            tell=say,
+            **which,
+        )
+    return conclude(run, outcome, wait=wait, as_json=as_json)
+
+
+def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[int, Mapping[str, Any]]:
+    """Print what became of a submission, `wait` for its report or not; the exit code, and what `--json` prints."""
+    for note in outcome.notes:
+        say(note)
+    report = outcome.report
+    if report is None and wait:
+        _say_submitted(run, outcome, to_stderr=True)
+        with following(run.folder, run.plan.n_items) as follow:
+            report = api.wait_for(run, follow.status)
+    if report is None:
+        if not as_json:
+            _say_submitted(run, outcome, to_stderr=False)
+        return 0, {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
+    if not as_json:
+        show_report(report)
+    verdicts = judge(run, report)
+    if verdicts and not as_json:
+        say("")
+    for verdict in verdicts:
+        say(verdict.text)
+    if not all(verdict.kept for verdict in verdicts):
+        return api.EXIT_FAILED, cast(dict[str, Any], report)
+    return 0 if report["complete"] else api.EXIT_INCOMPLETE, cast(dict[str, Any], report)
+
+
+def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
+    tell = say if to_stderr else result
+    first, *others = outcome.jobs_in_words
+    tell(", ".join([f"submitted: {first} ({count_of(outcome.submission.n_tasks, 'task')})", *others]))
+    tell(f"next: slurmgpu status --watch {run.typed}")
+
+
+class _Follower:
+    """Shows how many items are done: by a bar on a terminal, else by a line for each tenth."""
+
+    def __init__(self, bar: Progress | None, n_items: int) -> None:
+        self._bar = partial(bar.update, bar.add_task("items", total=n_items, progress="")) if bar else None
+        self._n_items = n_items
+        self._last = -1
+        self._looked = 0.0
+
+    def run(self, run: Run) -> None:
+        """Show published shards, and on a terminal also the progress of items."""
+        if self._bar is not None and time.monotonic() - self._looked >= PROGRESS_S:
+            self._looked = time.monotonic()
+            self._tell(run.attempts())
+        self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
+
+    def status(self, status: Status) -> None:
+        """Show the progress in a status."""
+        self._tell(status["attempts"])
+        self._show(status["n_items_done"])
+
+    def _tell(self, attempts: Sequence[Record] | Sequence[StatusAttempt]) -> None:
+        """Show the item progress of the first attempt that reports one."""
+        if self._bar is not None:
+            told = [text for attempt in attempts if (text := attempt["progress"])]
+            self._bar(progress=escape(told[0]) if told else "")
+
+    def _show(self, n_done: int) -> None:
+        if self._bar is not None:
+            self._bar(completed=n_done)
+        elif n_done * 10 // self._n_items > self._last:
+            self._last = n_done * 10 // self._n_items
+            say(f"{n_done:,} of {count_of(self._n_items, 'item')}")
+
+
+@contextlib.contextmanager
+def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
+    """Follow a run; Ctrl-C prints `if_interrupted`, or else what continues."""
+    columns = (
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+    bar = Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+    try:
+        with bar or contextlib.nullcontext():
+            yield _Follower(bar, n_items)
+    except KeyboardInterrupt:
+        if if_interrupted:
+            say(if_interrupted)
+        else:
+            _say_interrupted(folder)
+        raise
+
+
+def _say_interrupted(folder: Path) -> None:
+    if not (folder / "run.json").exists():
+        say("interrupted; nothing was submitted.")
+        return
+    run = Run.open(folder)
+    last = run.submissions()[-1]
+    executor = executor_named(last["executor"])
+    if executor.queues:
+        say(f"interrupted; {executor.title} continues the run. To see it: slurmgpu status --watch {run.typed}")
+        say(f"To stop it: slurmgpu cancel {run.typed}")
+    else:
+        say(f"interrupted; the tasks have ended, published shards are kept. To continue: slurmgpu resubmit {run.typed}")

@@ -1,0 +1,225 @@
+"""`submit`, `plan`, `status`, `report`, `resubmit` and `cancel` of a sweep: several runs in one folder."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from slurmgpu import api
+from slurmgpu.cli.commands import submitted
+from slurmgpu.cli.console import result, result_json, say, wide_console
+from slurmgpu.cli.views.comparison import values_of
+from slurmgpu.cli.views.dry_run import look_at_draft, show
+from slurmgpu.cli.views.state_words import plain
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import liveness
+from slurmgpu.inputs import sweeps
+from slurmgpu.plan.items import Look
+from slurmgpu.plan.overrides import Overrides
+from slurmgpu.plan.site_file import Origins
+from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
+from slurmgpu.report.build import is_complete, last_report
+from slurmgpu.run.directory import Run
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.redact import hidden
+
+MAX_VALUES = 8
+"""The most values of summaries that `report` shows of a sweep; `--json` has all."""
+
+
+def submit(
+    run_file: Path,
+    variants: Variants,
+    origins: Callable[[Overrides], Origins],
+    *,
+    look: Look | None,
+    after: Run | None,
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+    inject: Sequence[str],
+) -> int:
+    """Plan all runs of a sweep, then submit each unless it is a dry run; the largest exit code of them."""
+    with drafted(run_file, variants, after, look) as drafts:
+        _say_first(drafts)
+        if dry_run:
+            return _show_drafts(drafts, after, origins, as_json=as_json, inject=inject)
+        api.check_drafts(drafts, after, inject)
+        drafts.record()
+        waiting: list[api.RunHandle] = []
+        told: list[Mapping[str, Any]] = []
+        codes, n_queued = [0], 0
+
+        def conclude(handle: api.RunHandle) -> None:
+            nonlocal n_queued
+            assert handle.outcome is not None
+            n_queued += handle.outcome.report is None and not wait
+            if not as_json:
+                result(f"{handle.folder}:")
+            code, value = submitted.conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
+            codes.append(code)
+            told.append(value)
+
+        for variant, draft in drafts.to_submit:
+            say(f"{variant.name}: {_values_in_words(variant)}")
+            with (
+                api.naming_submitted(drafts, variant),
+                submitted.following(draft.run_dir, draft.plan.n_items) as follow,
+            ):
+                handle = api.submit_draft(draft, after, follow.run, inject)
+            # Others are queued before the first is waited for.
+            if wait and handle.outcome is not None and handle.outcome.report is None:
+                waiting.append(handle)
+            else:
+                conclude(handle)
+    for handle in waiting:
+        conclude(handle)
+    typed = shlex.quote(str(variants.folder))
+    if as_json:
+        result_json({"folder": str(variants.folder), "runs": told})
+    else:
+        result(f"next: slurmgpu {'status' if n_queued else 'report'} {typed}")
+    return max(codes)
+
+
+def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool) -> None:
+    """Create the directories of all runs of a sweep, and print how to submit each by hand."""
+    told = []
+    with drafted(run_file, variants, None, look) as drafts:
+        _say_first(drafts)
+        drafts.record()
+        for variant, draft in drafts.to_submit:
+            with api.naming_submitted(drafts, variant):
+                run, lines, notes = api.plan_draft(draft)
+            for note in dict.fromkeys(notes):
+                say(note)
+            told.append({"run_dir": str(run.folder), "lines": lines})
+            if not as_json:
+                for line in lines:
+                    result(line)
+    if as_json:
+        result_json({"folder": str(variants.folder), "runs": told})
+
+
+def _say_first(drafts: Drafts) -> None:
+    variants = drafts.variants
+    say(f"{variants.said}, in {variants.folder}; GPUs, tasks and limits are of each.")
+    for run in drafts.there:
+        state = "complete" if is_complete(run) else f"not complete: slurmgpu status {run.typed}"
+        say(f"{run.name} is there already, and {state}.")
+    said = dict.fromkeys(line for _, draft in drafts.to_submit for line in (*draft.notes, *draft.plan.placement))
+    for line in said:
+        say(line)
+
+
+def _values_in_words(variant: Variant) -> str:
+    return sweeps.describe(hidden(variant.values))
+
+
+def _show_drafts(
+    drafts: Drafts,
+    after: Run | None,
+    origins: Callable[[Overrides], Origins],
+    *,
+    as_json: bool,
+    inject: Sequence[str],
+) -> int:
+    shown = [
+        (variant, look_at_draft(draft, after, origins(variant.overrides), inject))
+        for variant, draft in drafts.to_submit
+    ]
+    code = max((each.code for _, each in shown), default=0)
+    if as_json:
+        runs = [{"name": variant.name, "values": variant.values, **each.value} for variant, each in shown]
+        result_json({"folder": str(drafts.variants.folder), "runs": runs})
+        return code
+    table = _table("run", "values", "items", "shards", "tasks")
+    for variant, each in shown:
+        asked, frozen = each.seen.submission, each.draft.plan
+        table.add_row(
+            variant.name,
+            escape(_values_in_words(variant)),
+            f"{frozen.n_items:,}",
+            f"{frozen.n_shards:,}",
+            f"{asked.n_tasks:,}",
+        )
+    wide_console().print(table)
+    for number, (variant, each) in enumerate(shown):
+        if not number:
+            result(f"\n# ---- {variant.name}; the others differ in the values of [sweep]. --json has all ----")
+            show(each)
+        elif each.seen.trials and each.code:
+            result(f"{variant.name}: {each.verdict}")
+    return code
+
+
+def report(folders: Sequence[Path], *, as_json: bool) -> int:
+    """Print rows, failed items and the first values of the summary of each run; 3 if one of them is incomplete."""
+    reports, without = {}, []
+    for folder in folders:
+        try:
+            reports[folder.name] = last_report(Run.open(folder))
+        except SlurmGPUError as error:
+            without.append(str(error))
+    if as_json:
+        result_json({"runs": reports})
+    else:
+        values = {name: values_of(each["summary"]) for name, each in reports.items()}
+        names = list(dict.fromkeys(name for each in values.values() for name in each))
+        table = _table("run", "rows", "failed", *names[:MAX_VALUES])
+        for name, each in reports.items():
+            cells = [values[name].get(value, "–") for value in names[:MAX_VALUES]]
+            rows = f"{each['n_rows']:,} of {each['n_items']:,}"
+            table.add_row(escape(plain(name)), rows, f"{each['n_errors']:,}", *(escape(plain(cell)) for cell in cells))
+        wide_console().print(table)
+        if len(names) > MAX_VALUES:
+            result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
+    for line in without:
+        say(line)
+    return 0 if not without and all(each["complete"] for each in reports.values()) else api.EXIT_INCOMPLETE
+
+
+def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
+    """Submit what the runs of a sweep lack; runs that lack nothing, or are at work, are left as they are.
+
+    The largest exit code; 2 if nothing was submitted although something may be missing.
+    """
+    told, codes = [], []
+    for folder in folders:
+        run = Run.open(folder)
+        if is_complete(run) and not (which["failed"] or which["other_code"]):
+            continue
+        try:
+            code, value = submitted.resubmit_run(run, tables, wait=wait, as_json=as_json, **which)
+        except SlurmGPUError as error:
+            say(f"{run.name}: {error}")
+            continue
+        codes.append(code)
+        told.append(value)
+    if as_json:
+        result_json({"runs": told})
+    if not codes and not all(is_complete(Run.open(folder)) for folder in folders):
+        return api.EXIT_BAD_USAGE
+    if not codes:
+        say(f"All of {count_of(len(folders), 'run')} are complete: there is nothing to compute.")
+    return max(codes, default=0)
+
+
+def cancel(folders: Sequence[Path]) -> None:
+    """Stop the tasks and merges of all runs of a sweep."""
+    for folder in folders:
+        run = Run.open(folder)
+        done = liveness.cancel(run)
+        result(f"{run.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for number, name in enumerate(names):
+        table.add_column(escape(plain(name)), justify="left" if number == 0 or name == "values" else "right")
+    return table

@@ -1,0 +1,79 @@
+"""sweep.json, by which a folder is that of a sweep: the names of its runs, and the values of each."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.directory import Run
+from slurmgpu.util.atomic_files import write_json
+from slurmgpu.util.redact import hidden
+from slurmgpu.util.shared_files import UnusableFileError, exists, read_bytes
+
+FILE = "sweep.json"
+SWEEP_FORMAT = "slurmgpu sweep"
+SWEEP_VERSION = 1
+
+
+class SweepFile(TypedDict):
+    """The content of sweep.json: by the name of a run, its values by the keys of [sweep], without secrets."""
+
+    format: str
+    version: int
+    runs: dict[str, dict[str, Any]]
+
+
+def record_runs(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write which runs are of a sweep, beside those that the file has already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = _read(folder) if exists(folder / FILE) else {}
+    named = {**there, **{name: hidden(values) for name, values in runs.items()}}
+    value: SweepFile = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": named}
+    write_json(folder / FILE, value)
+
+
+def runs_of_sweep(folder: Path) -> list[Path] | None:
+    """The run directories of a sweep that exist, in its order; None if `folder` is not that of a sweep."""
+    folder = folder.expanduser().absolute()
+    if exists(folder / "run.json") or not exists(folder / FILE):
+        return None
+    return [folder / name for name in _read(folder) if exists(folder / name / "run.json")]
+
+
+def open_run(folder: Path) -> Run:
+    """The run in a run directory; SlurmGPUError that names the runs, if it is the folder of a sweep."""
+    runs = runs_of_sweep(folder)
+    if not runs:
+        return Run.open(folder)
+    typed = shlex.quote(str(folder))
+    raise SlurmGPUError(
+        f"{folder} is the folder of a sweep, with {len(runs)} runs: {_listed([run.name for run in runs])}. Name one of "
+        f"them, such as {shlex.quote(str(folder / runs[0].name))}; `slurmgpu status {typed}` shows all."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 8 else [*names[:7], "…"])
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / FILE
+    try:
+        value = json.loads(read_bytes(path))
+        if value["format"] != SWEEP_FORMAT or value["version"] != SWEEP_VERSION:
+            raise SlurmGPUError(
+                f"{path} is of format {value['format']!r} version {value['version']}; this slurmgpu reads "
+                f"{SWEEP_FORMAT!r} version {SWEEP_VERSION}. Use the slurmgpu that made it, or name one of its runs."
+            )
+        runs: dict[str, dict[str, Any]] = {str(name): dict(values) for name, values in value["runs"].items()}
+    except UnusableFileError as error:
+        raise SlurmGPUError(f"{path} cannot be used: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SlurmGPUError(f"{path} is damaged: {error}. Name one of the runs in its folder.") from error
+    if odd := [name for name in runs if "/" in name or name in ("", ".", "..")]:
+        raise SlurmGPUError(f"{path} is damaged: {odd[0]!r} is no name of a run. Name one of the runs in its folder.")
+    return runs

@@ -1,0 +1,117 @@
+"""One command for several runs: [sweep] over inputs, models and other keys of the run file."""
+
+import json
+
+import pytest
+
+import slurmgpu as package
+from slurmgpu import api
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.directory import Run
+
+LOCAL = ("--executor", "debug", "--gpus", "0")
+
+
+@pytest.fixture
+def swept(project):
+    """A project that is swept over two inputs, of 6 and 5 items."""
+    folder = project(6, sweep={"input": ["items.jsonl", "others.jsonl"]})
+    lines = (folder / "items.jsonl").read_text().splitlines(keepends=True)
+    (folder / "others.jsonl").write_text("".join(lines[:5]))
+    return folder
+
+
+def test_one_submit_computes_a_run_for_each_combination(swept, slurmgpu):
+    faults = 'sweep.settings.faults=[{}, {2 = "exception"}]'
+    done = slurmgpu("submit", *LOCAL, "-s", faults, cwd=swept, expect=0)
+    assert "4 runs: input × settings.faults, in " in done.stderr
+    names = ["items_faults-0", "items_faults-1", "others_faults-0", "others_faults-1"]
+    for name, n_items, n_failed in zip(names, (6, 6, 5, 5), (0, 1, 0, 1), strict=True):
+        with package.open(swept / "run" / name / "merged.h5") as merged:
+            assert (len(merged), int(merged.failed.sum())) == (n_items, n_failed)
+    listed = json.loads(slurmgpu("status", "run", "--json", cwd=swept, expect=0).stdout)
+    assert sorted(row["run"] for row in listed["runs"]) == names
+    told = slurmgpu("report", "run", cwd=swept, expect=0).stdout.splitlines()
+    assert [line.split()[:5] for line in told[1:3]] == [
+        [names[0], "6", "of", "6", "0"],
+        [names[1], "6", "of", "6", "1"],
+    ]
+    assert "is the folder of a sweep, with 4 runs" in slurmgpu("show", "run", cwd=swept, expect=2).stderr
+
+
+def test_runs_that_are_there_stay_and_only_the_others_are_submitted(swept, slurmgpu):
+    slurmgpu("submit", *LOCAL, "-s", 'sweep.input=["items.jsonl"]', cwd=swept, expect=0)
+    before = (swept / "run" / "items" / "merged.h5").stat().st_ino
+    done = slurmgpu("submit", *LOCAL, cwd=swept, expect=0)
+    assert "items is there already, and complete." in done.stderr
+    assert (swept / "run" / "items" / "merged.h5").stat().st_ino == before
+    assert (swept / "run" / "others" / "merged.h5").exists()
+    changed = slurmgpu("submit", *LOCAL, "-s", "seed=5", cwd=swept, expect=2)
+    assert "items holds a run that computes something else" in changed.stderr
+
+
+def test_nothing_is_made_if_one_of_them_cannot_be_planned(swept, slurmgpu):
+    (swept / "others.jsonl").write_text("no JSON\n")
+    done = slurmgpu("submit", *LOCAL, cwd=swept, expect=2)
+    assert "Run others of [sweep]: " in done.stderr
+    assert not (swept / "run").exists()
+
+
+def test_an_error_of_a_submission_says_which_runs_were_submitted(swept, monkeypatch):
+    submit = api.submit_draft
+
+    def refusing(draft, *args, **given):
+        if draft.run_dir.name == "others":
+            raise SlurmGPUError("Slurm refuses it.")
+        return submit(draft, *args, **given)
+
+    monkeypatch.setattr(api, "submit_draft", refusing)
+    with pytest.raises(SlurmGPUError, match=r"Run others of \[sweep\]: Slurm refuses it. Submitted before it: items"):
+        package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0)
+    monkeypatch.undo()
+    runs = package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0)
+    assert [len(run.results()) for run in runs.values()] == [6, 5]
+
+
+def test_a_dry_run_a_plan_and_a_check_are_of_all_runs(swept, slurmgpu):
+    dry = ("submit", *LOCAL, "--dry-run")
+    text = slurmgpu(*dry, cwd=swept, expect=0).stdout
+    assert [line.split()[0] for line in text.splitlines()[1:3]] == ["items", "others"]
+    found = json.loads(slurmgpu(*dry, "--json", cwd=swept, expect=0).stdout)["runs"]
+    assert [(run["name"], run["values"], run["plan"]["n_items"]) for run in found] == [
+        ("items", {"input": "items.jsonl"}, 6),
+        ("others", {"input": "others.jsonl"}, 5),
+    ]
+    assert not (swept / "run").exists()
+    checked = slurmgpu("check", "-s", "resources.executor=debug", "-s", "resources.gpus=0", cwd=swept, expect=0)
+    assert checked.stdout.count("✓ plan") == 2
+    refused = slurmgpu("submit", *LOCAL, "--probe", "1", cwd=swept, expect=2).stderr
+    assert "--probe is for one run, and [sweep] stands for several" in refused
+    planned = json.loads(slurmgpu("plan", "--gpus", "0", "--json", cwd=swept, expect=0).stdout)
+    assert [len(run["lines"]) for run in planned["runs"]] == [2, 2]
+    assert (swept / "run" / "others" / "run.json").exists()
+
+
+def test_resubmit_and_cancel_take_the_folder_of_a_sweep(swept, slurmgpu):
+    slurmgpu("submit", *LOCAL, cwd=swept, expect=0)
+    run = Run.open(swept / "run" / "others")
+    run.shard_path(0).unlink()
+    run.merged.unlink()
+    done = slurmgpu("resubmit", "run", *LOCAL, "--json", cwd=swept, expect=0)
+    assert [each["n_rows"] for each in json.loads(done.stdout)["runs"]] == [5]
+    assert run.merged.exists()
+    assert "All of 2 runs are complete" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=0).stderr
+    assert slurmgpu("cancel", "run", cwd=swept, expect=0).stdout.count("no task of this run is alive") == 2
+    (swept / "run" / "sweep.json").write_text("{")
+    assert "sweep.json is damaged" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=2).stderr
+
+
+def test_python_submits_a_sweep_by_submit_all(swept):
+    with pytest.raises(SlurmGPUError, match=r"slurmgpu\.submit_all submit them all"):
+        package.submit(swept / "slurmgpu.toml", executor="debug", gpus=0)
+    runs = package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0, limit=2)
+    assert {name: len(run.results()) for name, run in runs.items()} == {"items": 2, "others": 2}
+    assert runs["items"].folder == swept / "run-look" / "items"
+    (swept / "slurmgpu.toml").write_text('input = "items.jsonl"\n[workload]\nuse = "workloads.py:Rows"\n')
+    with pytest.raises(SlurmGPUError, match="varies no key of the run file"):
+        package.submit_all(swept / "slurmgpu.toml")

@@ -1,0 +1,119 @@
+"""What [sweep] with keys of the run file stands for: runs, their names, and the values that each has."""
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.overrides import Overrides
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.plan.site_file import GivenRunFile, read_run_file
+from slurmgpu.plan.variants import names_of, variants_of
+
+
+def found(tmp_path, sweep, *texts, **tables):
+    """The runs of a [sweep], as (name, its run file)."""
+    overrides = Overrides()
+    for text in texts:
+        overrides.assign_text(text)
+    source = GivenRunFile({"workload": {"use": "embed"}, "sweep": sweep, **tables}, tmp_path)
+    variants = variants_of(source, overrides)
+    return variants and [(each.name, read_run_file(source, each.overrides)) for each in variants.runs]
+
+
+def test_with_an_input_its_keys_are_those_of_the_run_file(tmp_path):
+    sweep = {"model": ["org/small", "org/large"], "input": ["a.jsonl", "b.jsonl"]}
+    runs = found(tmp_path, sweep, input="unused.jsonl", settings={"field": "text", "model": "none"})
+    assert [name for name, _ in runs] == ["small_a", "small_b", "large_a", "large_b"]
+    assert [(c.settings["model"], c.input) for _, c in runs][1] == ("org/small", "b.jsonl")
+    assert all(c.settings["field"] == "text" and c.sweep is None for _, c in runs)
+
+
+def test_keys_that_are_zipped_vary_as_one(tmp_path):
+    sweep = {"zip": [["input", "settings.lang"]], "input": ["a.txt", "b.txt"], "settings": {"lang": ["en", "de"]}}
+    runs = found(tmp_path, {**sweep, "resources": {"gpus": [1, 2]}})
+    assert [(name, c.input, c.settings["lang"], c.resources.gpus) for name, c in runs] == [
+        ("a_gpus=1", "a.txt", "en", 1),
+        ("a_gpus=2", "a.txt", "en", 2),
+        ("b_gpus=1", "b.txt", "de", 1),
+        ("b_gpus=2", "b.txt", "de", 2),
+    ]
+
+
+def test_without_an_input_keys_of_tables_vary_the_run_and_all_others_its_items(tmp_path):
+    assert found(tmp_path, {"lr": [0.1, 0.2]}) is None
+    runs = found(tmp_path, {"settings": {"model": ["a", "b"]}, "lr": [0.1, 0.2], "random": 1})
+    assert [(name, c.settings["model"], c.sweep) for name, c in runs] == [
+        ("a", "a", {"lr": [0.1, 0.2], "random": 1}),
+        ("b", "b", {"lr": [0.1, 0.2], "random": 1}),
+    ]
+    drawn = found(tmp_path, {"settings": {"lr": {"uniform": [0, 1]}}, "random": 3})
+    assert len({c.settings["lr"] for _, c in drawn}) == 3
+    with pytest.raises(SlurmGPUError, match=r"zip: lr, settings\.model are keys of the run and of its items"):
+        found(tmp_path, {"zip": [["lr", "settings.model"]], "settings": {"model": ["a", "b"]}, "lr": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"input": ["x/data.jsonl.gz", "y/data.jsonl.gz"]}, ["x-data", "y-data"]),
+        ({"input": ["imgs/*.png", "scans/*.png"]}, ["imgs", "scans"]),
+        ({"input": [["a", "b"], ["c"]]}, ["input-0", "input-1"]),
+        ({"settings.t": [0.5, -1, True]}, ["t=0.5", "t=-1", "t=true"]),
+        ({"slurm.time": ["04:00:00", "1-00"]}, ["time=04-00-00", "time=1-00"]),
+        ({"prompt": ["say: {text}" * 9, "why?"]}, ["prompt-0", "prompt-1"]),
+        ({"a": ["x_y", "x"], "b": ["z", "y_z"]}, ["0", "1"]),
+        ({"model": ["org/a", "org/a"]}, ["0", "1"]),
+        ({"a": ["one"], "b": ["two"]}, ["one_two"]),
+    ],
+)
+def test_names_tell_the_values_that_vary(values, names):
+    rows = [dict(zip(values, each, strict=True)) for each in zip(*values.values(), strict=True)]
+    assert names_of(rows) == names
+
+
+@pytest.mark.parametrize(
+    ("sweep", "texts", "said"),
+    [
+        ({"input": ["a", "b"]}, ["input=c"], r"-s and \[sweep\] input set the same key"),
+        ({"input": ["a", "b"], "run_dir": ["c", "d"]}, [], r"\[sweep\] varies run_dir, which is one for all"),
+        ({"input": "a", "settings": {"n": list(range(2000))}}, [], "stands for 2,000 runs; expected at most 1,000"),
+        ({"input": ["a", "b"], "resorces.gpus": [1]}, [], "there is no table 'resorces'"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, sweep, texts, said):
+    with pytest.raises(SlurmGPUError, match=said):
+        found(tmp_path, sweep, *texts)
+
+
+CLASS = """
+from slurmgpu import Text
+
+
+class W:
+    columns = {"a": Text()}
+    batch_size = 1
+
+    def __init__(self, seed=0):
+        pass
+
+    def __call__(self, items):
+        return [{"a": "a"} for _ in items]
+"""
+
+
+def test_a_key_that_may_be_a_setting_as_well_is_refused_with_both_ways_to_write_it(tmp_path):
+    (tmp_path / "w.py").write_text(CLASS)
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    tables = {"workload": {"use": "w.py:W"}, "input": "a.jsonl"}
+    source = GivenRunFile({**tables, "sweep": {"seed": [1, 2]}}, tmp_path)
+    [first, _] = variants_of(source, Overrides()).runs
+    both = r'Write "\.seed" = … for the former, or settings\.seed = … for the latter'
+    with pytest.raises(SlurmGPUError, match=both), draft_run(source, first.overrides):
+        pass
+    source = GivenRunFile({**tables, "sweep": {".seed": [1, 2]}}, tmp_path)
+    with draft_run(source, variants_of(source, Overrides()).runs[1].overrides) as draft:
+        assert draft.plan.seed == 2
+    with pytest.raises(SlurmGPUError, match=r"varies \.seed, so there is a run for each"), draft_run(source):
+        pass
+    empty = GivenRunFile({**tables, "sweep": {}}, tmp_path)
+    with pytest.raises(SlurmGPUError, match="has no key to vary"), draft_run(empty):
+        pass
