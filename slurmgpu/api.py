@@ -20,6 +20,7 @@ from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
 from slurmgpu.executors.detached import Background
+from slurmgpu.executors.making_room import make_room
 from slurmgpu.executors.registry import executor_named, queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
@@ -168,10 +169,11 @@ def submit(
     directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
     [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the run file, as in
     `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
-    `items`, such as "10:20,35", it is a run of these items only, in RUN-look. `extend` is a run of an input that has
-    more items since, of which only these are computed. With the executors local and debug, the run is computed and
-    merged when this returns. `inject` are faults on demand, such as `crash@17`; `RunHandle.rehearsed` returns their
-    outcome. Notes on the run file, such as a misspelt member of the workload, are logged as warnings.
+    `items`, such as "10:20,35", it is a run of these items only, in RUN-look, in place of an earlier one. `extend`
+    is a run of an input that has more items since, of which only these are computed. With the executors local and
+    debug, the run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
+    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload,
+    are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
     values = overrides_of(settings, image, resources, overrides, profile)
@@ -321,7 +323,7 @@ def compute_probe(
     submission = submission_of(small)
     executor = executor_named(submission.executor)
     executor.check(submission, small.plan.container)
-    probes.make_room(small.run_dir)
+    make_room(small.run_dir)
     run = None
     try:
         handle = submit_draft(small, None, on_tick)
@@ -344,7 +346,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
 
     by_hand = Manual()
     submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
-    run = create_run(draft.run_dir, draft.plan, draft.items.files)
+    run = _create(draft)
     draft.fill(run)
     return run, [*by_hand.start(run, submission).to_type], notes
 
@@ -363,7 +365,7 @@ def submit_draft(
     """
     submission = submission_of(draft, after, inject)
     executor_named(submission.executor).check(submission, draft.plan.container)
-    run = create_run(draft.run_dir, draft.plan, draft.items.files)
+    run = _create(draft)
     try:
         draft.fill(run)
         notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.n_missing)]
@@ -373,6 +375,12 @@ def submit_draft(
     except BaseException:
         remove_unused(run)
         raise
+
+
+def _create(draft: Draft) -> Run:
+    if draft.replaces_look:
+        make_room(draft.run_dir, "look")
+    return create_run(draft.run_dir, draft.plan, draft.items.files)
 
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:

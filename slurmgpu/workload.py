@@ -56,6 +56,14 @@ TEXTS = "a list of names of settings, as an attribute of the class"
 Row = Mapping[str, Any]
 
 
+_SHORT_NAMES = {name: short for short, name in BUILT_IN.items()} | {"slurmgpu.workloads.function:Function": "function"}
+
+
+def title_of(full_name: str, noun: str = "Workload") -> str:
+    """A workload in messages: a built-in one by its short name, such as "command", another by `noun` and its name."""
+    return _SHORT_NAMES.get(full_name) or f"{noun} {full_name}"
+
+
 @dataclass(frozen=True)
 class Item:
     """One record of the input: its 0-based `index`, its `data`, and its own `seed`."""
@@ -183,7 +191,7 @@ class Adapted:
         found = getattr(self.user, "columns", None)
         if not isinstance(found, Mapping):
             raise SlurmGPUError(
-                f"Workload {self.name} has no 'columns': a mapping of name to Array, Text, Json or Ragged."
+                f"{title_of(self.name)} has no 'columns': a mapping of name to Array, Text, Json or Ragged."
             )
         return found
 
@@ -345,7 +353,7 @@ def near_misses(workload: Adapted) -> list[str]:
     values = [*vars(sys.modules[cls.__module__]).values(), *(each for base in classes for each in vars(base).values())]
     used = {name for value in values for name in _names_used(value)}
     return [
-        f"Workload {workload.name}: nothing uses {name!r}; slurmgpu looks for {meant!r}. Rename it, or begin its name "
+        f"{title_of(workload.name)}: nothing uses {name!r}; slurmgpu looks for {meant!r}. Rename it, or begin its name "
         f"with _ if it is for something else."
         for name, [meant] in ((name, match) for name, match in close.items() if match)
         if name not in used
@@ -367,7 +375,7 @@ def _read(user: Any, name: str, attribute: str, expected: str, is_good: Callable
     if isinstance(value, Iterator):
         value = tuple(value)
     if value is not None and not is_good(value):
-        raise SlurmGPUError(f"Workload {name} has {attribute} = {_shown(value)}; expected {expected}.")
+        raise SlurmGPUError(f"{title_of(name)} has {attribute} = {_shown(value)}; expected {expected}.")
     return value
 
 
@@ -491,7 +499,7 @@ def load_class(full_name: str, search_path: Path) -> type:
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))
     if "__call__" not in _members(found):
-        raise SlurmGPUError(f"Workload {full_name}: the class has no method '__call__', which every workload needs.")
+        raise SlurmGPUError(f"{title_of(full_name)}: the class has no method '__call__', which every workload needs.")
     return found
 
 
@@ -502,7 +510,7 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Ada
     try:
         workload = adapt(cls(**settings), full_name)
     except (ValueError, TypeError, ItemError) as error:
-        raise SlurmGPUError(f"Workload {full_name} refuses its settings: {error}") from error
+        raise SlurmGPUError(f"{title_of(full_name)} refuses its settings: {error}") from error
     _ = workload.columns  # raises if missing
     return workload
 
@@ -556,17 +564,17 @@ def at_planning(full_name: str) -> Iterator[None]:
         yield
     except SyntaxError as error:
         raise SlurmGPUError(
-            f"Workload {full_name}: {error.filename}, line {error.lineno}, is not Python: {error.msg}. "
+            f"{title_of(full_name)}: {error.filename}, line {error.lineno}, is not Python: {error.msg}. "
             f"Correct it there, and submit again."
         ) from error
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name is None:
             raise SlurmGPUError(
-                f"Workload {full_name}: {_users_line(error)}, has {type(error).__name__}: {error}. "
+                f"{title_of(full_name)}: {_users_line(error)}, has {type(error).__name__}: {error}. "
                 f"Correct it there, and submit again."
             ) from error
         raise SlurmGPUError(
-            f"Workload {full_name} needs the module {error.name!r}, which is not installed here. Planning imports the "
+            f"{title_of(full_name)} needs the module {error.name!r}, which is not installed here. Planning imports the "
             f"workload on this machine, outside of any image: import it in `load`, or install it here as well. "
             f"It is imported at {_users_line(error)}."
         ) from error
@@ -649,7 +657,7 @@ def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, known) or " It takes none."
-            raise UnknownSettingError(f"Workload {full_name} has no setting {name!r}.{hint}", name)
+            raise UnknownSettingError(f"{title_of(full_name)} has no setting {name!r}.{hint}", name)
     missing = [
         name
         for name, p in known.items()
@@ -657,5 +665,5 @@ def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None
     ]
     if missing:
         raise SlurmGPUError(
-            f"Workload {full_name} needs the setting {missing[0]!r}: put it under [settings], or --set."
+            f"{title_of(full_name)} needs the setting {missing[0]!r}: put it under [settings], or --set."
         )

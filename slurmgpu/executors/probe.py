@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.liveness import refuse_alive
 from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.plan.planner import Draft, allocate
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
-from slurmgpu.run.lock import run_lock
-from slurmgpu.run.owners import name_of
 from slurmgpu.util.plurals import count_of
-from slurmgpu.util.shared_files import exists, retried
 
 SUFFIX = "-probe"
 SHOWN_ERRORS = 3
@@ -118,23 +113,6 @@ def spread(n_items: int, batch_size: int, n_wanted: int) -> list[tuple[int, int]
         first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
         ranges.append((first, start + batch_size))
     return ranges
-
-
-def make_room(folder: Path) -> None:
-    """Remove an earlier probe at `folder`; SlurmGPUError for anything else, and if tasks of it are alive."""
-    if not exists(folder):
-        return
-    if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
-        raise SlurmGPUError(f"{folder}, where the probe would go, is {name_of(owner)}'s. Name another --run-dir.")
-    run = Run.open(folder) if exists(folder / "run.json") else None
-    if run is None or not run.plan.is_probe:
-        raise SlurmGPUError(
-            f"{folder}, where the probe would go, exists and is no probe. Move it away, or name another --run-dir."
-        )
-    with run_lock(folder, "removing") as lock:
-        refuse_alive(run, "probe again")
-        lock.check()
-        shutil.rmtree(folder)
 
 
 def why_failed(run: Run, report: Report) -> Failed | None:

@@ -22,7 +22,7 @@ from slurmgpu.inputs.lines import Lines, json_object
 from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import date_in_whole_seconds
 from slurmgpu.util.plurals import count_of
-from slurmgpu.util.shared_files import is_transient
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, PATIENCE_S, is_transient, retried
 
 FILE = "input.files"
 """The listing in the run directory, a JSON object in a line for each item: `path`, `key`, `size_bytes`, `mtime_ns`."""
@@ -115,6 +115,7 @@ class FileRows:
 
     def __init__(self, lines: Rows) -> None:
         self._lines = lines
+        self._patience_s = PATIENCE_S
 
     def close(self) -> None:
         """Close the listing."""
@@ -123,18 +124,23 @@ class FileRows:
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Items start..stop-1."""
         lines = self._lines.read(start, stop)
-        return [line if isinstance(line, ItemError) else _checked(line) for line in lines]
+        return [line if isinstance(line, ItemError) else self._checked(line) for line in lines]
+
+    def _checked(self, line: Mapping[str, Any]) -> Mapping[str, Any] | ItemError:
+        """The data of a file; an error if it is not the one that was planned."""
+        path, shown = line["path"], as_text(line["path"])
+        try:
+            status = retried(lambda: os.stat(path), self._patience_s)  # noqa: PTH116 - a Path is slower, of a million
+        except OSError as error:
+            if is_transient(error):
+                # Where the folder cannot be looked at either, it is no fault of the file.
+                os.stat(os.path.dirname(path))  # noqa: PTH116, PTH120
+                self._patience_s = BRIEF_PATIENCE_S  # for the next: all of a broken disk may be such
+            return ItemError(f"{shown} cannot be read: {error.strerror}")
+        return _unchanged(line, shown, status)
 
 
-def _checked(line: Mapping[str, Any]) -> Mapping[str, Any] | ItemError:
-    """The data of a file; an error if it is not the one that was planned."""
-    path, shown = line["path"], as_text(line["path"])
-    try:
-        status = os.stat(path)  # noqa: PTH116 - a Path is slower, and there may be a million
-    except OSError as error:
-        if is_transient(error):
-            raise
-        return ItemError(f"{shown} cannot be read: {error.strerror}")
+def _unchanged(line: Mapping[str, Any], shown: str, status: os.stat_result) -> Mapping[str, Any] | ItemError:
     if not stat.S_ISREG(status.st_mode):
         return ItemError(f"{shown} is not a regular file")
     if (line["size_bytes"], line["mtime_ns"]) != (status.st_size, status.st_mtime_ns):

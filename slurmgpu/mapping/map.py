@@ -22,6 +22,7 @@ from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
+from slurmgpu.executors.making_room import make_room
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
@@ -256,7 +257,7 @@ def _remove_probe(folder: Path) -> None:
     """Remove the probe of which the columns were learnt, unless its jobs take long to end."""
     for left in range(PROBE_ENDS_S, -1, -1):
         try:
-            probe.make_room(folder)
+            make_room(folder)
             return
         except (SlurmGPUError, OSError) as error:  # the run is submitted: what stays does no harm
             if not left:

@@ -10,7 +10,7 @@ from slurmgpu.code.versions import RowsByCode, in_words
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import versions_in_words
 from slurmgpu.report.build import Report
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import GIVEN_RUN_FILE, NO_RUN_FILE, Run
 from slurmgpu.run.private import public
 from slurmgpu.run.submissions import JOB_KEYS
 from slurmgpu.util.plurals import count_of
@@ -26,7 +26,7 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
     git, image = made_by.get("git"), report.get("image")
     entries = [
         ("run directory", report["run_dir"]),
-        ("run file", made_by.get("run_file", "–")),
+        ("run file", _run_file(made_by.get("run_file", "–"))),
         (
             "git commit",
             f"{git['commit']}{' and uncommitted changes' if git['dirty'] else ''}" if git else "no repository",
@@ -44,6 +44,13 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
         ("report written", moment(report["written"])),
     ]
     return [(name, plain(text)) for name, text in entries]
+
+
+def _run_file(path: str) -> str:
+    """The path of the run file, or what gave its tables in its place."""
+    folder, _, name = path.rpartition("/")
+    given_by = {NO_RUN_FILE: "slurmgpu run", GIVEN_RUN_FILE: "Python"}
+    return f"none: given by {given_by[name]} in {folder}" if name in given_by else path
 
 
 def _code(versions: Sequence[RowsByCode]) -> str:

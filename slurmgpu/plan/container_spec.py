@@ -14,6 +14,7 @@ from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Ident
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
+from slurmgpu.workload import title_of
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:
@@ -90,7 +91,7 @@ def packages_of(full_name: str, base: Path) -> tuple[tuple[str, str], ...]:
         outside = [folder for folder in folders if folder.is_dir() and folder.resolve() != base / top]
         found = [(f".{number}/{top}" if number else top, folder) for number, folder in enumerate(outside)]
     if not folders and not found:
-        raise SlurmGPUError(f"Workload {full_name}: package {top!r} has no file, and cannot be taken into an image.")
+        raise SlurmGPUError(f"{title_of(full_name)}: package {top!r} has no file, and cannot be taken into an image.")
     return tuple((name, str(path.resolve())) for name, path in found if path.resolve() != base / name)
 
 

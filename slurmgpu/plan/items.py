@@ -18,7 +18,7 @@ from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
-from slurmgpu.workload import Adapted
+from slurmgpu.workload import Adapted, title_of
 
 Configurations = Sequence[Mapping[str, Any]]
 
@@ -168,7 +168,7 @@ def _check(
     inputs.check_fields(spec, index, kept, "keep", called=called)
     inputs.check_fields(spec, index, [key] if key else (), "key", called=called)
     notes = [said] if key and (said := check_names(spec, index, key)) else []
-    inputs.check_fields(spec, index, workload.fields, f"Workload {workload.name}", workload.advice, called)
+    inputs.check_fields(spec, index, workload.fields, title_of(workload.name), workload.advice, called)
     if workload.check_input is None:
         return notes
     with working_folder(path.parent):

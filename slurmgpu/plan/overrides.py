@@ -9,6 +9,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.run_file import Part, RunFile, merge_tables, plain_names, read_value, table_of, takes
+from slurmgpu.workload import title_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -88,10 +89,10 @@ class Overrides(dict[str, Any]):
         for key in sorted(self.bare if names is None else self.bare.keys() & set(names)):
             source = self.bare[key]
             former, latter = ("-s .{}=…", "-s settings.{}=…") if source == "-s" else ('".{}" = …', "settings.{} = …")
+            typed, workload = "=…" if source == "-s" else "", title_of(full_name, "workload")
             raise SlurmGPUError(
-                f"{source} {key}{'=…' if source == '-s' else ''} may be the key of the run file or the setting of "
-                f"workload {full_name}. Write {former.format(key)} for the former, or {latter.format(key)} for the "
-                f"latter."
+                f"{source} {key}{typed} may be the key of the run file or the setting of {workload}. "
+                f"Write {former.format(key)} for the former, or {latter.format(key)} for the latter."
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import Resources, size_bytes
-from slurmgpu.workload import Adapted, Placement, Share
+from slurmgpu.workload import Adapted, Placement, Share, title_of
 
 _MEMORY_GB = """
     gh200 96:101.5, b300 288:287, b200 180:191, h200 141:150, h100_nvl 94:100, h100 80:85, h800 80:85,
@@ -70,13 +70,13 @@ def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placem
     else:
         found = Placement(resources.processes or workload.processes)
     if not isinstance(found, Placement):
-        raise SlurmGPUError(f"Workload {name}: place(share) returned {found!r}; expected a Placement.")
+        raise SlurmGPUError(f"{title_of(name)}: place(share) returned {found!r}; expected a Placement.")
     if found.processes not in ("one", "per-gpu"):
-        raise SlurmGPUError(f"Workload {name} has processes = {found.processes!r}; expected 'one' or 'per-gpu'.")
+        raise SlurmGPUError(f"{title_of(name)} has processes = {found.processes!r}; expected 'one' or 'per-gpu'.")
     if resources.nodes_per_task > 1 and found.processes == "one":
         raise SlurmGPUError(
-            f"nodes_per_task = {resources.nodes_per_task}, but workload {name} runs in one process, which sees the "
-            f'GPUs of its own node only. Set processes = "per-gpu" in [resources] if it can run in several.'
+            f"nodes_per_task = {resources.nodes_per_task}, but {title_of(name, 'workload')} runs in one process, which "
+            f'sees the GPUs of its own node only. Set processes = "per-gpu" in [resources] if it can run in several.'
         )
     return found
 

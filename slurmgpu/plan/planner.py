@@ -38,6 +38,7 @@ from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of
+from slurmgpu.util.shared_files import status_of
 from slurmgpu.workload import (
     Adapted,
     UnknownSettingError,
@@ -50,6 +51,7 @@ from slurmgpu.workload import (
     resolve_use,
     settings_hints,
     texts_of_files,
+    title_of,
 )
 
 LOOK = "-look"
@@ -62,7 +64,8 @@ TARGET_SHARDS = 2048
 class Draft:
     """A run that is not written yet: its plan, directory, items, whose files are temporary, and code.
 
-    `resumes`: the workload keeps the progress of its items; `notes` are for the user.
+    `resumes`: the workload keeps the progress of its items; `notes` are for the user. With `replaces_look` an earlier
+    look in its directory is removed before it is made.
     """
 
     plan: Plan
@@ -73,6 +76,7 @@ class Draft:
     resumes: bool = False
     notes: tuple[str, ...] = ()
     extension: Extension | None = None
+    replaces_look: bool = False
 
     @property
     def n_missing(self) -> int:
@@ -105,13 +109,15 @@ def draft_run(
     look: Look | None = None,
     extends: Run | None = None,
     records: Any = None,
+    replaces_look: bool = False,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
     `run_file` is its path, or a `GivenRunFile`.
     `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
     some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
-    shards are taken. `records` is a table from Python with an Arrow form, in place of `input`.
+    shards are taken. `records` is a table from Python with an Arrow form, in place of `input`. A look takes the place
+    of an earlier one, unless it has a `run_dir`; with `replaces_look` also there.
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
@@ -125,7 +131,9 @@ def draft_run(
         named = named.with_name(f"{named.name}{LOOK}")
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
-    refuse_existing(target)
+    replaces_look = look is not None and (replaces_look or run_dir is None) and _is_look(target)
+    if not replaces_look:
+        refuse_existing(target)
     importer.forget_changed()
     before = set(sys.modules)
     full_name, settings, workload = _build(config, path.parent, overrides)
@@ -145,7 +153,7 @@ def draft_run(
             if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
                 raise
             notes.append(f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again.")
-    own = check_columns(workload.columns, f"workload {full_name}")
+    own = check_columns(workload.columns, title_of(full_name, "workload"))
     keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
     columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     batch_size = _batch_size(config, workload)
@@ -208,7 +216,13 @@ def draft_run(
         extension = None if extends is None else extend(extends, plan, Path(scratch))
         notes += [extension.describe(plan)] if extension else []
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
-        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension)
+        yield Draft(
+            plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension, replaces_look
+        )
+
+
+def _is_look(folder: Path) -> bool:
+    return status_of(folder / "run.json") is not None and Run.open(folder).plan.look == "look"
 
 
 def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
@@ -325,12 +339,13 @@ def _batch_size(config: RunFile, workload: Adapted) -> int:
             return 1
         own = " Under [settings], batch_size is its own." if "batch_size" in _hints(type(workload.user)) else ""
         raise SlurmGPUError(
-            f"[workload] batch_size = {asked}, and workload {workload.name} computes items one by one: remove it.{own}"
+            f"[workload] batch_size = {asked}, and {title_of(workload.name, 'workload')} computes items one by one: "
+            f"remove it.{own}"
         )
     size = asked or workload.batch_size
     if size is None:
         raise SlurmGPUError(
-            f"Workload {workload.name} has no batch_size, a whole number of at least 1. "
+            f"{title_of(workload.name)} has no batch_size, a whole number of at least 1. "
             f"Set it in the class or in [workload]."
         )
     return size
@@ -358,7 +373,7 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
         frozen: dict[str, Any] = json.loads(json.dumps(settings))
     except TypeError as error:
         raise SlurmGPUError(
-            f"[settings] of workload {full_name}: {error}; use text, numbers, booleans and lists."
+            f"[settings] of {title_of(full_name, 'workload')}: {error}; use text, numbers, booleans and lists."
         ) from error
     cls = load_class(full_name, search_path)
     frozen |= texts_of_files(full_name, cls, frozen)
@@ -383,7 +398,7 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         worst = max(error.errors(), key=lambda each: len(each["loc"]))
         problem, found, place = worst["msg"].removeprefix("Input "), worst.get("input", value), worst["loc"]
         where = f"setting {name!r}" + (f", at {place[-1]!r}," if place and found != value else "")
-        raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
+        raise SlurmGPUError(f"{title_of(full_name)}: {where} {problem}; found {found!r}.") from error
 
 
 def _provenance(run_file: Path, container: Mapping[str, Any]) -> Provenance:

@@ -35,9 +35,7 @@ from slurmgpu.plan.run_file import (
     read_toml,
 )
 from slurmgpu.plan.variables import substitute
-
-NO_RUN_FILE = "slurmgpu run"
-"""The file name of a run file that is not read: the command line gave all of it."""
+from slurmgpu.run.directory import GIVEN_RUN_FILE, NO_RUN_FILE
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
@@ -60,7 +58,7 @@ class GivenRunFile:
     @property
     def path(self) -> Path:
         """The path, at which there is no file, that stands for it in messages and in the plan."""
-        return self.folder / "slurmgpu.submit"
+        return self.folder / GIVEN_RUN_FILE
 
 
 RunFileSource = Path | GivenRunFile

@@ -44,11 +44,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """The runs of a sweep, each in a directory of its name in `folder`; `said` are they in a line."""
+    """The runs of a sweep, each in a directory of its name in `folder`; `said` are they in a line.
+
+    With `replace_looks` they take the place of earlier looks.
+    """
 
     folder: Path
     runs: Sequence[Variant]
     said: str
+    replace_looks: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def variants_of(
     runs = [
         Variant(name, values, _varied(overrides, values, of_items)) for name, values in zip(names, found, strict=True)
     ]
-    return Variants(folder, runs, said)
+    return Variants(folder, runs, said, look is not None and run_dir is None)
 
 
 @contextlib.contextmanager
@@ -111,11 +115,14 @@ def drafted(
     with contextlib.ExitStack() as stack:
         for variant in variants.runs:
             folder = variants.folder / variant.name
-            is_there = exists(folder / "run.json")
+            replaces = variants.replace_looks
+            is_there = not replaces and exists(folder / "run.json")
             # The directory of a run that is there cannot be planned once more.
             target = folder.with_name(f".{variant.name}.again") if is_there else folder
             with _naming(variant):
-                draft = stack.enter_context(draft_run(source, variant.overrides, target, None, after, look))
+                draft = stack.enter_context(
+                    draft_run(source, variant.overrides, target, None, after, look, replaces_look=replaces)
+                )
                 if not is_there:
                     to_submit.append((variant, draft))
                     continue

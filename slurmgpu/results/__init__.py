@@ -146,15 +146,26 @@ class Merged:
         return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
     def to_pandas(self) -> pd.DataFrame:
-        """All rows as a data frame: `index`, the columns as stored, and `error`, None for good rows."""
+        """All rows as a data frame: `index`, the columns, and `error`, None for good rows.
+
+        The values of failed items are missing: columns of integers and booleans have pandas' nullable types then.
+        """
         try:
             import pandas as pd
         except ImportError as error:
             raise SlurmGPUError("to_pandas() needs pandas: pip install 'slurmgpu[pandas]'") from error
-        frame = {}
+        frame, failed = {}, self.failed
         for name in ("index", *self.columns):
-            values, dtype = self[name], self._columns[name].pandas
-            frame[name] = pd.Series(values[:] if dtype is None else values.python_values(), dtype=dtype)
+            column, dtype = self[name], self._columns[name].pandas
+            values = column[:] if dtype is None else column.python_values()
+            if name == "index" or not failed.any():
+                frame[name] = pd.Series(values, dtype=dtype)
+            elif isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+                frame[name] = pd.Series(pd.arrays.IntegerArray(values, failed.copy()))
+            elif isinstance(values, np.ndarray) and values.dtype.kind == "b":
+                frame[name] = pd.Series(pd.arrays.BooleanArray(values, failed.copy()))
+            else:
+                frame[name] = pd.Series(values, dtype=dtype).mask(failed, None)
         frame["error"] = pd.Series([message or None for message in self["error"][:]], dtype=object)
         data_frame: pd.DataFrame = pd.DataFrame(frame)
         return data_frame

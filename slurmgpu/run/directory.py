@@ -52,6 +52,8 @@ from slurmgpu.util.shared_files import (
 
 log = logging.getLogger(__name__)
 
+NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
+"""The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSIONS = (1, 2)
 """2 has `keep` or `look`: a reader of 1 alone would take the fingerprint, and so each shard, for another plan's."""

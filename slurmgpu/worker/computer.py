@@ -20,7 +20,7 @@ from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.workload import Adapted, Item
+from slurmgpu.workload import Adapted, Item, title_of
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +329,7 @@ class Computer:
         if not is_list or len(returned) != len(items):
             kind = "None" if returned is None else f"a {type(returned).__name__}"
             found = count_of(len(returned), "row") if is_list else kind
-            message = f"workload {self.name} returned {found} for {count_of(len(items), 'item')}"
+            message = f"{title_of(self.name, 'workload')} returned {found} for {count_of(len(items), 'item')}"
             message += "" if is_list else "; expected a list with a row, or an ItemError, for each of them"
             # Not narrowed: a single item would get the one row that was meant for all.
             failure = Failure("item_error", message, ("rows",))
@@ -353,7 +353,7 @@ class Computer:
                 row = {**row, **self._kept_of[item.index]}
             return convert_row(self.columns, row)
         except ValueError as error:
-            message = f"workload {self.name}, item {item.index}: {error}"
+            message = f"{title_of(self.name, 'workload')}, item {item.index}: {error}"
             if (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
                 message += f". {more}"
             failure = Failure("item_error", message, ("row", str(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, list_files, scan
+from slurmgpu.inputs import InputSpec, Reader, find, list_files, listing, scan
 from slurmgpu.inputs.kept import kept_values
 from slurmgpu.inputs.listing import FILE, Files
 
@@ -22,9 +23,9 @@ def make(folder: Path, *names: str | bytes) -> None:
 
 
 def planned(patterns: str | list[str], base: Path) -> tuple[InputSpec, str, tuple[str, ...]]:
-    listing = list_files(patterns, base)
-    assert listing is not None
-    said, folders = listing.write(base / FILE)
+    listed = list_files(patterns, base)
+    assert listed is not None
+    said, folders = listed.write(base / FILE)
     return scan([base / FILE], base / "index", stride=3, of_format=Files()), said, folders
 
 
@@ -79,6 +80,29 @@ def test_a_file_that_changed_went_or_cannot_be_read_is_its_items_error_alone(tmp
     assert "6.wav is not a regular file" in errors[6]
     assert "dangling.wav cannot be read: No such file" in errors[8]
     assert "fifo.wav is not a regular file" in errors[9]
+
+
+def test_a_file_that_fails_for_ever_is_its_items_error_but_not_where_its_folder_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "in", "0.wav", "1.wav", "2.wav")
+    spec, *_ = planned("in", tmp_path)
+    monkeypatch.setattr(listing, "PATIENCE_S", 0.0)
+    real, failing = os.stat, {"1.wav"}
+
+    def stat(path: Any, **given: Any) -> os.stat_result:
+        if Path(path).name in failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, **given)
+
+    monkeypatch.setattr(listing.os, "stat", stat)
+    with Reader(spec, tmp_path / "index") as reader:
+        found = reader.read(0, 3)
+        assert [isinstance(item, ItemError) for item in found] == [False, True, False]
+        assert str(found[1]) == f"{tmp_path}/in/1.wav cannot be read: Input/output error"
+    failing.add("in")
+    with Reader(spec, tmp_path / "index") as reader, pytest.raises(OSError, match="Input/output error"):
+        reader.read(0, 3)
 
 
 def test_a_listing_says_how_many_files_and_which_keys_are_not_their_own(tmp_path: Path) -> None:

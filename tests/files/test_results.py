@@ -467,13 +467,25 @@ def test_pandas_has_every_column(merged):
     frame = merged.to_pandas()
     assert list(frame) == NAMES
     assert frame["score"].dtype == np.float32
-    assert frame["ok"].dtype == bool
-    assert frame["shout"].tolist() == expected("shout")
+    good = frame[frame.error.isna()]
+    assert good["shout"].tolist() == [text for i, text in enumerate(expected("shout")) if i not in FAILED]
     assert frame["lengths"][3].tolist() == [0, 1, 2]
     assert frame["logits"][1].tolist() == plain_row(1)["logits"].tolist()
     assert frame["tag"][3] == b"ab"
     assert frame["error"][2].startswith("item 2")
     assert frame["error"][3] is None
+
+
+def test_values_of_failed_items_are_missing_in_pandas_and_no_zeros(merged, tmp_path):
+    pytest.importorskip("pandas")
+    frame = merged.to_pandas()
+    for name in merged.columns:
+        assert frame[name].isna()[merged.failed].all(), name
+    assert frame["ok"].dtype == "boolean"
+    assert int(frame["ok"].count()) == int((~merged.failed).sum())
+    path = write(tmp_path / "whole.h5", columns={"n": Array("uint8")}, rows=[{"n": np.uint8(255).tobytes()}])
+    with results.open(path) as whole:
+        assert whole.to_pandas()["n"].dtype == np.uint8
 
 
 def as_arrow(value):

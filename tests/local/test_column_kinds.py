@@ -122,7 +122,7 @@ def test_values_come_back_as_the_kind_reads_them(merged):
         assert found.rows(3, 4) == [{"index": 3, "at": AT[3], "tags": TAGS[3]}]
         frame = found.to_pandas()
         assert frame["at"][3] == AT[3]
-        assert frame["tags"].tolist() == TAGS
+        assert frame["tags"].tolist() == [None if index == FAILED else tags for index, tags in enumerate(TAGS)]
     assert columns_to_json(found.columns) == Run.open(merged.parent).plan.columns
 
 

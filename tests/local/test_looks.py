@@ -1,15 +1,22 @@
 """Looks: runs of some items of an input, by --limit and --items."""
 
 import json
+import shutil
 
 import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import making_room
 from slurmgpu.executors.probe import draft_probe
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.results.published import RunRows
+
+
+def refuse(why):
+    raise SlurmGPUError(why)
+
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 
@@ -107,16 +114,33 @@ def test_items_that_there_are_not_are_refused(items, limit, said):
         Look(items, limit).ranges(100)
 
 
-def test_looks_at_other_items_are_other_plans_and_none_takes_the_place_of_another_run(project):
+def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, monkeypatch):
     path = project(100) / "slurmgpu.toml"
     prints = []
     for items in ("0:8", "8:16"):
         with draft_run(path, look=Look(items)) as draft:
             prints.append(draft.plan.fingerprint)
     assert prints[0] != prints[1]
-    package.submit(path, limit=8, executor="debug", gpus=0)
+
+    def look(items, **given):
+        return package.submit(path, items=items, executor="debug", gpus=0, **given)
+
+    look("0:8")
+    second = look("4:7")
+    assert (second.folder.name, second.results().index[:].tolist()) == ("run-look", [4, 5, 6])
     with pytest.raises(SlurmGPUError, match="run-look holds a run already"):
-        package.submit(path, limit=8, executor="debug", gpus=0)
+        look("0:2", run_dir=second.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(making_room, "refuse_alive", lambda run, what: refuse(f"at work before you {what}"))
+        with pytest.raises(SlurmGPUError, match="at work before you look again"):
+            look("0:2")
+    assert len(second.results()) == 3
+    second.folder.rename(path.parent / "a-look")
+    package.submit(path, executor="debug", gpus=0, run_dir=second.folder)
+    with pytest.raises(SlurmGPUError, match="run-look holds a run already"):
+        look("0:2")
+    shutil.rmtree(second.folder)
+    look("0:2")
     (path.parent / "run-look").rename(path.parent / "run-probe")
     with pytest.raises(SlurmGPUError, match="is no probe"):
         package.probe(path, 8, executor="debug", gpus=0)

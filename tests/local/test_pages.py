@@ -7,17 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from selenium.webdriver.support.ui import WebDriverWait
 
+import slurmgpu
 from slurmgpu import page as pages
 from slurmgpu.merge import merge as merging
 from slurmgpu.page import page
 from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import rates
-from slurmgpu.page.provenance import gpus_of
+from slurmgpu.page.provenance import gpus_of, provenance_of
 from slurmgpu.page.spans import lives_of, makers_of
 from slurmgpu.page.words import moment
 from slurmgpu.report.build import read_report, report_path
@@ -25,6 +27,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.util import redact
 from slurmgpu.util.amounts import duration
 from slurmgpu.util.atomic_files import write_json
+from tests.support import sample_workloads
 from tests.support.browser import browser  # noqa: F401
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
 from tests.support.runs import make_project, report
@@ -45,6 +48,18 @@ return [
 ].map((node) => node.textContent.slice(0, 40));
 """
 """What an edge cuts off: texts in pictures, and on a phone what one would have to scroll sideways for."""
+
+
+def test_a_page_names_no_run_file_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "workloads.py").write_text(Path(sample_workloads.__file__).read_text())
+    tables = {"input": "a.jsonl", "html": False, "workload": {"use": "workloads.py:Rows"}}
+    handle = slurmgpu.submit(tables, executor="debug", gpus=0)
+    outcome = handle.report()
+    assert ("run file", f"none: given by Python in {tmp_path}") in provenance_of(handle.run, outcome)
+    outcome["provenance"]["run_file"] = f"{tmp_path}/slurmgpu run"
+    assert ("run file", f"none: given by slurmgpu run in {tmp_path}") in provenance_of(handle.run, outcome)
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def run(
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result
-    from slurmgpu.plan.site_file import NO_RUN_FILE
+    from slurmgpu.run.directory import NO_RUN_FILE
 
     overrides = whole_run_file(each, col, context.meta[PROGRAM], given, batch_size)
     if given["dry_run"] and not given["as_json"]:
