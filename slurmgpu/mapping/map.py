@@ -236,9 +236,10 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     run, report = api.compute_probe(small, on_status=None)
     said = "so that the columns are not known, and nothing was submitted"
     if report["complete"] and (errors := report["errors"]):
-        raise SlurmGPUError(
-            f"Item {errors[0]['index']} failed, {said}: {errors[0]['message'].rstrip('.')}. Its log is in {run.logs}."
-        )
+        first = errors[0]
+        name = f" ({first['name']})" if first["name"] else ""
+        why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
+        raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why}")
     if (failed := probe.why_failed(run, report)) is not None:
         raise SlurmGPUError(
             f"The first item failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"

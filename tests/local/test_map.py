@@ -84,7 +84,7 @@ def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
         raise RuntimeError("not with this item")
 
     with pytest.raises(
-        SlurmGPUError, match=r"Item 0 failed, so that .* nothing was submitted: .*not with this item .*\. Its log"
+        SlurmGPUError, match=r"Item 0 .*failed, so that .* nothing was submitted: .*not with this item .*\. Its log"
     ):
         slurmgpu.map(fails, [1, 2, 3], **HERE)
     with pytest.raises(SlurmGPUError, match=r"nothing in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):

@@ -305,6 +305,14 @@ def test_index_and_seed_are_in_the_environment_and_gpus_are_counted_by_their_bus
     assert row == {"n": 7, "seed": str(item.seed), "order": "PCI_BUS_ID", "mine": "x", "gpus": ""}
 
 
+def test_a_program_that_prints_a_number_gives_the_only_column(one):
+    assert one("print(4)", columns={"n": "int32"})(items("a")) == [{"n": 4}]
+    assert one("print(0.5)", columns={"n": "float32"})(items("a")) == [{"n": 0.5}]
+    for printed, columns in (("4", {"n": "int32", "m": "int32"}), ("4", {"n": "text"}), ("x", {"n": "int32"})):
+        [row] = one(f"print('{printed}')", columns=columns)(items("a"))
+        assert 'expected a JSON object, such as {"n": …' in str(row)
+
+
 def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     code = "import json, os; print(json.dumps({{'gpus': os.environ['CUDA_VISIBLE_DEVICES']}}))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import lzma
@@ -65,6 +66,20 @@ def row_of(values: Values) -> Values | ItemError | Retry:
             return Retry(values["error"], after=None if retry is True else retry)
         return ItemError(values["error"])
     return {name: value for name, value in values.items() if name != "error"}
+
+
+def parse_row(stdout: bytes, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """The row that a call printed: a JSON object, or the only column's number; OutputError if it is none."""
+    try:
+        return parse_object(stdout, "stdout")
+    except OutputError as error:
+        [name, *others] = columns
+        if not others and isinstance(columns[name], Array):
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(value := json.loads(stdout), int | float):
+                    return {name: value}
+        shown = ", ".join(f'"{each}": …' for each in columns)
+        raise OutputError(f"{error}, such as {{{shown}}}") from None
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from pathlib import Path
 from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError
 from slurmgpu.shards.column_types import columns_of
+from slurmgpu.shards.columns import Column
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import MEMORY_TEXTS
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
-from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
+from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_row, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, as_json, content_of, parse
 from slurmgpu.workloads.command.process import (
     SELF_INFLICTED,
@@ -301,7 +302,7 @@ class Command:
         try:
             child.finish(self._timeout_s)
             if line.out is None:
-                return _only_row(kept.content(), requests)
+                return _only_row(kept.content(), requests, self.columns)
             rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
         except OutputError as error:
             raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
@@ -353,9 +354,9 @@ def _request(item: Item) -> bytes:
         raise ItemError(f"the item's data cannot be JSON: {error}") from error
 
 
-def _only_row(stdout: bytes, requests: Mapping[int, bytes]) -> dict[int, Values]:
+def _only_row(stdout: bytes, requests: Mapping[int, bytes], columns: Mapping[str, Column]) -> dict[int, Values]:
     collected = Collected(requests, is_one=True)
-    collected.add(parse_object(stdout, "stdout"), "stdout")
+    collected.add(parse_row(stdout, columns), "stdout")
     return collected.rows
 
 
