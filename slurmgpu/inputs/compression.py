@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.packages import check_pyarrow
@@ -42,14 +43,26 @@ def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
         yield file
         return
     try:
-        yield _Xz.reading(file) if suffix == ".xz" else _arrow_stream(file, path, _CODECS[suffix])
-    except (EOFError, lzma.LZMAError, OSError) as error:
+        yield _stream(file, path, suffix)
+    except (EOFError, _DamagedError, OSError) as error:
         if getattr(error, "errno", None) is not None:  # of the disk
             raise
         raise SlurmGPUError(
             f"{path} is no whole {suffix} file: {error}. An interrupted copy or download leaves such a file: get it "
             f"again, or, if it is not compressed, remove the suffix from its name."
         ) from error
+
+
+def _stream(file: BinaryIO, path: Path, suffix: str) -> BinaryIO:
+    if suffix == ".xz":
+        return _Members.reading(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError, padding=b"\0")
+    if suffix == ".gz":
+        with contextlib.suppress(ImportError):
+            from isal import igzip_lib  # three times as quick as zlib
+
+            make = functools.partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
+            return _Members.reading(file, make, cast(type[Exception], igzip_lib.IsalError))
+    return _arrow_stream(file, path, _CODECS[suffix])
 
 
 def _arrow_stream(file: BinaryIO, path: Path, codec: str) -> BinaryIO:
@@ -61,17 +74,43 @@ def _arrow_stream(file: BinaryIO, path: Path, codec: str) -> BinaryIO:
     return cast(BinaryIO, stream)
 
 
-class _Xz(io.RawIOBase):
-    """The content of an .xz file. `lzma.open` takes a damaged second stream for the end of the file."""
+class _DamagedError(Exception):
+    """A decoder found that its bytes are damaged."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+class _Decoder(Protocol):
+    """What decodes one member, as `lzma.LZMADecompressor`."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
+
+
+class _Members(io.RawIOBase):
+    """The content of a file of members, one behind the other; `lzma.open` takes a damaged second one for the end.
+
+    Each has a decoder of its own, which raises `damage`; bytes of `padding` may stand between them.
+    """
+
+    def __init__(
+        self, file: BinaryIO, make: Callable[[], _Decoder], damage: type[Exception], padding: bytes = b""
+    ) -> None:
+        self._file, self._make, self._damage, self._padding = file, make, damage, padding
+        self._decoder = make()
 
     @classmethod
-    def reading(cls, file: BinaryIO) -> BinaryIO:
+    def reading(
+        cls, file: BinaryIO, make: Callable[[], _Decoder], damage: type[Exception], padding: bytes = b""
+    ) -> BinaryIO:
         """The content, buffered."""
-        return io.BufferedReader(cls(file), _READ_BYTES)
+        return io.BufferedReader(cls(file, make, damage, padding), _READ_BYTES)
 
     def readable(self) -> bool:
         return True
@@ -80,19 +119,23 @@ class _Xz(io.RawIOBase):
         while True:
             data = b""
             if self._decoder.eof:
-                data = self._next_stream(self._decoder.unused_data)
+                data = self._next_member(self._decoder.unused_data)
                 if not data:
                     return 0
-                self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+                self._decoder = self._make()
             elif self._decoder.needs_input and not (data := self._file.read(_READ_BYTES)):
                 raise EOFError("it ends within a stream")
-            if found := self._decoder.decompress(data, len(buffer)):
+            try:
+                found = self._decoder.decompress(data, len(buffer))
+            except self._damage as error:
+                raise _DamagedError(str(error)) from error
+            if found:
                 buffer[: len(found)] = found
                 return len(found)
 
-    def _next_stream(self, data: bytes) -> bytes:
-        """The first bytes of the next stream, behind zeros; empty at the end of the file."""
-        while not (data := data.lstrip(b"\0")):
+    def _next_member(self, data: bytes) -> bytes:
+        """The first bytes of the next member, behind padding; empty at the end of the file."""
+        while not (data := data.lstrip(self._padding)):
             if not (data := self._file.read(_READ_BYTES)):
                 break
         return data

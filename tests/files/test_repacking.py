@@ -137,6 +137,37 @@ def test_a_damaged_archive_is_refused(tmp_path: Path, compressed: str, damage: C
         scan([path], tmp_path / "index", stride=4)
 
 
+MEMBER = gzip.compress(b'{"text": "a"}\n' * 4000)
+
+
+@pytest.mark.parametrize(
+    ("members", "is_whole"),
+    [
+        (MEMBER, True),
+        (MEMBER + MEMBER, True),
+        (gzip.compress(b"") + MEMBER, True),
+        (MEMBER + MEMBER[:5], False),
+        (MEMBER[:-8] + b"abcd" + MEMBER[-4:], False),  # the checksum
+        (MEMBER[:-4] + b"abcd", False),  # the length
+        (MEMBER + b"x", False),
+        (MEMBER + MEMBER[:-8] + b"abcd" + MEMBER[-4:], False),
+    ],
+)
+def test_gzip_is_read_alike_with_isal_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: bytes, is_whole: bool
+) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(members)
+    found = [read_plan(tmp_path / "a.jsonl.gz")]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "isal", None)
+        found.append(read_plan(tmp_path / "a.jsonl.gz"))
+    if is_whole:
+        assert found[0] == found[1]
+        assert not isinstance(found[0], str)
+    else:
+        assert all("FILE is no whole .gz file" in refusal for refusal in found)
+
+
 def test_files_of_several_compressions_are_one_input(tmp_path: Path) -> None:
     contents = [b"\n".join(JSONL[i : i + 600]) for i in range(0, 3000, 600)]
     for number, (content, suffix) in enumerate(zip(contents, [*COMPRESSORS, ""], strict=True)):

@@ -47,6 +47,7 @@ FOREIGN = {
     "vllm": {"llm"},
     "pyarrow": {"inputs", "results", "merge.export"},
     "duckdb": {"inputs"},
+    "isal": {"inputs"},
     "pandas": {"results"},
     "pynvml": {"util.nvml"},
     "matplotlib": {"page"},
