@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +21,33 @@ FIELD = "array"
 """The field of an array without a name."""
 
 MOST_BYTES = 1 << 31
-"""The size of the arrays in a .npz, which are in memory while it is read."""
+"""The size of the arrays in a .npz that are in memory while it is read; larger ones are read by position."""
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""A member of a zip file: the lengths of its name and of what follows it, behind which its bytes lie."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the rows of an array lie in a file."""
+
+    begin: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def read(self, file: BinaryIO, path: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows start..stop-1."""
+        # Read, not mapped: a mapped file that is cut, or goes stale on NFS, kills the process.
+        content = np.empty((stop - start) * self.row_bytes, np.uint8)
+        file.seek(self.begin + start * self.row_bytes)
+        if file.readinto(content.data) != len(content):  # type: ignore[attr-defined]
+            raise SlurmGPUError(f"{path} was cut while it was read. Put it back as it was.")
+        rows: NDArray[Any] = content.view(self.dtype).reshape((stop - start, *self.shape[1:]))
+        return rows
 
 
 class NpyRows:
@@ -31,22 +60,22 @@ class NpyRows:
             raise SlurmGPUError(
                 f"{path} has no array of numbers or texts that is whole: {error}. Write it by np.save, without pickle."
             ) from error
-        self._path, self._dtype, self._shape, self._begin = path, mapped.dtype, mapped.shape, mapped.offset
-        if not self._shape:
+        self._path, self._rows = path, _Place(mapped.offset, mapped.dtype, mapped.shape)
+        if not mapped.shape:
             raise SlurmGPUError(f"{path} has a single value: expected an array, whose rows are the items.")
         if not mapped.flags.c_contiguous:
             raise SlurmGPUError(
                 f"{path} has its array in Fortran's order, where a row is spread over the file. Write it by "
                 f"np.save(path, np.ascontiguousarray(array))."
             )
-        end, size = self._begin + mapped.nbytes, Path(path).stat().st_size
+        end, size = mapped.offset + mapped.nbytes, Path(path).stat().st_size
         if size != end:
             raise SlurmGPUError(f"{path} has {size - end} bytes behind its array: expected one array. Write it again.")
-        self.columns = self._dtype.names or (FIELD,)
+        self.columns = mapped.dtype.names or (FIELD,)
         self._file = open(path, "rb")  # noqa: SIM115 - closed by close
 
     def __len__(self) -> int:
-        return int(self._shape[0])
+        return int(self._rows.shape[0])
 
     def close(self) -> None:
         """Close the file."""
@@ -54,52 +83,85 @@ class NpyRows:
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Rows start..stop-1."""
-        shape = (stop - start, *self._shape[1:])
-        # Read, not mapped: a mapped file that is cut, or goes stale on NFS, kills the process.
-        content = np.empty(int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
-        self._file.seek(self._begin + start * (len(content) // (stop - start)))
-        if self._file.readinto(content.data) != len(content):
-            raise SlurmGPUError(f"{self._path} was cut while it was read. Put it back as it was.")
-        return _rows({FIELD: content.view(self._dtype).reshape(shape)})
+        return _rows({FIELD: self._rows.read(self._file, self._path, start, stop)})
 
 
 class NpzRows:
-    """The rows of the arrays in a .npz file, all of which are in memory."""
+    """The rows of the arrays in a .npz file: in memory, or, if these are large and not compressed, by position."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, verify: bool = False) -> None:
+        self._path, self._arrays, self._file = path, dict[str, "NDArray[Any] | _Place"](), None
         try:
             with zipfile.ZipFile(path) as archive:
-                size = sum(member.file_size for member in archive.infolist())
-                odd = [name for name in archive.namelist() if not name.endswith(".npy")]
-            if size > MOST_BYTES:
-                raise SlurmGPUError(
-                    f"{path} has {size} bytes of arrays, and at most {MOST_BYTES} are read into memory. Write each "
-                    f"array as a .npy, which is read row by row."
-                )
-            if odd:
-                raise SlurmGPUError(f"{path} has the member {odd[0]!r}: expected arrays alone, as np.savez writes.")
-            with np.load(path, allow_pickle=False) as file:
-                self._arrays: dict[str, NDArray[Any]] = {name: file[name] for name in file.files}
+                members = archive.infolist()
+                size = sum(member.file_size for member in members)
+                if odd := [name for name in archive.namelist() if not name.endswith(".npy")]:
+                    raise SlurmGPUError(f"{path} has the member {odd[0]!r}: expected arrays alone, as np.savez writes.")
+                if size > MOST_BYTES:
+                    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                        raise SlurmGPUError(
+                            f"{path} has {size} bytes of compressed arrays, and at most {MOST_BYTES} are read into "
+                            f"memory. Write it by np.savez, or each array as a .npy: these are read row by row."
+                        )
+                    if verify and (damaged := archive.testzip()) is not None:
+                        raise ValueError(f"Bad CRC-32 for file {damaged!r}")
+                    self._file = open(path, "rb")  # noqa: SIM115 - closed by close
+                    self._arrays.update(_places(self._file, members))
+            if self._file is None:
+                with np.load(path, allow_pickle=False) as file:
+                    self._arrays.update({name: file[name] for name in file.files})
         except (ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
+            self.close()
             raise SlurmGPUError(
                 f"{path} has no arrays of numbers or texts that are whole: {error}. Write it by np.savez."
             ) from error
         shapes = {name: array.shape for name, array in self._arrays.items()}
         if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+            self.close()
             said = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "none"
             raise SlurmGPUError(f"{path} has the arrays {said}: expected as many rows in each. Write it again.")
         self.columns = tuple(self._arrays)
 
     def __len__(self) -> int:
-        return len(self._arrays[self.columns[0]])
+        return int(self._arrays[self.columns[0]].shape[0])
 
     def close(self) -> None:
-        """Drop the arrays."""
+        """Drop the arrays and close the file."""
         self._arrays = {}
+        if self._file is not None:
+            self._file.close()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Rows start..stop-1."""
-        return _rows({name: array[start:stop].copy() for name, array in self._arrays.items()}, named=True)
+        return _rows({name: self._read(array, start, stop) for name, array in self._arrays.items()}, named=True)
+
+    def _read(self, array: NDArray[Any] | _Place, start: int, stop: int) -> NDArray[Any]:
+        if isinstance(array, _Place):
+            assert self._file is not None
+            return array.read(self._file, self._path, start, stop)
+        rows: NDArray[Any] = array[start:stop].copy()
+        return rows
+
+
+def _places(file: BinaryIO, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Place]:
+    """Where the arrays lie of a .npz that is not compressed; ValueError for one without rows of its own."""
+    found = {}
+    for member in members:
+        file.seek(member.header_offset)
+        begin = member.header_offset + 30 + sum(_LOCAL_HEADER.unpack(file.read(30)))
+        file.seek(begin)
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read is None or member.flag_bits & 1:
+            raise ValueError(f"{member.filename!r} is encrypted, or of NumPy's format {version}")
+        shape, is_fortran, dtype = read(file)
+        place = _Place(file.tell(), dtype, shape)
+        if dtype.hasobject or (is_fortran and len(shape) > 1):
+            raise ValueError(f"{member.filename!r} has Python objects, or is in Fortran's order")
+        if place.begin - begin + math.prod(shape) * dtype.itemsize != member.file_size:
+            raise ValueError(f"{member.filename!r} is not as long as it says")
+        found[member.filename.removesuffix(".npy")] = place
+    return found
 
 
 def _rows(arrays: Mapping[str, NDArray[Any]], *, named: bool = False) -> list[Mapping[str, Any] | ItemError]:
@@ -122,4 +184,4 @@ class Npz(Tables, format="npz"):
 
     def table(self, path: str, *, verify: bool = False) -> Table:
         """The rows of a file."""
-        return NpzRows(path)
+        return NpzRows(path, verify=verify)

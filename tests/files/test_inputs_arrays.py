@@ -13,7 +13,7 @@ import pyarrow.feather
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import Reader, find, list_files, scan
+from slurmgpu.inputs import Reader, arrays, find, list_files, scan
 
 ROWS = [{"id": i, "text": f"täxt {i}", "image": {"bytes": bytes([i, 0]), "path": None}} for i in range(30)]
 TABLE = pa.Table.from_pylist(ROWS)
@@ -65,6 +65,34 @@ def test_arrays_of_one_length_are_columns(tmp_path: Path, save: Any) -> None:
     found = read("a.npz", tmp_path)
     assert [item["label"] for item in found] == [0, 1, 2, 3, 4]
     np.testing.assert_array_equal(np.stack([item["x"] for item in found]), np.arange(10.0).reshape(5, 2))
+
+
+def test_large_arrays_of_one_file_are_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "MOST_BYTES", 100)
+    path = tmp_path / "a.npz"
+    rng = np.random.default_rng(0)
+    wanted = {
+        "x": rng.random((30, 2)),
+        "näme": np.array([f"t{i}" for i in range(30)]),
+        "one": np.arange(30, dtype="u1"),
+    }
+    np.savez(path, **wanted)
+    monkeypatch.setattr(np, "load", None)
+    found = read("a.npz", tmp_path)
+    for name, array in wanted.items():
+        assert found[0][name].dtype.kind == array.dtype.kind
+        np.testing.assert_array_equal(np.stack([item[name] for item in found]), array)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"t\0\0\0", b"s\0\0\0", 1))
+    refuse(path, "whole: Bad CRC-32 for file 'näme.npy'")
+    np.savez(path, x=np.asfortranarray(np.ones((30, 2))))
+    refuse(path, "in Fortran's order")
+    np.savez(path, x=np.array([None] * 30))
+    refuse(path, "has Python objects")
+    np.savez(path, x=np.ones(30), y=np.ones(31))
+    refuse(path, "expected as many rows")
+    np.savez_compressed(path, **wanted)
+    refuse(path, "bytes of compressed arrays, and at most 100 are read into memory. Write it by np.savez")
 
 
 def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -> None:
