@@ -118,7 +118,8 @@ class HeadEngine:
             # Of a decoder, only the columns that end a step in any row: a vocabulary of logits for each is large.
             columns = sorted({end for each in batch for end in each.ends})
             if self._head.kind == "choices":
-                more["logits_to_keep"] = torch.tensor(columns, device=ids.device)
+                # On the CPU, since the hidden states may be on another GPU than the tokens.
+                more["logits_to_keep"] = torch.tensor(columns)
             logits = self._loaded.model(input_ids=ids, attention_mask=mask, **more).logits
             logits = logits[..., self._choices] if self._head.kind == "choices" else logits[:, columns]
             found, places = logits.double().cpu().numpy(), {column: place for place, column in enumerate(columns)}

@@ -27,6 +27,15 @@ N_PROCESSES = 64
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 """What Python needs of the system's files; homes, data sets and /etc are not there."""
 
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LC_ALL": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # a set has the same order for everybody
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
 RUNNER = """
 import json, os, resource, sys
 told = os.dup(1)
@@ -93,21 +102,31 @@ class Sandbox:
                 capture_output=True,
                 timeout=WALL_S,
                 check=False,
+                env=ENVIRONMENT,
             )
         except FileNotFoundError:
             return subprocess.CompletedProcess(self._command, 127, b"", b"there is no program bwrap")
 
     @cached_property
     def _command(self) -> Sequence[str]:
-        python = Path(sys.executable)
+        bwrap, python = shutil.which("bwrap") or "/nowhere/bwrap", Path(sys.executable)
         own = (sys.prefix, sys.base_prefix, str(python.resolve().parent.parent))
         binds = [each for path in (*SYSTEM, *own) for each in ("--ro-bind-try", path, path)]
         return [
-            *("bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-            *("--clearenv", "--setenv", "OPENBLAS_NUM_THREADS", "1", "--setenv", "OMP_NUM_THREADS", "1"),
-            *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LC_ALL", "C.UTF-8"),
-            *("--setenv", "PYTHONHASHSEED", "0"),  # a set has the same order for everybody
+            *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
             *binds,
-            *("--proc", "/proc", "--dev", "/dev", "--size", str(FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+            *("--proc", "/proc", "--dev", "/dev", *_size(bwrap), "--tmpfs", "/tmp", "--chdir", "/tmp"),
             *(str(python), "-s", "-c", RUNNER),
         ]
+
+
+def _size(bwrap: str) -> Sequence[str]:
+    """The options that limit the next file system in memory; none before bubblewrap 0.7, where files alone are limited.
+
+    Distributions that live long have older ones.
+    """
+    try:
+        told = subprocess.run([bwrap, "--help"], capture_output=True, check=False).stdout
+    except FileNotFoundError:
+        return ()
+    return ("--size", str(FILE_BYTES)) if b"--size" in told else ()

@@ -111,6 +111,12 @@ def test_settings_that_do_not_belong_together_are_named(folders, settings, said)
     assert said in str(raised.value)
 
 
+def test_labels_are_not_calibrated_by_a_model_that_no_item_has(folders):
+    settings = {"model": str(folders[0]), "prompt": "{text}", "labels": ["y", "n"], "calibrate": True}
+    with pytest.raises(SlurmGPUError, match="only items say which adapter"):
+        Classify(**settings, adapter="{lang}", adapters={"de": str(folders[1]["de"])})
+
+
 def test_what_is_no_lora_adapter_is_refused_when_it_is_planned(folders, tmp_path):
     model, adapters = folders
     prefix = shutil.copytree(adapters["de"], tmp_path / "prefix")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -118,6 +119,22 @@ def with_mark(mark):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found += [process] if mark in process.read_text() else []
     return found
+
+
+def test_an_old_bubblewrap_without_a_limit_of_temporary_files_does_as_well(box, monkeypatch, tmp_path):
+    old = tmp_path / "bwrap"
+    real = shutil.which("bwrap")
+    old.write_text(
+        '#!/bin/sh\n[ "$1" = --help ] && exit 0\n'
+        f'case " $* " in *" --size "*|*" --clearenv "*) exit 1;; esac\nexec {real} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert box.passes(RIGHT, TESTS)
+    found = Sandbox(cpu_s=2, memory_bytes=512 << 20)
+    found.check()
+    assert found.passes(RIGHT, TESTS)
+    assert found._command[0] == str(old)
 
 
 def test_a_machine_without_it_is_refused_with_what_it_lacks(monkeypatch, tmp_path):

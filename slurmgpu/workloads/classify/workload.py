@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import metrics
+from slurmgpu.llm.adapters import choice_of
 from slurmgpu.llm.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
 from slurmgpu.llm.prompts import Last, Prompts, take, text_of
@@ -82,6 +83,11 @@ class Classify(LanguageModelWorkload):
         self.prompts = Prompts(prompt, messages, system, given=("labels",), last=last)
         if calibrate and prompt is None:
             raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
+        if calibrate and choice_of(settings) is not None:
+            raise SlurmGPUError(
+                "calibrate scores the prompt without an item, and only items say which adapter is to score it. Remove "
+                "calibrate, or make a run for each adapter."
+            )
         self.sampling = sampling(settings)
         if pattern is not None and json is not None:
             raise SlurmGPUError("pattern and json are two ways to find the label in an answer; set one of them.")
