@@ -61,3 +61,10 @@ def test_check_tries_the_gpus_of_a_node(project, slurmgpu):
     folder = project(8, resources={"gpus": 1, "device": "cpu"})
     done = slurmgpu("check", "--node", "--gpu", cwd=folder, expect=0)
     assert done.stdout.count("✓ GPU trial") == 7
+
+
+@pytest.mark.nightly
+def test_check_tries_the_gpus_in_an_image(project, slurmgpu, apptainer):
+    folder = project(8, resources={"executor": "local", "gpus": 1, "device": "cpu"}, container=apptainer.table())
+    done = slurmgpu("check", "--here", "--gpu", cwd=folder, expect=0)
+    assert done.stdout.count("✓ GPU trial") == 7
