@@ -21,7 +21,7 @@ def test_a_run_with_the_faults_of_a_gpu_has_the_bytes_of_one_without_and_on_a_cp
     """The part `core`, by the command."""
     done = run_part("core")
     assert done.returncode == kit.EXIT_NOTHING_PROVEN, done.stdout + done.stderr
-    assert "9 held, 0 did not hold, 3 not to be had" in done.stdout
+    assert "9 ran, 0 did not hold, 3 not to be had" in done.stdout
     for said in ("batches of 2 (expected 2)", "item 19 alone", "item 27 alone", "died by SIGKILL", "in 38 rows"):
         assert said in done.stdout
     assert "nothing was proven: there is no GPU" in done.stdout
@@ -31,7 +31,7 @@ def test_the_part_training_runs_on_a_cpu():
     """By the command: it forks."""
     done = run_part("training")
     assert done.returncode == kit.EXIT_NOTHING_PROVEN, done.stdout + done.stderr
-    assert "9 held, 0 did not hold, 0 not to be had" in done.stdout
+    assert "9 ran, 0 did not hold, 0 not to be had" in done.stdout
 
 
 @pytest.mark.parametrize(("part", "n_held"), [("llm", 7), ("influence", 7), ("embedding", 3)])
