@@ -281,6 +281,7 @@ class Worker:
         if self._takes_one:
             self._logged.item = indices[0]
         self.report({"event": "batch", "items": list(indices), "isolated": isolated})
+        self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
 
     def _open_input(self) -> Reader:
         spec = InputSpec.from_json(self.run.input)

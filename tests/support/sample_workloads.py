@@ -97,7 +97,10 @@ class LoadsLong(Rows):
 
 
 class Ranks(Rows):
-    """The rows of Rows, each computed by one rank and summed over all; faults are `fault_rank`'s, or all ranks'."""
+    """The rows of Rows, each computed by one rank and summed over all; faults are `fault_rank`'s, or all ranks'.
+
+    Where one rank has faults, the others come later to what they compute.
+    """
 
     def __init__(
         self, *, faults: dict = {}, item_s: float = 0.0, fault_rank: int = -1, max_batch: int = 99, child: bool = False
@@ -106,23 +109,28 @@ class Ranks(Rows):
         self.fault_rank, self.max_batch, self.child = fault_rank, max_batch, child
 
     def load(self, task) -> None:
-        import torch.distributed
-
         from slurmgpu.worker import groups
 
         super().load(task)
-        self.torch = torch
         if self.fault_rank == task.rank:
             groups.PEER_PATIENCE_S = 1.0  # nobody will come
         elif self.fault_rank >= 0:
             self.faults = {}
         if task.world_size > 1:
+            import torch.distributed
+
+            self.torch = torch
             torch.distributed.init_process_group("gloo")
         if "load" in self.faults.values():
             raise RuntimeError("no such model")
         if self.child:
             # Named so that the tests find it by the run directory.
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "child", str(task.run_dir)])
+
+    def sort_key(self, item):
+        if self.fault_rank not in (-1, self.task.rank):
+            time.sleep(0.05)
+        return item.index
 
     def __call__(self, items):
         if len(items) > self.max_batch:
