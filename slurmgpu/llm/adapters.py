@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +11,11 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm import hub
-from slurmgpu.llm.models import ADAPTER_CONFIG, ModelSource, locate, read_json
+from slurmgpu.llm.models import ADAPTER_CONFIG, ModelSource, digests_of, locate, read_json
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+VLLM_RANK = 512
 
 _FIELD = re.compile(r"\{([^{}]+)\}")
 _PINNED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
@@ -116,6 +120,31 @@ def _find(where: str) -> ModelSource:
     return ModelSource(
         where, folder, revision if repository is None else folder.name, None, config, repository, revision
     )
+
+
+def rank_of(source: ModelSource) -> int:
+    """The greatest rank of an adapter's matrices."""
+    ranks = [source.config.get("r") or 1, *(source.config.get("rank_pattern") or {}).values()]
+    return max(map(int, ranks))
+
+
+def digest_of_adapter(source: ModelSource) -> str:
+    """A name for an adapter's content: the hub's commit, or a digest of its files."""
+    files = digests_of(source)
+    told = source.revision if files is None else json.dumps(sorted(files.items()))
+    return hashlib.blake2b(f"{source.repository} {told}".encode(), digest_size=16).hexdigest()
+
+
+def check_for_vllm(adapters: Adapters) -> None:
+    """Refuse what vLLM does not compute: adapters with larger matrices than it has, with biases, or by DoRA."""
+    for source in adapters.sources.values():
+        config = source.config
+        if rank_of(source) > VLLM_RANK or config.get("use_dora") or config.get("bias", "none") != "none":
+            found = "DoRA" if config.get("use_dora") else f"a rank of {rank_of(source)} and bias {config.get('bias')!r}"
+            raise SlurmGPUError(
+                f"adapter {source.name!r} has {found}; vLLM takes a rank of at most {VLLM_RANK}, without biases and "
+                f'DoRA. Remove engine = "vllm", or merge the adapter into its model with peft.'
+            )
 
 
 def refuse_missing(adapters: Adapters) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.adapters import check_adapted, choice_of, find_adapters
+from slurmgpu.llm.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
 from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.sizes import context_of
@@ -58,6 +58,8 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
     found.pop("adapter", None)
     found["adapters"] = find_adapters(settings)
     check_adapted(source, found["adapters"])
+    if settings.get("engine") == "vllm":
+        check_for_vllm(found["adapters"])
     return EngineOptions(source, **found)
 
 
@@ -71,9 +73,9 @@ def check_engine(settings: Mapping[str, Any]) -> None:
             'batching is "continuous", whose batches share what prompts have in common, and adapters by field compute '
             "that differently. Remove batching."
         )
-    if settings.get("adapter") is not None and settings.get("engine", "transformers") != "transformers":
+    if settings.get("adapter") is not None and settings.get("engine", "transformers") not in ("transformers", "vllm"):
         raise SlurmGPUError(
-            f"adapter is set, and engine is {settings['engine']!r}; adapters are added by the engine transformers. "
+            f"adapter is set, and engine is {settings['engine']!r}; adapters are added by transformers and vLLM. "
             f"Remove engine, or merge the adapter into its model with peft, and set model to the result."
         )
     for name in ("batch_tokens", "max_context"):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.adapters import digest_of_adapter, rank_of
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.batching import CPU_TOKENS
 from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Output, Place, Question, Request, Scores
@@ -32,6 +33,11 @@ MOST_LOGPROB_TOKENS = 128
 
 AUTOMATIC_CONTEXT = -1
 """The `max_model_len` by which vLLM takes the longest context that fits its KV cache, up to the model's own."""
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `max_lora_rank`."""
+MOST_LORAS = 8
+"""The most adapters of one batch; each has room on the GPU."""
 
 LEAST_CACHE_BYTES = 1 << 26
 """On CPUs: room for some of vLLM's blocks of 128 tokens, which a tiny model's batch does not fill."""
@@ -54,6 +60,7 @@ class VllmEngine:
             raise
         self._context = int(self._llm.model_config.max_model_len)
         self._codec = Codec(tokenizer, options, self._context)
+        self._adapters = _lora_requests(options)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, all at the end."""
@@ -64,7 +71,11 @@ class VllmEngine:
                 encoded.append(self._codec.encode(request))
             except PromptError as error:
                 yield error.output(request)
-        answers = self._run([each.tokens for each in encoded], [self._sampling_arguments(each) for each in encoded])
+        answers = self._run(
+            [each.tokens for each in encoded],
+            [self._sampling_arguments(each) for each in encoded],
+            [each.request.prompt.adapter for each in encoded],
+        )
         for one, answer in zip(encoded, answers, strict=True):
             yield self._codec.decode(_finished(one, answer))
 
@@ -85,6 +96,7 @@ class VllmEngine:
                 {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": ids}
                 for _, _, ids in places
             ],
+            [asked[number].question.prompt.adapter for number, _, _ in places],
         )
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         problems: dict[int, str] = {}
@@ -122,19 +134,30 @@ class VllmEngine:
             arguments["logprobs"] = 0  # of the chosen token only
         return arguments
 
-    def _run(self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    def _run(
+        self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
+    ) -> list[Any]:
         if not prompts:
             return []
         from vllm import SamplingParams
 
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(each)} for each in prompts],
-            [SamplingParams(**each) for each in arguments],
-            use_tqdm=False,
-        )
-        if len(outputs) != len(prompts):
-            raise RuntimeError(f"vLLM answered {len(outputs)} of {len(prompts)} requests")
-        return [each.outputs[0] if each.outputs else None for each in outputs]
+        answers: list[Any] = [None] * len(prompts)
+        for is_adapted in (True, False):
+            # Apart, since vLLM 0.32 gave requests without an adapter that of their neighbours, at least on CPUs.
+            some = [number for number, name in enumerate(adapters) if (name in self._adapters) == is_adapted]
+            if not some:
+                continue
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompts[number])} for number in some],
+                [SamplingParams(**arguments[number]) for number in some],
+                use_tqdm=False,
+                lora_request=[self._adapters[adapters[number]] for number in some] if is_adapted else None,
+            )
+            if len(outputs) != len(some):
+                raise RuntimeError(f"vLLM answered {len(outputs)} of {len(some)} requests")
+            for number, each in zip(some, outputs, strict=True):
+                answers[number] = each.outputs[0] if each.outputs else None
+        return answers
 
 
 def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
@@ -160,6 +183,12 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         "generation_config": "vllm",
         "max_model_len": options.max_context or AUTOMATIC_CONTEXT,
     }
+    if sources := options.adapters.sources:
+        greatest = max(rank_of(source) for source in sources.values())
+        arguments["enable_lora"] = True
+        arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= greatest)
+        arguments["max_loras"] = min(len(sources), MOST_LORAS)
+        arguments["max_cpu_loras"] = len(sources)
     if place.device == "cpu":
         # Unless told, vLLM would take nearly all memory of the node for its cache.
         cache = look_at(options).with_batch(options.batch_tokens or CPU_TOKENS).memory.cache
@@ -205,6 +234,21 @@ def _start(arguments: dict[str, Any], options: EngineOptions, place: Place, node
     if own is not None and context < own:
         log.warning("the KV cache has room for a context of %d tokens; the model's own is %d", context, own)
     return llm
+
+
+def _lora_requests(options: EngineOptions) -> dict[str, Any]:
+    """The adapters as vLLM takes them, by name.
+
+    vLLM shares cached prefixes by the name (vllm#30931), so that this is a digest of the adapter's files.
+    """
+    if not options.adapters.sources:
+        return {}
+    from vllm.lora.request import LoRARequest
+
+    return {
+        name: LoRARequest(lora_name=digest_of_adapter(source), lora_int_id=number, lora_path=str(source.folder))
+        for number, (name, source) in enumerate(options.adapters.sources.items(), 1)
+    }
 
 
 def _tokenizer(options: EngineOptions) -> tuple[Any, list[int]]:

@@ -101,7 +101,6 @@ def test_each_item_has_the_adapter_that_its_field_names_whatever_is_in_the_batch
     [
         ({"adapter": "{lang}"}, "a field of items, and adapters is not set"),
         ({"adapters": {"de": "x"}}, "adapters has 1 adapters by name, and adapter is None"),
-        ({"adapter": "x", "engine": "vllm"}, "adapters are added by the engine transformers"),
         ({"adapter": "{lang}", "adapters": {"de": "x"}, "batching": "continuous"}, "Remove batching"),
     ],
 )
