@@ -114,7 +114,8 @@ class Output:
     `generated` has the tokens of both, behind those that the prompt gave, to go on from a beginning of the answer.
     `tokens` (int32) are all generated tokens with the end-of-sequence token. `logprobs` (float32, one for each token)
     are the model's own, before temperature and filters; None unless requested. `finish_reason` is "stop" (the model
-    ended, or a stop text came), "length", or "error" with a sentence in `error`.
+    ended, or a stop text came), "length", or "error" with a sentence in `error`. An engine that does not know the
+    tokens gives their `count`.
     """
 
     id: int
@@ -126,6 +127,12 @@ class Output:
     n_prompt_tokens: int = 0
     finish_reason: FinishReason = "stop"
     error: str | None = None
+    count: int | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of generated tokens."""
+        return len(self.tokens) if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,9 @@ class EngineOptions:
     `batch_tokens` is the most tokens (prompt and answer) of a static batch; None lets the engine choose. `max_context`
     reduces the model's context. `chat` says whether plain prompts are put into the chat template; None if there is
     one. `chat_options` go to the template: enable_thinking, reasoning_effort …
+
+    For the engine "server" either `serve` is the command that starts one, or `url` that of one that runs;
+    `concurrency` is the most requests that it has at a time.
     """
 
     model: ModelSource
@@ -189,6 +199,9 @@ class EngineOptions:
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     adapters: Adapters = field(default_factory=Adapters)
+    serve: tuple[str, ...] = ()
+    url: str = ""
+    concurrency: int = 64
 
 
 @dataclass(frozen=True)

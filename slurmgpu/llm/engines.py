@@ -11,6 +11,10 @@ def open_engine(options: EngineOptions, place: Place) -> Engine:
         from slurmgpu.llm.vllm_engine import VllmEngine
 
         return VllmEngine(options, place)
+    if options.engine == "server":
+        from slurmgpu.llm.server_engine import ServerEngine
+
+        return ServerEngine(options, place)
     from slurmgpu.llm.transformers_engine import TransformersEngine
 
     return TransformersEngine(options, place)

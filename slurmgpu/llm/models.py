@@ -74,6 +74,22 @@ def find_model(model: str, *, revision: str | None = None, trust_remote_code: bo
     return ModelSource(model, folder, commit, quantization or None, config, repository, revision)
 
 
+def served_model(model: str, revision: str | None, *, is_here: bool) -> ModelSource:
+    """The model of a server: by the name that the server gives it, or if it `is_here` a file or as in `find_model`."""
+    path = Path(model).expanduser()
+    if not is_here:
+        return ModelSource(model, path, None, None, {})
+    if path.is_file():  # a GGUF
+        return ModelSource(model, path.absolute(), None, None, {})
+    source = find_model(model, revision=revision)
+    if source.quantization is not None:
+        raise SlurmGPUError(
+            f'model {model!r}: with engine = "server" the server quantises; remove -{source.quantization}, and give '
+            f"the command in serve an option for that."
+        )
+    return source
+
+
 def _as_named(model: str, revision: str | None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None] | None:
     folder = Path(model).expanduser()
     if model and folder.is_dir():
@@ -219,6 +235,8 @@ def digests_of(source: ModelSource) -> dict[str, str] | None:
     """
     if source.repository is not None or source.name.startswith(PACKAGE):
         return None
+    if source.folder.is_file():
+        return {source.folder.name: digest_of(source.folder)}
     paths = sorted({path for pattern in MATTERS for path in source.folder.glob(pattern) if path.is_file()})
     with ThreadPoolExecutor(N_READERS) as readers:
         return {path.name: digest for path, digest in zip(paths, readers.map(digest_of, paths), strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -121,6 +121,13 @@ class Prompts:
     def whole_fields(self) -> frozenset[str]:
         """The names of fields that its templates use without a key."""
         return frozenset[str]().union(*(each.whole_fields for each in (self._prompt, self._system) if each is not None))
+
+    def beyond(self, *, chat: bool) -> Iterator[str]:
+        """What these prompts need that a server does not give, at its endpoint for chats or at that for texts."""
+        if self._messages is not None and not chat:
+            yield "it takes a chat in messages at its endpoint for chats alone. Remove chat = false."
+        if self._last == "continue":
+            yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
 
     def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Prompt:
         """The prompt from an item's data and given values; ItemError for a missing or wrong field."""

@@ -9,10 +9,11 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
 from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.models import find_model, served_model
+from slurmgpu.llm.server_settings import check_server
 from slurmgpu.llm.sizes import context_of
 
-EngineName = Literal["transformers", "vllm"]
+EngineName = Literal["transformers", "vllm", "server"]
 
 VLLM_TEMPERATURES = (0.01, 2.0)
 """The range of temperatures that vLLM computes with, beside 0: `SamplingParams` raises lower ones to its beginning."""
@@ -34,6 +35,9 @@ class ModelSettings(TypedDict, total=False):
     adapter: str
     adapters: dict[str, str]
     adapter_files: dict[str, dict[str, str]]
+    serve: list[str]
+    url: str
+    concurrency: int
 
 
 class SamplingSettings(ModelSettings, total=False):
@@ -53,6 +57,10 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
     found = {name: settings[name] for name in get_type_hints(ModelSettings) if name in settings}
     revision = found.pop("revision", None)
     found.pop("model_files", None)
+    if "serve" in found:
+        found["serve"] = tuple(found["serve"])
+    if found.get("engine") == "server":
+        return EngineOptions(served_model(model, revision, is_here="url" not in found), **found)
     source = find_model(model, revision=revision, trust_remote_code=found.get("trust_remote_code", False))
     found.pop("adapter_files", None)
     found.pop("adapter", None)
@@ -78,7 +86,8 @@ def check_engine(settings: Mapping[str, Any]) -> None:
             f"adapter is set, and engine is {settings['engine']!r}; adapters are added by transformers and vLLM. "
             f"Remove engine, or merge the adapter into its model with peft, and set model to the result."
         )
-    for name in ("batch_tokens", "max_context"):
+    check_server(settings)
+    for name in ("batch_tokens", "max_context", "concurrency"):
         check_range(name, settings.get(name, 1), 1, None)
     check_temperature("temperature", settings.get("temperature", 0.0), settings)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.process_tree import living
+from slurmgpu.util import shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,6 @@ STRIDE = 41
 """Blocks from one place to the next, so that the next job in the first place has another one than this job's second."""
 N_STARTS = 3
 """How often an engine is started where others take its ports."""
-SHARED_MEMORY = Path("/dev/shm")
-PREFIXES = ("psm_", "vllm_", "sem.mp-")
-"""Names of shared memory: Python's `multiprocessing.shared_memory`, vLLM's own, and `multiprocessing`'s semaphores."""
 LOOK_S = 0.5
 
 T = TypeVar("T")
@@ -51,9 +48,9 @@ class NodePlace:
         self.folder.mkdir(exist_ok=True)
         self._list = self.folder / "shared-memory"
         self._names: set[str] = set()
-        self._before = _mapped()
+        self._before = shared_memory.used_by(os.getpid())
         if self._list.exists():
-            _remove(self._list.read_text(encoding="utf-8").split("\n"))
+            shared_memory.remove(self._list.read_text(encoding="utf-8").split("\n"))
             self._list.unlink()
 
     @property
@@ -89,12 +86,14 @@ class NodePlace:
 
     def close(self) -> None:
         """Remove the shared memory that an ended engine has left, and let others have the place."""
-        _remove(name for name in self._names if not name.startswith("sem."))  # Python removes those when it ends
+        shared_memory.remove(
+            name for name in self._names if not name.startswith("sem.")
+        )  # Python removes those when it ends
         self._list.unlink(missing_ok=True)
         os.close(self._lock)
 
     def _record(self) -> None:
-        new = _mapped() - self._before - self._names
+        new = shared_memory.used_by(os.getpid()) - self._before - self._names
         if new:
             self._names |= new
             with open(self._list, "a", encoding="utf-8") as file:
@@ -156,27 +155,3 @@ def _first_free(base: Path) -> tuple[int, int]:
             continue
         return lock, number
     raise AssertionError("numbers do not end")
-
-
-def _mapped() -> set[str]:
-    """The names of the shared memory that this process and those below it use."""
-    inodes: set[int] = set()
-    for pid in living(os.getpid()):
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            continue  # it has just ended
-        # By inode: a semaphore is mapped by another name than it gets (sem_open of glibc).
-        inodes.update(int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line)
-    try:
-        with os.scandir(SHARED_MEMORY) as entries:
-            return {each.name for each in entries if each.name.startswith(PREFIXES) and each.inode() in inodes}
-    except OSError:
-        return set()  # a node without it
-
-
-def _remove(names: Iterator[str] | list[str]) -> None:
-    for name in names:
-        if name.startswith(PREFIXES) and "/" not in name:
-            with contextlib.suppress(OSError):  # the engine has removed it itself, or it is another user's by now
-                (SHARED_MEMORY / name).unlink()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import ItemError
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import models, placement
 from slurmgpu.llm.adapters import choice_of, pinned, refuse_missing
 from slurmgpu.llm.decoders import check_decoder, check_tokenizer
@@ -15,6 +15,7 @@ from slurmgpu.llm.engine import Engine, EngineOptions, Output, Place, Question, 
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.metrics import ratio
 from slurmgpu.llm.prompts import Prompts
+from slurmgpu.llm.server_settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.progress import Telling
@@ -24,6 +25,8 @@ BLOCK_ROWS = 1 << 16
 
 CUT_RATE = 0.1
 """Above this share of answers cut by max_tokens, a summary has a hint."""
+
+SCORES_NOTHING = "it does not tell the probabilities of given answers."
 
 
 class LanguageModelWorkload:
@@ -37,12 +40,16 @@ class LanguageModelWorkload:
     batch_size = 128
     texts: tuple[str, ...] = ("prompt", "system")
 
-    def use_model(self, model: str, settings: Mapping[str, Any], *, max_tokens: int = 0) -> None:
+    def use_model(
+        self, model: str, settings: Mapping[str, Any], *, max_tokens: int = 0, beyond: Iterable[str] = ()
+    ) -> None:
         """Check the settings of the engine; `max_tokens` are those of an answer, 0 if none is generated.
 
-        The model itself is looked up later, since the merge may run when it is gone.
+        `beyond` says what the workload needs that a server does not give. The model itself is looked up later, since
+        the merge may run when it is gone.
         """
         check_engine(settings)
+        refuse_beyond(settings, beyond)
         self._model, self._max_tokens = (model, dict(settings)), max_tokens
         if (choice := choice_of(settings)) is not None:
             self.prompts.choice = choice
@@ -56,6 +63,8 @@ class LanguageModelWorkload:
     @property
     def frozen_settings(self) -> dict[str, Any]:
         """Settings that the plan fixes: the commit of a hub model, or digests of a folder's files."""
+        if self.options.url:
+            return {}
         model = self.options.model
         if model.repository is not None:
             return {"revision": model.revision, **self._frozen_adapters}
@@ -84,11 +93,20 @@ class LanguageModelWorkload:
     @property
     def paths(self) -> list[Path]:
         """The model's files, which a task reads beside the input."""
+        if self.options.url:
+            return []
         adapters = self.options.adapters.sources.values()
         return [path for source in (self.options.model, *adapters) for path in models.files_of(source)]
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
+        if self.options.engine == "server":
+            if share.processes == "per-gpu":
+                raise SlurmGPUError(
+                    'engine = "server" has one server for a task, which uses all of its GPUs: {gpus} in serve is their '
+                    'number. Remove processes = "per-gpu".'
+                )
+            return Placement("one", (describe(self.options, share.gpus),))
         check_decoder(self.options.model)
         check_max_tokens(self._max_tokens, self.options)
         found = Placement(*placement.place(self.options, share))
@@ -98,6 +116,8 @@ class LanguageModelWorkload:
 
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""
+        if self.options.url:
+            return f"the model is on the server at {self.options.url}: there is nothing to download"
         adapters = self.options.adapters.sources.values()
         return "; ".join(map(models.fetch, (self.options.model, *adapters)))
 

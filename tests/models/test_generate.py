@@ -60,7 +60,7 @@ def sums(n, seed=0):
         ({"max_tokens": 80, "max_context": 64}, "max_tokens is 80, and max_context of 64 tokens must hold"),
         ({"stop": [""]}, "stop holds an empty text"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of 'bf16', 'fp16', 'fp32'."),
-        ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm'."),
+        ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm', 'server'."),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
     ],
 )
@@ -162,8 +162,8 @@ class Parrot:
                 continue
             text = f"{request.prompt.text}.{request.id}"
             error = "too long" if request.id in self.failing else None
-            tokens = np.arange(len(text), dtype=np.int32)
-            yield Output(request.id, text, "hm", tokens, np.zeros(len(text), np.float32), 7, "length", error)
+            told = {"tokens": np.arange(len(text), dtype=np.int32), "logprobs": np.zeros(len(text), np.float32)}
+            yield Output(request.id, text, "hm", **told, n_prompt_tokens=7, finish_reason="length", error=error)
 
 
 def test_rows_have_exactly_the_columns_whatever_was_asked_for(nothing):

@@ -20,6 +20,7 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.vllm_engine import llm_arguments
 from slurmgpu.llm.vllm_node import NodePlace, start_with_port
+from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workloads.judge.workload import Judge
 from tests.support.tiny_models import make_llama
 
@@ -172,7 +173,7 @@ def test_what_a_killed_engine_left_in_shared_memory_is_removed_by_the_next_and_n
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert done.returncode == -signal.SIGKILL
-    left = [vllm_node.SHARED_MEMORY / name for name in done.stdout.split()]
+    left = [FOLDER / name for name in done.stdout.split()]
     assert [path.exists() for path in left] == [True, True]
     others = shared_memory.SharedMemory(create=True, size=4096)
     place = NodePlace()
@@ -180,8 +181,8 @@ def test_what_a_killed_engine_left_in_shared_memory_is_removed_by_the_next_and_n
     with place.recording():
         own = shared_memory.SharedMemory(create=True, size=4096)
     place.close()  # of an engine that has ended, and did not remove it
-    assert not (vllm_node.SHARED_MEMORY / own.name).exists()
-    assert (vllm_node.SHARED_MEMORY / others.name).exists()
+    assert not (FOLDER / own.name).exists()
+    assert (FOLDER / others.name).exists()
     others.close()
     others.unlink()
     own.close()

@@ -13,6 +13,7 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import vllm_engine, vllm_node
 from slurmgpu.llm.engine import Prompt, Question, Request, Sampling
+from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import language_model
 from slurmgpu.workloads.classify.workload import Classify
@@ -23,7 +24,6 @@ from tests.support.runs import datasets, kill_workers, published, start, wait_un
 from tests.support.tiny_models import CHARACTERS, make_llama, make_qwen3, sentence, sum_steps
 from tests.vllm.conftest import open_on_cpu
 
-SHARED_MEMORY = Path("/dev/shm")
 SUMS = {
     "prompt": "{question}?{final}",
     "pattern": "^([YN])$",
@@ -288,7 +288,7 @@ SPLIT = """
 def split(tmp_path, folder, how):
     """What a model in two processes answers, and the shared memory that stays when it is ended."""
     (tmp_path / "split.py").write_text(textwrap.dedent(SPLIT))
-    before = set(os.listdir(SHARED_MEMORY))
+    before = set(os.listdir(FOLDER))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "split.py"), str(folder), how, *(f"{a}+{b}=" for a, b in sums(4))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)},
@@ -299,7 +299,7 @@ def split(tmp_path, folder, how):
     )
     found = [line.removeprefix("answer ") for line in done.stdout.splitlines() if line.startswith("answer ")]
     assert found == [sum_steps(a, b).replace("\n", "|") for a, b in sums(4)], done.stderr[-4000:]
-    return set(os.listdir(SHARED_MEMORY)) - before
+    return set(os.listdir(FOLDER)) - before
 
 
 def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_by_the_next(
@@ -309,7 +309,7 @@ def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_b
     assert any(name.startswith("psm_") for name in left)
     monkeypatch.setattr(vllm_node.tempfile, "tempdir", str(tmp_path))
     vllm_node.NodePlace().close()
-    assert not left & set(os.listdir(SHARED_MEMORY))
+    assert not left & set(os.listdir(FOLDER))
 
 
 @pytest.mark.nightly

@@ -19,10 +19,11 @@ from slurmgpu.llm.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
 from slurmgpu.llm.prompts import Last, Prompts, take, text_of
 from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.server_settings import uses_chat
 from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
+from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload, blocks, ends_summary
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -96,7 +97,11 @@ class Classify(LanguageModelWorkload):
         self._offsets = np.zeros(len(self.labels))
         self.columns = self._own_columns()
         self.fields = {*self.prompts.fields, *filter(None, (truth, group))} - self.given.keys()
-        self.use_model(model, settings, max_tokens=self.sampling.max_tokens if method == "parse" else 0)
+        beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
+        if method == "score":
+            beyond.append(f'{SCORES_NOTHING} Set method = "parse", and choose another engine for "score".')
+        max_tokens = self.sampling.max_tokens if method == "parse" else 0
+        self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
 
     def _own_columns(self) -> dict[str, Column]:
         columns: dict[str, Column] = {"label": Text()}

@@ -15,6 +15,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Prompt, Request
 from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.server_settings import uses_chat
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
@@ -112,7 +113,13 @@ class Collect(LanguageModelWorkload):
         self.kept_fields = tuple(keep)
         self.fields = {*self.prompts.fields, *([] if ":" in checker else [reference])}
         self.columns = COLUMNS
-        self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
+        beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
+        if (self.rollouts or len(self.tree) > 1) and uses_chat(settings):
+            beyond.append(
+                "in a chat it does not go on from given steps. Set chat = false, or collect whole paths alone: "
+                "rollouts = 0, and no tree."
+            )
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens, beyond=beyond)
 
     @property
     def paths(self) -> list[FilePath]:
@@ -168,7 +175,7 @@ class Collect(LanguageModelWorkload):
             if isinstance(output, ItemError):
                 draw.search.error = output
                 continue
-            draw.search.n_tokens += len(output.tokens)
+            draw.search.n_tokens += output.n_tokens
             found.append((draw, output))
         return found
 

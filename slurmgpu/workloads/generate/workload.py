@@ -16,6 +16,7 @@ from slurmgpu.llm.engine import Prompt, Request
 from slurmgpu.llm.metrics import ratio
 from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.server_settings import uses_chat
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Row, Template
@@ -69,7 +70,10 @@ class Generate(LanguageModelWorkload):
         self.kept_fields = tuple(keep)
         self.columns = self._own_columns()
         self.fields = self.prompts.fields
-        self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
+        beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
+        if tokens:
+            beyond.append("it tells no numbers of tokens. Remove tokens.")
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens, beyond=beyond)
 
     def _own_columns(self) -> dict[str, Column]:
         each: Column = Text() if self.n == 1 else Json()
@@ -109,7 +113,7 @@ class Generate(LanguageModelWorkload):
                 return output
         each: dict[str, list[Any]] = {
             "text": [output.text for output in outputs],
-            "n_tokens": [len(output.tokens) for output in outputs],
+            "n_tokens": [output.n_tokens for output in outputs],
             "finish_reason": [output.finish_reason for output in outputs],
         }
         if self.keep_reasoning:

@@ -30,7 +30,7 @@ from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
-from slurmgpu.workloads.language_model import LanguageModelWorkload
+from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload
 from slurmgpu.workloads.samples import Samples, check_each, has_failed
 
 if TYPE_CHECKING:
@@ -132,7 +132,12 @@ class Judge(LanguageModelWorkload):
             right = self._is_right if self.rubric.measure == "accuracy" else None
             self.samples = Samples(each, self.columns, self.checker, reference, is_raw, right)
             self.columns = self.samples.columns
-        self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
+        if settings.get("engine") == "server" and self.rubric.method == "parse":
+            self.rubric = dataclasses.replace(self.rubric, fallback=False)
+        scores = f'{SCORES_NOTHING} Set method = "parse", or choose another engine for this rubric.'
+        beyond = [scores] if self.rubric.method == "score" else []
+        max_tokens = self.sampling.max_tokens if self.rubric.method == "parse" else 0
+        self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
 
     def _taken(self) -> set[str]:
         names = set(self.prompts.fields)

@@ -1,0 +1,104 @@
+"""JSON over HTTP, to a port, a unix socket or a URL: the requests that servers of language models take."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+CONNECT_S = 30.0
+MOST_ERROR_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer: its status, its JSON (or text, where it is none), and how long it asks to wait."""
+
+    status: int
+    body: Any
+    retry_after: float | None = None
+
+    @property
+    def message(self) -> str:
+        """What an error says, as the servers write it: `error.message`, `message` or `detail`; cut."""
+        found = self.body
+        for name in ("error", "message", "detail"):
+            if isinstance(found, Mapping) and name in found:
+                found = found[name]
+        text = found if isinstance(found, str) else json.dumps(found)
+        return text[:MOST_ERROR_CHARACTERS].strip()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=CONNECT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Client:
+    """Requests to the server at `url`: http://…, https://… or unix:/path. Threads may share it.
+
+    Each request has its own connection: one that was kept may have been closed by the server meanwhile, and a
+    completion takes longer than a connection. There is no time limit for an answer. A lost one is a ConnectionError.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._parts = urlsplit(self.url)
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def get(self, path: str) -> Reply:
+        """The answer to a GET."""
+        return self._ask("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """The answer to a POST of JSON."""
+        return self._ask("POST", path, json.dumps(body).encode())
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
+        connection = self._connection()
+        prefix = "" if self._parts.scheme == "unix" else self._parts.path
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)
+            connection.request(method, prefix + path, body, self._headers)
+            answer = connection.getresponse()
+            return Reply(answer.status, _content(answer.read()), _seconds(answer.getheader("Retry-After")))
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionError(f"{self.url} does not answer: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._parts.scheme == "unix":
+            return _UnixConnection(self._parts.path)
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+
+
+def _content(data: bytes) -> Any:
+    text = data.decode("utf-8", "replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        return None if header is None else max(0.0, float(header))
+    except ValueError:  # a date
+        return None

@@ -1,0 +1,320 @@
+"""The engine on a server, with a small one that fails on demand; tests/vllm has two real ones."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
+from slurmgpu.llm import server_engine, server_process
+from slurmgpu.llm.engine import Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.settings import engine_options
+from slurmgpu.util.process_tree import living
+from slurmgpu.workload import Share
+from slurmgpu.workloads.classify.workload import Classify
+from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.generate.workload import Generate
+from slurmgpu.workloads.judge.workload import Judge
+from tests.support.runs import datasets, report, wait_until
+from tests.support.tiny_models import make_unloadable
+
+SMALL = str(Path(__file__).parents[1] / "support" / "small_server.py")
+BY_PORT, BY_SOCKET = ([sys.executable, SMALL, where] for where in ("{port}", "{socket}"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_unloadable(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def counts(tmp_path, monkeypatch):
+    """The lines that the servers of a test have noted."""
+    monkeypatch.setenv("COUNTS", str(tmp_path / "counts"))
+    return lambda: (tmp_path / "counts").read_text().splitlines()
+
+
+@pytest.fixture
+def opened(folder, monkeypatch):
+    """Opens the engine, and closes it at the end."""
+    monkeypatch.setenv("MODEL", folder)
+    engines = []
+
+    def make(serve=BY_SOCKET, **settings):
+        options = engine_options(folder, {"engine": "server", "serve": serve, **settings})
+        engines.append(open_engine(options, Place("cpu")))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def asked(*texts, **sampling):
+    return [Request(number, Prompt(text), Sampling(**sampling), 2**40 + number) for number, text in enumerate(texts)]
+
+
+def answers(engine, *texts, **sampling):
+    found = {output.id: output for output in engine.generate(asked(*texts, **sampling))}
+    assert set(found) == set(range(len(texts)))
+    return [found[number] for number in range(len(texts))]
+
+
+@pytest.mark.parametrize("serve", [BY_PORT, BY_SOCKET])
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_server_is_started_asked_and_ended(opened, serve, chat):
+    engine = opened(serve, chat=chat)
+    server = engine._server._process.pid
+    first, second, thought = answers(engine, "one", "two words", "thinks", temperature=0.5)
+    assert (first.text, first.n_prompt_tokens, first.n_tokens, first.finish_reason) == ("one 0", 1, 2, "stop")
+    assert second.text == "two words 1"  # the seed is the request's, in 31 bits
+    whole = ("<think>\nhm\n</think>\n\nthinks 2", "")  # from which a completion goes on
+    assert (thought.text, thought.reasoning) == (("thinks 2", "hm") if chat else whole)
+    [greedy] = answers(engine, "one two three", stop=("two",))
+    assert greedy.text == "one "
+    engine.close()
+    assert not living(server)
+
+
+def test_what_a_server_is_busy_with_is_asked_again_and_what_it_refuses_is_the_items_error(opened, counts):
+    engine = opened(concurrency=3)
+    found = answers(engine, "busy", "late", "bad", "fails", "fine")
+    assert [output.text for output in found] == ["busy", "late", "", "", "fine"]
+    assert found[2].error == "the server refuses it: the context has 16 tokens"
+    assert found[3].error == "the server failed, with status 500: Internal Server Error"
+    lines = counts()
+    assert [lines.count(f"asked {text}") for text in ("busy", "late", "bad", "fails")] == [3, 3, 1, 3]
+
+
+def test_an_answer_that_the_connection_loses_is_asked_for_again_of_the_same_server(opened, counts):
+    found = answers(opened(), "drops", *"abcdefgh")
+    assert [output.text for output in found] == ["drops", *"abcdefgh"]
+    assert counts().count("started") == 1
+
+
+def test_items_that_end_the_server_fail_alone(opened, counts, monkeypatch):
+    monkeypatch.setenv("TAKES_S", "0.02")
+    texts = [f"number {number}" for number in range(30)]
+    texts[7] = texts[21] = "deadly"
+    found = answers(opened(concurrency=8), *texts)
+    for number, output in enumerate(found):
+        if number in (7, 21):
+            assert "ended with exit code 3" in output.error or "does not answer" in output.error
+            assert output.error.endswith("each of 3 times that it computed this item")
+        else:
+            assert (output.text, output.error) == (texts[number], None)
+    assert counts().count("started") <= 7
+
+
+def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(opened, counts, monkeypatch):
+    monkeypatch.setenv("TAKES_S", "0.05")
+    engine = opened(BY_PORT, concurrency=4)
+    killed = engine._server._process.pid
+    texts = [f"number {number}" for number in range(20)]
+    found = {}
+    for output in engine.generate(asked(*texts)):
+        found[output.id] = output.text
+        if len(found) == 5:
+            os.kill(killed, signal.SIGKILL)
+    assert [found[number] for number in range(20)] == texts
+    assert counts().count("started") == 2
+
+
+def test_a_server_that_ends_whatever_it_is_asked_ends_the_worker(opened):
+    engine = opened(concurrency=1)
+    with pytest.raises(WorkerBrokenError, match="7 times without an answer between"):
+        list(engine.generate(asked(*["deadly"] * 9)))
+
+
+def test_a_server_that_does_not_start_is_started_again_and_then_a_sentence(opened, counts, monkeypatch, tmp_path):
+    monkeypatch.setenv("ENDS_FIRST", str(tmp_path / "tried"))
+    assert answers(opened(), "one")[0].text == "one"
+    assert counts().count("started") == 2
+    with pytest.raises(SlurmGPUError, match=r"ended with exit code 3.*started 3 times, and was healthy in none"):
+        opened([sys.executable, "-c", "import sys; sys.exit(3)", "{port}"])
+    with pytest.raises(SlurmGPUError, match="serve begins with 'no-such-server', and there is no such program here"):
+        opened(["no-such-server", "{port}"])
+
+
+def test_a_port_on_which_another_process_listens_is_not_given_the_items(opened, monkeypatch):
+    """A server that does not listen at all, while somebody's is healthy on the port."""
+    other = subprocess.Popen([sys.executable, SMALL, str(port := server_process.free_port())])
+
+    def is_there():
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(is_there, "the other server")
+    monkeypatch.setattr(server_process, "free_port", lambda: port)
+    with pytest.raises(SlurmGPUError, match=f"another process has taken port {port}"):
+        opened([sys.executable, "-c", "import time; time.sleep(60)", "{port}"])
+    other.kill()
+    other.wait()
+
+
+def test_a_running_server_is_asked_by_its_url_with_the_key_and_the_one_models_name(opened, monkeypatch, folder):
+    monkeypatch.setenv("NO_HEALTH", "1")
+    engine = opened(BY_PORT)
+    settings = {"engine": "server", "url": f"{engine._client.url}/v1"}
+    other = open_engine(engine_options("some name", settings), Place("cpu"))
+    assert answers(other, "one")[0].text == "one"
+    other.close()
+    engine._server.check()
+    nowhere = engine_options("small", {"engine": "server", "url": "http://127.0.0.1:9"})
+    with pytest.raises(SlurmGPUError, match=r"no server can be used there: .*127.0.0.1:9 does not answer"):
+        open_engine(nowhere, Place("cpu"))
+
+
+def test_a_running_server_that_goes_away_is_waited_for(opened, monkeypatch):
+    monkeypatch.setattr(server_engine, "PAUSE_S", 0.05)
+    monkeypatch.setenv("TAKES_S", "0.05")
+    port = server_process.free_port()
+    servers = [subprocess.Popen([sys.executable, SMALL, str(port)])]
+    options = engine_options("small", {"engine": "server", "url": f"http://127.0.0.1:{port}", "concurrency": 2})
+
+    def is_open():
+        try:
+            return open_engine(options, Place("cpu"))
+        except SlurmGPUError:
+            return None
+
+    wait_until(lambda: servers.append(is_open()) or servers[-1], "the server")
+    engine = servers[-1]
+    found = {}
+    for output in engine.generate(asked(*map(str, range(12)))):
+        found[output.id] = output.text
+        if len(found) == 3:
+            servers[0].kill()
+            servers[0].wait()
+            restart = threading.Timer(0.3, lambda: servers.append(subprocess.Popen([sys.executable, SMALL, str(port)])))
+            restart.start()
+    restart.join()
+    assert [found[number] for number in range(12)] == list(map(str, range(12)))
+    servers[-1].kill()
+    servers[-1].wait()
+
+
+def test_log_probabilities_are_given_where_the_server_tells_them(opened, monkeypatch):
+    [output] = answers(opened(), "one", logprobs=True)
+    assert output.error == "the server gave no log-probabilities; set logprobs = false, or use another server"
+    monkeypatch.setenv("TELLS", "1")
+    for chat in (True, False):
+        [output] = answers(opened(chat=chat), "one", logprobs=True)
+        assert output.logprobs.tolist() == [-0.5]
+
+
+def test_the_server_ends_with_its_worker_however_that_ends(tmp_path, folder):
+    code = f"""
+import os, signal
+from slurmgpu.llm.engine import Place
+from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.settings import engine_options
+engine = open_engine(engine_options({folder!r}, {{"engine": "server", "serve": {BY_SOCKET!r}}}), Place("cpu"))
+os.write(1, f"{{engine._server._process.pid}} {{engine._server._folder}}".encode())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "MODEL": folder}
+    )
+    pid, place = done.stdout.split()
+    wait_until(lambda: not living(int(pid)) and not Path(place).exists(), "the end of the server")
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "needs one of two: serve, .* Neither is set"),
+        ({"serve": BY_PORT, "url": "http://a"}, "Both are set"),
+        ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT"),
+        ({"serve": []}, "serve is empty"),
+        ({"serve": ["a", "{model}"]}, "serve needs one of {port} and {socket}"),
+        ({"serve": ["a", "{port}", "{socket}"]}, "serve needs one of {port} and {socket}"),
+        ({"serve": ["a", "{port}", "{modle}"]}, "serve has {modle}. Did you mean 'model'?"),
+        ({"serve": BY_PORT, "precision": "fp32"}, "precision is set, and .* the server decides that"),
+        ({"url": "http://a", "revision": "main"}, "revision is set"),
+        ({"serve": BY_PORT, "concurrency": 0}, "concurrency is 0; expected at least 1"),
+        ({"engine": "vllm", "serve": BY_PORT}, 'serve is set, which is for engine = "server"'),
+    ],
+)
+def test_a_wrong_setting_is_a_sentence(folder, settings, said):
+    with pytest.raises(SlurmGPUError, match=said.replace("{", r"\{").replace("?", r"\?")):
+        Generate(**{"model": folder, "prompt": "{text}", "engine": "server", **settings})
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "said"),
+    [
+        (Generate, {"tokens": True}, "it tells no numbers of tokens. Remove tokens."),
+        (Generate, {"prompt": None, "messages": "chat", "chat": False}, "Remove chat = false"),
+        (Generate, {"prompt": None, "messages": "chat", "last": "continue"}, 'Set last = "drop"'),
+        (Classify, {"labels": ["a", "b"]}, 'Set method = "parse"'),
+        (Judge, {"prompt": None, "rubric": "yes-no", "method": "score"}, 'Set method = "parse"'),
+        (Collect, {}, "it does not go on from given steps. Set chat = false, or .* rollouts = 0"),
+        (Collect, {"tree": [2, 2]}, "it does not go on from given steps"),
+    ],
+)
+def test_what_a_server_cannot_give_is_refused_at_planning(folder, make, settings, said):
+    settings = {"prompt": "{text}", **settings}
+    given = {name: value for name, value in settings.items() if value is not None}
+    with pytest.raises(SlurmGPUError, match=f'engine = "server": .*{said}'):
+        make(model=folder, engine="server", serve=BY_PORT, **given)
+    assert make(model=folder, **given)
+
+
+def test_what_it_can_give_is_planned_with_a_line_and_one_process(folder, tmp_path):
+    workload = Generate(model=folder, prompt="{text}", engine="server", serve=["vllm", "serve", "{model}", "{socket}"])
+    [line] = workload.place(Share(2)).lines
+    assert line.startswith(f"{folder} on a server that each task starts on its 2 GPUs: vllm serve {{model}} {{socket}}")
+    with pytest.raises(SlurmGPUError, match="one server for a task"):
+        workload.place(Share(2, processes="per-gpu"))
+    assert set(workload.frozen_settings) == {"model_files"}
+    remote = Generate(model="any", prompt="{text}", engine="server", url="http://host:1")
+    assert (remote.frozen_settings, remote.paths) == ({}, [])
+    assert "any on the server at http://host:1" in remote.place(Share(0)).lines[0]
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    file = Generate(model=str(tmp_path / "model.gguf"), prompt="{text}", engine="server", serve=BY_PORT)
+    assert (list(file.frozen_settings["model_files"]), file.paths) == (["model.gguf"], [tmp_path / "model.gguf"])
+
+
+def test_no_scores_are_given(opened):
+    with pytest.raises(SlurmGPUError, match="cannot score"):
+        list(opened().score([Question(0, Prompt("a"), ("b", "c"))]))
+
+
+# A run
+
+
+def test_a_run_on_a_server_whose_worker_is_killed_has_all_rows(project, slurmgpu, folder, monkeypatch):
+    settings = {"model": folder, "engine": "server", "serve": BY_SOCKET, "prompt": "{text}", "temperature": 1.0, "n": 2}
+    folders = []
+    for deadly in (True, False):
+        items = [{"text": f"number {number}"} for number in range(24)]
+        where = project(items=items, batch_size=4, settings=settings)
+        text = (where / "slurmgpu.toml").read_text().replace("workloads.py:Rows", "generate")
+        (where / "slurmgpu.toml").write_text(text)
+        run = [
+            "submit",
+            "--executor",
+            "local",
+            "--gpus",
+            "0",
+            "--tasks",
+            2,
+            *(["--inject", "kill@1"] if deadly else []),
+        ]
+        slurmgpu(*run, cwd=where, expect=0, MODEL=folder)
+        folders.append(datasets(where))
+        assert report(where)["summary"]["n_answers"] == 48
+        (where / "run").rename(where / f"run-{deadly}")
+    assert folders[0] == folders[1]
+    assert json.loads((where / "run-True" / "report.json").read_text())["n_missing_items"] == 0

@@ -1,0 +1,104 @@
+"""A server with the endpoints that language models have, whose answers are the prompts: `python small_server.py PORT`.
+
+PORT may be the path of a unix socket. What a prompt says happens: "busy" is answered with 429 at first, "late" with
+503, "fails" with 500, "bad" with 400 always, "drops" once without an answer, and "deadly" ends the server. The file
+COUNTS, if that variable names one, gets a line for each start and each request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socketserver
+import sys
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+seen = Counter()
+
+
+def note(line):
+    if path := os.environ.get("COUNTS"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/health" and "NO_HEALTH" in os.environ:
+            self.answer(404, {"detail": "Not Found"})
+        elif self.path == "/v1/models":
+            self.answer(200, {"data": [{"id": "small"}]})
+        else:
+            self.answer(200, {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        is_chat = self.path == "/v1/chat/completions"
+        text = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        seen[text] += 1
+        note(f"asked {text}")
+        if body["model"] not in ("small", os.environ.get("MODEL")):
+            self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
+        elif "deadly" in text:
+            os._exit(3)
+        elif "drops" in text and seen[text] == 1:
+            self.close_connection = True
+        elif "busy" in text and seen[text] < 3:
+            self.answer(429, {"error": {"message": "too many"}}, {"Retry-After": "0.01"})
+        elif "late" in text and seen[text] < 3:
+            self.answer(503, "not yet", {"Retry-After": "0.01"})
+        elif "fails" in text:
+            self.answer(500, {"error": {"message": "Internal Server Error"}}, {"Retry-After": "0.01"})
+        elif "bad" in text:
+            self.answer(400, {"error": {"message": "the context has 16 tokens"}})
+        else:
+            time.sleep(float(os.environ.get("TAKES_S", "0")))
+            self.answer(200, self.completion(body, text, is_chat))
+
+    def completion(self, body, text, is_chat):
+        said = f"{text} {body.get('seed', '')}".strip()
+        if "thinks" in text:
+            said = f"<think>\nhm\n</think>\n\n{said}"
+        choice = {"index": 0, "finish_reason": "stop"}
+        choice |= {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
+        if body.get("logprobs") and "TELLS" in os.environ:
+            choice["logprobs"] = {"content": [{"logprob": -0.5}]} if is_chat else {"token_logprobs": [-0.5]}
+        usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(said.split())}
+        return {"choices": [choice], "usage": usage}
+
+    def answer(self, status, body, headers=None):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def address_string(self):
+        return "client"  # of a unix socket there is none
+
+    def log_message(self, *args):
+        pass
+
+
+class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class PortServer(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    note("started")
+    first = Path(os.environ.get("ENDS_FIRST", "/"))
+    if not first.exists():  # as one whose port is taken: the first one ends at once
+        first.touch()
+        sys.exit(1)
+    server = PortServer(("127.0.0.1", int(where)), Handler) if where.isdecimal() else UnixServer(where, Handler)
+    server.serve_forever()
