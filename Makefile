@@ -29,7 +29,7 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test)
 	$(GPU_PYTHON) -m tests.gpu
 
 test-vllm: packages $(VLLM)/test
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 tests/vllm
 
 nightly: packages lint types
 	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
