@@ -368,7 +368,7 @@ def submit_draft(
     run = _create(draft)
     try:
         draft.fill(run)
-        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.n_missing)]
+        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
         if background is not None:
             return RunHandle(run, background.start(run, submission, notes))
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))

@@ -9,8 +9,9 @@ from typing import Any
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.planner import allocate
 from slurmgpu.plan.run_file import merge_tables, parse_resources
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import Plan, Run
 from slurmgpu.run.submissions import Submission
+from slurmgpu.util.plurals import count_of
 
 
 def first_submission(resources: Mapping[str, Any], n_shards: int, number: int = 1) -> Submission:
@@ -30,15 +31,20 @@ def first_submission(resources: Mapping[str, Any], n_shards: int, number: int = 
     )
 
 
-def fewer_tasks(submission: Submission, n_shards: int) -> list[str]:
-    """A sentence if a first submission has fewer tasks than were asked for, because the run has fewer shards."""
+def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
+    """A sentence if a first submission has fewer tasks than were asked for, because it has only so many shards."""
     asked = allocate(parse_resources(submission.resources), None)
     if asked.n_tasks <= submission.n_tasks:
         return []
     gpus = f" ({asked.n_concurrent * asked.gpus_per_task} GPUs)" if asked.gpus_per_task else ""
     there = "1 shard, so there is 1 task" if n_shards == 1 else f"{n_shards:,} shards, so there are as many tasks"
-    found = f"{asked.n_tasks} tasks{gpus} were asked for; the run has {there}, one for each"
-    return [f"{found}. A smaller shard_items makes more shards."]
+    found = f"{asked.n_tasks} tasks{gpus} were asked for; the run has {there}, one for each."
+    size = -(-plan.n_items // asked.n_tasks)
+    if plan.extends or size >= plan.shard_items:  # an extended run has the shards of the former one
+        return [found]
+    makes = f"shard_items = {size} makes {count_of(-(-plan.n_items // size), 'shard')}"
+    smaller = f", whose batches have {count_of(size, 'item')} in place of {min(plan.batch_size, plan.n_items)}"
+    return [f"{found} {makes}{smaller if size < plan.batch_size else ''}."]
 
 
 def next_submission(

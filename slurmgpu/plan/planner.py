@@ -156,8 +156,9 @@ def draft_run(
     own = check_columns(workload.columns, title_of(full_name, "workload"))
     keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
     columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
+    shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
     batch_size = _batch_size(config, workload)
-    shard_items = _shard_items(config, batch_size) or (None if extends is None else extends.plan.shard_items)
+    batch_size = min(batch_size, shard_items or batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         room = functools.cache(lambda: _room_beside(target, stack))
         fields = keep.values()
@@ -356,15 +357,6 @@ def _hints(cls: type) -> dict[str, Any]:
         return settings_hints(cls)
     except (NameError, TypeError):
         return {}  # annotations that exist for type checkers only
-
-
-def _shard_items(config: RunFile, batch_size: int) -> int | None:
-    asked = config.shard_items
-    if asked is not None and asked % batch_size:
-        below = asked // batch_size * batch_size
-        options = f"{below} or {below + batch_size}" if below else f"{batch_size}"
-        raise SlurmGPUError(f"shard_items = {asked} is not a multiple of the batch size {batch_size}; use {options}.")
-    return asked
 
 
 def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) -> dict[str, Any]:

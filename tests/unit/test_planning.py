@@ -1,10 +1,12 @@
 """What is refused before anything is queued, and what a plan depends on."""
 
 import json
+import re
 
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.resubmission import fewer_tasks, first_submission
 from slurmgpu.plan.planner import Allocation, allocate, default_shard_items, draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
 from slurmgpu.plan.site_file import GivenRunFile
@@ -111,8 +113,45 @@ def test_sbatch_options_that_slurmgpu_sets_itself_are_refused(project):
     assert "'array' cannot be set here" in refused(project(slurm={"array": "0-3"}))
 
 
-def test_shard_items_must_be_whole_batches(project):
-    assert "use 8 or 12" in refused(project(shard_items=10))
+@pytest.mark.parametrize(("shard_items", "batch_size"), [(10, 4), (4, 4), (3, 3), (1, 1)])
+def test_a_batch_is_no_larger_than_a_shard(project, shard_items, batch_size):
+    made = plan(project(100, shard_items=shard_items))
+    assert (made.shard_items, made.batch_size) == (shard_items, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("n_items", "batch_size", "n_tasks", "said"),
+    [
+        (
+            100,
+            128,
+            4,
+            "the run has 1 shard, so there is 1 task, one for each. shard_items = 25 makes 4 shards, whose batches "
+            "have 25 items in place of 100.",
+        ),
+        (
+            1000,
+            128,
+            9,
+            "the run has 8 shards, so there are as many tasks, one for each. shard_items = 112 makes 9 shards, whose "
+            "batches have 112 items in place of 128.",
+        ),
+        (3, 1, 4, "the run has 3 shards, so there are as many tasks, one for each."),
+        (100, 10, 10, None),
+    ],
+)
+def test_who_asks_for_more_tasks_than_shards_is_told_a_size_that_makes_them(
+    project, n_items, batch_size, n_tasks, said
+):
+    folder = project(n_items, batch_size=batch_size, resources={"gpus": 0, "tasks": n_tasks})
+    edit(folder, "shard_items = 8\n", "")
+    made = plan(folder)
+    submission = first_submission(made.resources, made.n_shards)
+    found = fewer_tasks(submission, made, made.n_shards)
+    assert found == ([] if said is None else [f"{n_tasks} tasks were asked for; {said}"])
+    if said and "shard_items" in said:
+        wanted = int(re.search(r"shard_items = (\d+)", said)[1])
+        assert plan(folder, shard_items=wanted).n_shards == n_tasks
 
 
 @pytest.mark.parametrize(
