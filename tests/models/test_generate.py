@@ -70,6 +70,11 @@ def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, sent
     assert sentence in str(raised.value)
 
 
+@pytest.mark.parametrize(("n", "n_items"), [(1, 128), (16, 128), (64, 32), (5000, 1)])
+def test_many_answers_to_few_items_are_work_for_several_tasks(nothing, n, n_items):
+    assert Generate(model=nothing, prompt="{a}", n=n, temperature=1.0).batch_size == n_items
+
+
 def test_planning_refuses_in_a_sentence_and_imports_no_torch(nothing, tmp_path):
     (tmp_path / "items.csv").write_text("question,id\nwhy?,1\n")
     settings = f'[settings]\nmodel = "{nothing}"\nprompt = "{{question}}"\n'
