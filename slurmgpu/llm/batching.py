@@ -15,8 +15,8 @@ from slurmgpu.util.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-CPU_TOKENS = 8192
-"""The default batch on CPUs."""
+CPU_TOKENS, MOST_CPU_TOKENS, CPU_CACHE = 8192, 16384, 2**29
+"""The default batch on CPUs: twice as many tokens as long as their keys and values take at most so many bytes."""
 MOST_TOKENS = 65536
 """The largest default batch on GPUs."""
 MOST_ROWS = 256
@@ -79,10 +79,18 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def cpu_tokens(kv_bytes: int) -> int:
+    """The default batch on CPUs, for a cache of so many bytes a token.
+
+    A step reads all weights, however few rows it has: more rows are fewer steps.
+    """
+    return max(CPU_TOKENS, min(MOST_CPU_TOKENS, CPU_CACHE // max(1, kv_bytes)))
+
+
 def default_tokens(loaded: Any, place: Place) -> int:
     """A budget for the memory that is free after loading the model; the same on all ranks of a group."""
     if place.device == "cpu":
-        return CPU_TOKENS
+        return cpu_tokens(loaded.kv_bytes)
     import torch
 
     free_memory()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
-from slurmgpu.llm.batching import CPU_TOKENS
+from slurmgpu.llm.batching import cpu_tokens
 from slurmgpu.llm.choosing import Choice, Offer, choose, most_tokens, what_fits
 from slurmgpu.llm.needs import ROW_TOKENS, ROWS, RUNTIME_BYTES, USABLE, Model, look_at, row_tokens, usable
 from slurmgpu.llm.sizes import text_config
@@ -33,7 +33,7 @@ def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
     if model.leaves_experts:
         raise _unquantised(model)
     if share.gpus == 0:
-        model = model.with_batch(options.batch_tokens or CPU_TOKENS)
+        model = model.with_batch(options.batch_tokens or cpu_tokens(model.cache.a_token))
     offer = Offer(share.gpus, share.nodes, share.gpu_memory, share.processes)
     choice, fewer = choose(model, offer), 0
     if choice.fits is False and options.batch_tokens is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.batching import CPU_TOKENS
+from slurmgpu.llm.batching import CPU_CACHE, CPU_TOKENS, MOST_CPU_TOKENS, cpu_tokens
 from slurmgpu.llm.choosing import CARDS
 from slurmgpu.llm.engine import EngineOptions
 from slurmgpu.llm.models import find_model
@@ -637,3 +637,9 @@ def test_a_task_that_computes_on_cpus_is_not_measured_by_gpus(judging):
         assert draft.plan.processes == "per-gpu"
         assert "On CPUs" in draft.plan.placement[1]
         assert f"for a batch of {CPU_TOKENS:,} tokens" in draft.plan.placement[0]
+
+
+def test_a_batch_on_cpus_is_larger_where_its_cache_is_small():
+    assert cpu_tokens(1) == cpu_tokens(CPU_CACHE // MOST_CPU_TOKENS) == MOST_CPU_TOKENS
+    assert cpu_tokens(CPU_CACHE // 10_000) == 10_000
+    assert cpu_tokens(CPU_CACHE) == CPU_TOKENS
