@@ -235,7 +235,8 @@ def _in_use() -> Finder | None:
 
 def _files_of_modules() -> dict[str, str]:
     found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    return {name: path for name, path in found.items() if isinstance(path, str)}
+    # A path is absolute, but modules that PyTorch makes for operators are said to be of a file "_ops.py".
+    return {name: path for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)}
 
 
 def _take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:
