@@ -21,7 +21,7 @@ demo-train: $(VENV)/demo
 	$(BIN)/python docs/examples/digits/demo.py
 
 test: packages lint types
-	$(BIN)/python -m pytest -n 4
+	$(BIN)/python -m pytest -n 4 --durations=25 --durations-min=10
 
 # On a machine with a GPU, in the Python that has torch with CUDA, which .venv may lack: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
