@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slurmgpu.llm.engine import NOTHING, Composed, EngineOptions, FinishReason, Generated, Output, Prompt, Request
+from slurmgpu.llm.structures import Reasoning
 
 log = logging.getLogger(__name__)
 
 THINK, THOUGHT = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
-HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
+HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
 STOP_MARGIN = 8
 """Tokens searched for a stop text beyond its length in bytes: special tokens have no bytes."""
 MARK = "\ufdd0"
@@ -239,6 +241,20 @@ class Codec:
             return False
         n_last = max(len(each.encode()) for each in stop) + STOP_MARGIN
         return self._n_until(tokens[-n_last:], stop) is not None
+
+    def reasoning_of(self, encoded: Encoded) -> Reasoning | None:
+        """The reasoning with which the model may begin its answer; None if that begins at once."""
+        if encoded.request.prompt.answer or encoded.request.prompt.generated is not None:
+            return None
+        last = encoded.tokens[-3:]
+        if self._harmony:
+            names = (CHANNEL, MESSAGE, HARMONY_END, HARMONY_OPEN)
+            channel, message, end, start = (self._ids.get(name, -1) for name in names)
+            return Reasoning(harmony=(channel, message, end, start)) if start in last else None
+        opens, closes = self._ids.get(THINK), self._ids.get(THOUGHT)
+        if closes is None or closes in last:
+            return None
+        return Reasoning(None if opens in last else opens, closes)
 
     def decode(self, finished: Finished) -> Output:
         """The output of a request, with tokens and text cut at a stop text."""

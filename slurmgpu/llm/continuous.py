@@ -20,6 +20,7 @@ from slurmgpu.llm import continuous_sampling
 from slurmgpu.llm.answers import Codec, Encoded, Finished
 from slurmgpu.llm.batching import free_memory
 from slurmgpu.llm.engine import EngineOptions, Place
+from slurmgpu.llm.grammars import Grammars
 from slurmgpu.llm.selfcheck import agree, difference, probes
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Needs:
     narrows: bool = False
     stops: bool = False
     logprobs: bool = False
+    structured: bool = False
 
     @classmethod
     def of(cls, requests: Sequence[Encoded]) -> Needs:
@@ -66,6 +68,7 @@ class Needs:
             ),
             stops=any(each.stop for each in all_sampling),
             logprobs=any(each.logprobs for each in all_sampling),
+            structured=any(each.structure is not None for each in all_sampling),
         )
 
     def __or__(self, other: Needs) -> Needs:
@@ -87,15 +90,16 @@ def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool) -> dict
         "auto_switch_to_flash": False,  # already chosen
         "seed": 0,
     }
-    if needs.stops:
-        # In 5.23 cancelling a request corrupts the cache while a second batch is in flight.
+    if needs.stops or needs.structured:
+        # In 5.23 cancelling a request corrupts the cache while a second batch is in flight; and a structure's next
+        # tokens depend on the last one.
         wanted["use_async_batching"] = False
     if loaded.model.device.type == "cpu":
         wanted["page_size"] = wanted["block_size"] = CPU_PAGE
         wanted["num_blocks"] = -(-max(CPU_TOKENS, 4 * longest) // CPU_PAGE)
         wanted["max_batch_tokens"] = CPU_BATCH_TOKENS
         return wanted
-    if needs.sampled:
+    if needs.sampled or needs.structured:
         wanted["max_memory_percent"] = SAMPLING_SHARE
     if flash:
         wanted["max_blocks_per_request"] = -(-min(loaded.context, MOST_PAGED) // PAGE) + 1
@@ -182,11 +186,20 @@ def advisable(loaded: Loaded) -> str | None:
 class Continuous:
     """Generates by continuous batching, and by `static`, with the same results, where that is impossible or fails."""
 
-    def __init__(self, loaded: Loaded, options: EngineOptions, place: Place, codec: Codec, static: Static) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: EngineOptions,
+        place: Place,
+        codec: Codec,
+        grammars: Grammars,
+        static: Static,
+    ) -> None:
         self._loaded = loaded
         self._options = options
         self._place = place
         self._codec = codec
+        self._grammars = grammars
         self._static = static
         self._attention = loaded.model.config._attn_implementation
         self._flash = flash_attention(loaded.model)
@@ -202,8 +215,8 @@ class Continuous:
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
-        # The manager's log-probabilities include our noise: they are right for greedy requests only.
-        ours = [each for each in requests if not (each.request.sampling.logprobs and _is_sampled(each))]
+        # The manager's log-probabilities include our noise and masks: they are right for free greedy requests only.
+        ours = [each for each in requests if not (each.request.sampling.logprobs and _is_changed(each))]
         given_up = self._given_up
         if ours:
             self._needs |= Needs.of(ours)
@@ -266,7 +279,7 @@ class Continuous:
             return
         self.release()  # the comparison needs the cache's memory
         try:
-            reason = difference(self._loaded.model, expected, found, self._options.precision)
+            reason = difference(self._loaded.model, self._grammars, expected, found, self._options.precision)
         except Exception as error:
             raise _FailedError(f"it could not be compared: {type(error).__name__}: {error}", error) from error
         if reason is not None:
@@ -325,7 +338,7 @@ class Continuous:
             max_new_tokens=encoded.request.sampling.max_tokens,
             streaming=bool(encoded.request.sampling.stop),
             eos_token_id=[*self._loaded.eos_ids] or [-1],
-            **continuous_sampling.arguments(encoded),
+            **continuous_sampling.arguments(encoded, self._grammars),
         )
         # With tensor parallelism rank 0 adds requests for all ranks, and each gets all outputs, in the same order.
         if added is None and manager.is_tp_driver:
@@ -338,6 +351,8 @@ class Continuous:
         if output.error is not None:
             raise _FailedError(str(output.error), manager.background_thread_status.fatal_error)
         tokens = tuple(output.generated_tokens)
+        if output.is_finished() and (problem := self._problem(encoded, tokens)) is not None:
+            return Finished(encoded, tokens, "error", error=problem)
         sampling = encoded.request.sampling
         logprobs = tuple(output.logprobs) if sampling.logprobs else None
         ended = bool(tokens) and tokens[-1] in self._loaded.eos_ids
@@ -350,6 +365,15 @@ class Continuous:
         if not ended and len(tokens) != sampling.max_tokens:
             raise _FailedError(f"an answer of {len(tokens)} tokens has no end")
         return Finished(encoded, tokens, "stop" if ended else "length", logprobs)
+
+    def _problem(self, encoded: Encoded, tokens: Sequence[int]) -> str | None:
+        """Why llguidance could not follow the answer to its end, if so."""
+        matcher = self._grammars.start(encoded)
+        if matcher is None:
+            return None
+        for token in tokens:
+            matcher.take(token)
+        return matcher.error
 
     def _start(self) -> Any:
         needs, longest = self._needs, self._longest
@@ -379,8 +403,9 @@ class Continuous:
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known}),
         )
-        if needs.sampled:
-            manager.logit_processor = continuous_sampling.sampler(narrows=needs.narrows)
+        if needs.sampled or needs.structured:
+            grammars = self._grammars if needs.structured else None
+            manager.logit_processor = continuous_sampling.sampler(grammars, MOST_REQUESTS, narrows=needs.narrows)
         manager.warmup()
         # Each stop of the manager collects garbage; frozen objects are skipped.
         gc.collect()
@@ -390,6 +415,11 @@ class Continuous:
 
 def _is_sampled(encoded: Encoded) -> bool:
     return encoded.request.sampling.temperature > 0
+
+
+def _is_changed(encoded: Encoded) -> bool:
+    """Whether tokens are not chosen by the model's own scores alone."""
+    return _is_sampled(encoded) or encoded.request.sampling.structure is not None
 
 
 def _length(encoded: Encoded) -> int:

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 Precision = Literal["bf16", "fp16", "fp32"]
 Batching = Literal["auto", "static", "continuous"]
 FinishReason = Literal["stop", "length", "error"]
+StructureKind = Literal["schema", "choices", "regex", "grammar"]
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The precisions' names in PyTorch."""
+
+STRUCTURE_ENGINES = ("transformers", "vllm")
+"""The engines that keep answers to a `Structure`."""
 
 
 class Composed(str):
@@ -80,11 +84,24 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """What an answer must be, reasoning aside: JSON of a schema, one of some choices, or a match of a regex or grammar.
+
+    `text` is the schema or the list of choices as JSON, else the regex or the grammar itself. An engine that supports
+    structures is one of `STRUCTURE_ENGINES`.
+    """
+
+    kind: StructureKind
+    text: str
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 exclude no token.
 
     A text of `stop` ends an answer and is not part of it. `logprobs` asks for each token's log-probability. If the
-    context has no room for the answer, that is an error; with `fit` the answer is cut instead.
+    context has no room for the answer, that is an error; with `fit` the answer is cut instead. With a `structure`, only
+    tokens that it allows are chosen, and the log-probabilities are still the model's own over all tokens.
     """
 
     max_tokens: int = 512
@@ -95,6 +112,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     fit: bool = False
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,18 @@ class Rules:
         return Rules(*(torch.cat([getattr(each, field.name) for each in (self, other)]) for field in fields(self)))
 
 
-def choose(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
+def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
     """The next token of each row: (row,), from `logits`: (row, token).
 
-    `positions` counts the tokens in the row's answer so far: 0 for the first.
+    `positions` counts the tokens in the row's answer so far: 0 for the first. `allowed`, of the shape of `logits`,
+    marks the tokens that a structure allows; None allows all.
     """
-    return perturb(logits, rules, positions).argmax(-1)
+    return perturb(restrict(logits, allowed), rules, positions).argmax(-1)
+
+
+def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """The logits, -inf where a token is not allowed."""
+    return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))
 
 
 def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:

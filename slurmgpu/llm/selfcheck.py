@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.answers import Encoded, Finished
-from slurmgpu.llm.sampling import Rules, perturb
+from slurmgpu.llm.grammars import Grammars
+from slurmgpu.llm.sampling import Rules, perturb, restrict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,9 @@ def agree(expected: Sequence[Finished], found: Sequence[Finished]) -> bool:
     return same and not any(each.error for each in [*expected, *found])
 
 
-def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finished], precision: str) -> str | None:
+def difference(
+    model: Any, grammars: Grammars, expected: Sequence[Finished], found: Sequence[Finished], precision: str
+) -> str | None:
     """The difference between two paths' answers to the same requests, in words; None if it is only rounding.
 
     If tokens differ, the model scores those that were found, which must be nearly as good as the best ones: rounding
@@ -56,7 +59,7 @@ def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finishe
             return f"an error: {answer.error or reference.error}"
         if answer.tokens == reference.tokens:
             continue
-        missed = _worst_miss(model, answer.encoded, answer.tokens)
+        missed = _worst_miss(model, grammars, answer.encoded, answer.tokens)
         if missed > TOLERANCE[precision]:
             return (
                 f"tokens {list(answer.tokens)} instead of {list(reference.tokens)}, "
@@ -65,7 +68,7 @@ def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finishe
     return None
 
 
-def _worst_miss(model: Any, encoded: Encoded, tokens: Sequence[int]) -> float:
+def _worst_miss(model: Any, grammars: Grammars, encoded: Encoded, tokens: Sequence[int]) -> float:
     """The greatest distance of a taken token from its row's best score, as a share of the row's range."""
     import torch
 
@@ -76,7 +79,8 @@ def _worst_miss(model: Any, encoded: Encoded, tokens: Sequence[int]) -> float:
         logits: Tensor = model(input_ids=inputs, use_cache=False, logits_to_keep=len(tokens)).logits[0]
         n_rows, request = len(tokens), encoded.request
         rules = Rules.of([request.sampling] * n_rows, [request.key] * n_rows, logits.device)
-        scores = perturb(logits, rules, torch.arange(n_rows, device=logits.device))
+        allowed = grammars.along(encoded, tokens, logits.device)
+        scores = perturb(restrict(logits, allowed), rules, torch.arange(n_rows, device=logits.device))
         best = scores.amax(-1)
         taken = scores.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
         spread = best - logits.float().mean(-1)

@@ -15,6 +15,7 @@ from slurmgpu.llm import caches
 from slurmgpu.llm.answers import Codec, Encoded, Finished
 from slurmgpu.llm.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
 from slurmgpu.llm.engine import FinishReason, Place
+from slurmgpu.llm.grammars import Grammars, Matcher
 from slurmgpu.llm.loading import Loaded
 from slurmgpu.llm.prefilling import Prefill, Tokens
 from slurmgpu.llm.sampling import Rules, choose, log_probabilities
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 @dataclass
 class _Row:
     encoded: Encoded
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: FinishReason | None = None
+    error: str | None = None
     is_reported: bool = False
 
     @property
@@ -40,7 +43,8 @@ class _Row:
         """The finished answer."""
         wanted = self.encoded.request.sampling.logprobs
         assert self.ended is not None
-        return Finished(self.encoded, tuple(self.tokens), self.ended, tuple(self.logprobs) if wanted else None)
+        logprobs = tuple(self.logprobs) if wanted else None
+        return Finished(self.encoded, tuple(self.tokens), self.ended, logprobs, self.error)
 
 
 @dataclass
@@ -90,10 +94,13 @@ class _Work:
 class StaticBatches:
     """Generates answers in batches within the budget."""
 
-    def __init__(self, loaded: Loaded, place: Place, codec: Codec, budget: Budget, prefill: Prefill) -> None:
+    def __init__(
+        self, loaded: Loaded, place: Place, codec: Codec, grammars: Grammars, budget: Budget, prefill: Prefill
+    ) -> None:
         self._loaded = loaded
         self._place = place
         self._codec = codec
+        self._grammars = grammars
         self._budget = budget
         self._prefill = prefill
 
@@ -148,7 +155,9 @@ class StaticBatches:
 
     def _record(self, batch: _Batch, logits: Tensor) -> None:
         """Choose each row's next token, and mark rows that end with it."""
-        batch.latest = choose(logits, batch.rules, batch.counts)
+        matchers = [row.matcher if row.ended is None else None for row in batch.rows]
+        allowed = self._grammars.allowed(matchers, logits.device)
+        batch.latest = choose(logits, batch.rules, batch.counts, allowed)
         batch.counts = batch.counts + 1
         logprobs: Sequence[float | None] = [None] * len(batch.rows)
         if any(row.encoded.request.sampling.logprobs for row in batch.rows):
@@ -161,6 +170,11 @@ class StaticBatches:
                 row.ended = self._ending(row)
 
     def _ending(self, row: _Row) -> FinishReason | None:
+        if row.matcher is not None:
+            row.matcher.take(row.tokens[-1])
+            row.error = row.matcher.error
+            if row.error is not None:
+                return "error"
         if row.tokens[-1] in self._loaded.eos_ids:
             return "stop"
         if self._codec.has_stopped(row.tokens, row.encoded.request.sampling.stop):
@@ -218,7 +232,7 @@ class StaticBatches:
         mask = read.mask
         samplings, keys = [each.request.sampling for each in requests], [each.request.key for each in requests]
         rules, lengths = Rules.of(samplings, keys, mask.device), mask.sum(1)
-        rows = [_Row(each) for each in requests]
+        rows = [_Row(each, self._grammars.start(each)) for each in requests]
         batch = _Batch(rows, read.cache, mask, lengths, lengths.new_zeros(len(rows)), rules, lengths)
         self._record(batch, read.logits)
         return batch

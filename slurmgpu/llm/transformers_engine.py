@@ -10,6 +10,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, PromptError
 from slurmgpu.llm.batching import Budget, default_tokens, free_memory
 from slurmgpu.llm.engine import EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.grammars import Grammars
 from slurmgpu.llm.loading import Loaded, load_model
 from slurmgpu.llm.prefilling import Prefill
 from slurmgpu.llm.scoring import Scorer
@@ -31,7 +32,9 @@ class TransformersEngine:
         self._codec = Codec(loaded.tokenizer, options, loaded.context)
         budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
         self._prefill = Prefill(loaded)
-        self._static = StaticBatches(loaded, place, self._codec, budget, self._prefill)
+        width = loaded.model.config.get_text_config().vocab_size
+        self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
+        self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill)
         self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded
@@ -90,4 +93,4 @@ class TransformersEngine:
         elif (reason := advisable(loaded)) is not None:
             log.info("no continuous batching: %s", reason)
             return None
-        return Continuous(loaded, options, place, self._codec, self._static.generate)
+        return Continuous(loaded, options, place, self._codec, self._grammars, self._static.generate)

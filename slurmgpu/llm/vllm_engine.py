@@ -24,6 +24,7 @@ from slurmgpu.llm.scoring import Asked, ask, scores_of
 from slurmgpu.llm.settings import vllm_refuses
 from slurmgpu.llm.sizes import context_of
 from slurmgpu.llm.splitting import QUANTIZATIONS, check_vllm
+from slurmgpu.llm.structures import lark_of
 from slurmgpu.llm.vllm_node import NodePlace, start_with_port
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,9 @@ class VllmEngine:
             arguments["seed"] = encoded.request.key
         if sampling.logprobs:
             arguments["logprobs"] = 0  # of the chosen token only
+        if sampling.structure is not None:
+            lark = lark_of(sampling.structure, self._codec.reasoning_of(encoded), self._stop_ids)
+            arguments["structured_outputs"] = _structured_outputs(lark)
         return arguments
 
     def _run(
@@ -182,6 +186,8 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         # Not the checkpoint's generation config.
         "generation_config": "vllm",
         "max_model_len": options.max_context or AUTOMATIC_CONTEXT,
+        # llguidance, whose grammars may have a part for reasoning; vLLM's other libraries have no such part.
+        "structured_outputs_config": {"backend": "guidance"},
     }
     if sources := options.adapters.sources:
         greatest = max(rank_of(source) for source in sources.values())
@@ -290,6 +296,12 @@ def _prepare_environment(node: NodePlace) -> None:
 def _check(request: Request) -> None:
     if (problem := vllm_refuses(request.sampling.temperature)) is not None:
         raise PromptError(problem)
+
+
+def _structured_outputs(lark: str) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(grammar=lark)
 
 
 def _problem(answer: Any) -> str | None:

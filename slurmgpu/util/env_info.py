@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import slurmgpu
 
-PACKAGES = ("numpy", "h5py", "torch", "transformers", "accelerate", "peft", "vllm")
+PACKAGES = ("numpy", "h5py", "torch", "transformers", "accelerate", "peft", "llguidance", "vllm")
 """Distributions whose versions explain results and failures."""
 
 

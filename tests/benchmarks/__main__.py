@@ -25,6 +25,7 @@ QUICK = {
     "merge": ["--quick"],
     "overhead": ["--quick"],
     "page": ["--quick"],
+    "structures": ["--quick"],
     "tracin": ["--quick"],
     "train": ["--quick"],
     "watch": ["--quick"],

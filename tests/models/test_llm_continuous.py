@@ -220,7 +220,8 @@ def test_only_continuous_batches_have_flash_attention(folders, opened, caplog, m
     options = EngineOptions(find_model(str(folders["llama"])), precision="fp32")
     monkeypatch.setattr(continuous, "difference", watch("compared", continuous.difference))
     monkeypatch.setattr(continuous.Continuous, "_read", watch("continuous", continuous.Continuous._read))
-    ours = continuous.Continuous(engine._loaded, options, place, engine._codec, watch("static", static))
+    parts = (engine._codec, engine._grammars, watch("static", static))
+    ours = continuous.Continuous(engine._loaded, options, place, *parts)
     engine._continuous = ours
     for asked in (requests(), requests(3)):
         assert answers(engine, asked) == answers(opened("llama", "static"), asked)
@@ -315,11 +316,12 @@ def test_two_tokens_that_are_all_but_tied_may_change_places(opened):
     second = int(logits.argsort()[-2])
     other = type(reference)(encoded, (second,), "length")
     gap = float((logits.max() - logits[second]) / (logits.max() - logits.mean()))
+    compared = (loaded.model, engine._grammars, [reference], [other], "bf16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(selfcheck.TOLERANCE, "bf16", gap * 1.1)
-        assert selfcheck.difference(loaded.model, [reference], [other], "bf16") is None
+        assert selfcheck.difference(*compared) is None
         patch.setitem(selfcheck.TOLERANCE, "bf16", gap * 0.9)
-        assert f"tokens [{second}] instead of" in selfcheck.difference(loaded.model, [reference], [other], "bf16")
+        assert f"tokens [{second}] instead of" in selfcheck.difference(*compared)
 
 
 # When it is used

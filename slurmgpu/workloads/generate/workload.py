@@ -18,9 +18,11 @@ from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.server_settings import uses_chat
 from slurmgpu.llm.settings import SamplingSettings, sampling
+from slurmgpu.llm.structures import check_structure, structure_of
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import FETCH, Item, Row, Template
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, Template
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
+from slurmgpu.workloads.structured import Answers
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -34,8 +36,11 @@ class Generate(LanguageModelWorkload):
     """One answer for each item, or `n`, to a `prompt` over its fields, or to the chat in its field `messages`.
 
     `system` comes before either. `keep` copies fields of the input into columns; `tokens`, `logprobs` and
-    `keep_reasoning` add columns. docs/reference/language-models.md has all settings.
+    `keep_reasoning` add columns, and so do the properties of a `schema`, to which answers are kept, as to `choices`, a
+    `regex` or a `grammar`. docs/reference/language-models.md has all settings.
     """
+
+    texts = ("prompt", "system", "schema", "grammar")
 
     template = Template(
         Path(__file__).with_name("template.toml"),
@@ -59,10 +64,15 @@ class Generate(LanguageModelWorkload):
         tokens: bool = False,
         logprobs: bool = False,
         keep_reasoning: bool = False,
+        schema: str | dict[str, Any] | None = None,
+        choices: Sequence[str] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> None:
         self.prompts = Prompts(prompt, messages, system, last=last)
-        self.sampling = sampling(settings, logprobs=logprobs)
+        structure = structure_of(schema, choices, regex, grammar)
+        self.sampling = sampling(settings, logprobs=logprobs, structure=structure)
         if n < 1:
             raise SlurmGPUError(f"n is {n}; expected at least 1 answer for each item.")
         if n > 1 and self.sampling.temperature == 0:
@@ -74,6 +84,9 @@ class Generate(LanguageModelWorkload):
         self.tokens, self.logprobs, self.keep_reasoning = tokens, logprobs, keep_reasoning
         self.kept_fields = tuple(keep)
         self.columns = self._own_columns()
+        self._structured = None if structure is None else Answers(structure, n, self.sampling.max_tokens)
+        if self._structured is not None:
+            self.columns |= self._structured.columns({*self.columns, *self.kept_fields})
         self.fields = self.prompts.fields
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if tokens:
@@ -93,6 +106,12 @@ class Generate(LanguageModelWorkload):
         if self.logprobs:
             columns["logprobs"] = Ragged("float32")
         return columns
+
+    def place(self, share: Share) -> Placement:
+        """The model's placement; SlurmGPUError if it does not fit, or if answers cannot be kept to their structure."""
+        if self.sampling.structure is not None:
+            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
+        return super().place(share)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The answers to each item, or an ItemError for one without a prompt or an answer."""
@@ -116,6 +135,10 @@ class Generate(LanguageModelWorkload):
         for output in outputs:
             if isinstance(output, ItemError):
                 return output
+        try:
+            values = {} if self._structured is None else self._structured.values(outputs)
+        except ItemError as error:
+            return error
         each: dict[str, list[Any]] = {
             "text": [output.text for output in outputs],
             "n_tokens": [output.n_tokens for output in outputs],
@@ -129,7 +152,7 @@ class Generate(LanguageModelWorkload):
             row["tokens"] = np.concatenate([output.tokens for output in outputs])
         if self.logprobs:
             row["logprobs"] = np.concatenate([output.logprobs for output in outputs if output.logprobs is not None])
-        return row
+        return row | values
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count tokens of prompts and answers, and why answers ended."""
