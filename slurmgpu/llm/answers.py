@@ -24,6 +24,7 @@ CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
 HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
+TURNS = ("user", "assistant")
 STOP_MARGIN = 8
 """Tokens searched for a stop text beyond its length in bytes: special tokens have no bytes."""
 MARK = "\ufdd0"
@@ -177,11 +178,15 @@ class Codec:
         cut = self._quotes.cut
         if not prompt.messages and not self._chat:
             before = f"{cut(prompt.system)}\n\n" if prompt.system else ""
+            before += "".join(cut(asked) + cut(said) + prompt.between for asked, said in prompt.shots)
             return before + cut(prompt.text) + cut(prompt.answer), False
         if not self._tokenizer.chat_template:
             raise PromptError("the model's tokenizer has no chat template; expected a plain prompt, or chat = false")
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages = prompt.messages or (*system, {"role": "user", "content": prompt.text})
+        shots = (
+            {"role": role, "content": text} for shot in prompt.shots for role, text in zip(TURNS, shot, strict=True)
+        )
+        messages = prompt.messages or (*system, *shots, {"role": "user", "content": prompt.text})
         cut_messages = [{**each, "content": cut(each["content"])} if "content" in each else each for each in messages]
         text = self._chat_text(cut_messages)
         if prompt.answer or answers_at_once:

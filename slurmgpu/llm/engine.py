@@ -69,6 +69,9 @@ class Prompt:
     reasoning included, if that is given as `generated`, at the end of `so_far`, with which that answer's text begins.
     `adapter` is the name of one of the model's adapters; "" is its only one, or the model itself if it has several.
 
+    `shots` are examples before a plain text, each a question and its answer: turns of a chat if the model has a chat
+    template, else texts with `between` behind each.
+
     The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
     message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
     all of these, except in the unquoted parts of a `Composed`.
@@ -81,6 +84,8 @@ class Prompt:
     so_far: str = ""
     generated: Generated | None = None
     adapter: str = ""
+    shots: tuple[tuple[str, str], ...] = ()
+    between: str = "\n\n"
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.adapters import Choice
 from slurmgpu.llm.engine import Composed, Prompt
+from slurmgpu.llm.fewshot import Fewshot, shuffled
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -22,6 +23,24 @@ NOTHING: Mapping[str, Any] = {}
 _PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 # Not every name of a field: {"label": …} in a prompt is JSON, whose braces must be doubled.
 _FIELD = re.compile(r"(\w[\w .\-/]*)((?:\[[^\[\]]+\])*)")
+
+
+class Fillable(Protocol):
+    """A template over the fields of an item; its class is called with a text and its owner in messages."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The names of its fields."""
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The names of fields that it uses without a key."""
+
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+        """The filled text; ItemError for a missing value. Values in `given` override the items' fields."""
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
+        """The text with one word for every field that is not given."""
 
 
 class Template:
@@ -74,6 +93,8 @@ class Template:
 class Prompts:
     """The items' prompts: by the template `prompt`, or from the field `messages` with a chat, with `system` before.
 
+    Examples of `fewshot` stand before a `prompt`, by the same template; an item is no example of itself.
+
     A chat whose last turn is the assistant's is an error without `last`: the model would see the answer that it is to
     give.
     """
@@ -85,6 +106,8 @@ class Prompts:
         system: str | None = None,
         given: Sequence[str] = (),
         last: Last | None = None,
+        fewshot: Fewshot | None = None,
+        make: Callable[[str, str], Fillable] = Template,
     ) -> None:
         """Check the settings; `given` are names in templates that are not fields of the items."""
         if (prompt is None) == (messages is None):
@@ -93,8 +116,8 @@ class Prompts:
                 f'prompt is a template such as "Translate: {{text}}", messages a field with a chat; {found}, expected '
                 f"one of them."
             )
-        self._prompt = None if prompt is None else Template(prompt)
-        self._system = None if system is None else Template(system, "system")
+        self._prompt = None if prompt is None else make(prompt, "prompt")
+        self._system = None if system is None else make(system, "system")
         if last not in (None, "drop", "continue"):
             raise SlurmGPUError(
                 f"last is {last!r}; expected 'drop', which leaves the assistant's last turn out, or 'continue'."
@@ -103,6 +126,13 @@ class Prompts:
             raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
         self._messages, self._last = messages, last
         self.choice: Choice | None = None
+        if fewshot is not None and messages is not None:
+            raise SlurmGPUError(
+                "fewshot is set, which stands before a prompt, and messages is a whole chat. Remove one."
+            )
+        self._fewshot = fewshot
+        self._known_examples: tuple[Mapping[str, Any], list[tuple[Composed, Composed]]] | None = None
+        self._target = None if fewshot is None else make(fewshot.target, "target")
         if self._prompt is not None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
                 f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
@@ -129,12 +159,17 @@ class Prompts:
         if self._last == "continue":
             yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
 
-    def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Prompt:
-        """The prompt from an item's data and given values; ItemError for a missing or wrong field."""
-        prompt = self._of(data, given)
+    def check_examples(self, given: Mapping[str, Any] = NOTHING) -> None:
+        """Refuse examples without what the templates take."""
+        for _ in self._examples(given):
+            pass
+
+    def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, seed: int = 0) -> Prompt:
+        """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field."""
+        prompt = self._of(data, given, seed)
         return prompt if self.choice is None else replace(prompt, adapter=self.choice.of(data))
 
-    def _of(self, data: Mapping[str, Any], given: Mapping[str, Any]) -> Prompt:
+    def _of(self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int) -> Prompt:
         system = None if self._system is None else self._system.render(data, given)
         if self._messages is not None:
             messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))
@@ -144,7 +179,28 @@ class Prompts:
                 raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
             return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
         assert self._prompt is not None
-        return Prompt(self._prompt.render(data, given), system=system or "")
+        return self._after_examples(self._prompt.render(data, given), system or "", given, seed)
+
+    def _after_examples(self, text: str, system: str, given: Mapping[str, Any], seed: int) -> Prompt:
+        """The prompt of a text, with examples before it, of which it is none itself."""
+        if self._fewshot is None:
+            return Prompt(text, system=system)
+        known = self._known_examples
+        if known is None or known[0] is not given:
+            known = self._known_examples = (given, [*self._examples(given)])
+        examples, number = known[1], self._fewshot.number
+        places = range(len(examples)) if number is None else shuffled(len(examples), seed)
+        shots = [examples[place] for place in places if examples[place][0] != text][:number]
+        return Prompt(text, system=system, shots=tuple(shots), between=self._fewshot.delimiter)
+
+    def _examples(self, given: Mapping[str, Any]) -> Iterator[tuple[Composed, Composed]]:
+        if self._fewshot is None or self._prompt is None or self._target is None:
+            return
+        for number, example in enumerate(self._fewshot.examples, 1):
+            try:
+                yield self._prompt.render(example, given), self._target.render(example, given)
+            except ItemError as error:
+                raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
 
     def _chat(self, messages: tuple[dict[str, str], ...]) -> tuple[tuple[dict[str, str], ...], str]:
         """The messages for the model, and the beginning of its answer."""
@@ -163,7 +219,7 @@ class Prompts:
         """The prompt with one word for every field that is not given; not with `messages`."""
         assert self._prompt is not None
         system = None if self._system is None else self._system.fill(word, given)
-        return Prompt(self._prompt.fill(word, given), system=system or "")
+        return self._after_examples(self._prompt.fill(word, given), system or "", given, 0)
 
     def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> int:
         """The length of an item's prompt in characters, to sort items by; 0 without a prompt."""
@@ -172,6 +228,7 @@ class Prompts:
         except ItemError:
             return 0
         texts = (prompt.text, prompt.system, prompt.answer, *(message["content"] for message in prompt.messages))
+        texts += tuple(text for shot in prompt.shots for text in shot)
         return sum(map(len, texts))
 
 

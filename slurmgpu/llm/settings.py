@@ -9,7 +9,10 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
 from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling
+from slurmgpu.llm.fewshot import fewshot_of
+from slurmgpu.llm.jinja_templates import TemplateFormat, template_class
 from slurmgpu.llm.models import find_model, served_model
+from slurmgpu.llm.prompts import NOTHING, Last, Prompts
 from slurmgpu.llm.server_settings import check_server
 from slurmgpu.llm.sizes import context_of
 
@@ -17,6 +20,16 @@ EngineName = Literal["transformers", "vllm", "server"]
 
 VLLM_TEMPERATURES = (0.01, 2.0)
 """The range of temperatures that vLLM computes with, beside 0: `SamplingParams` raises lower ones to its beginning."""
+
+
+class PromptSettings(TypedDict, total=False):
+    """The settings of prompts that workloads with a `prompt` share."""
+
+    template_format: TemplateFormat
+    fewshot: str | list[dict[str, Any]]
+    num_fewshot: int
+    target: str
+    fewshot_delimiter: str
 
 
 class ModelSettings(TypedDict, total=False):
@@ -49,6 +62,31 @@ class SamplingSettings(ModelSettings, total=False):
     top_k: int
     min_p: float
     stop: list[str]
+
+
+class PromptedSettings(SamplingSettings, PromptSettings, total=False):
+    """The settings of the engine, of sampling and of prompts."""
+
+
+def prompts_of(
+    settings: Mapping[str, Any],
+    prompt: str | None,
+    messages: str | None,
+    system: str | None,
+    last: Last | None,
+    given: Mapping[str, Any] = NOTHING,
+) -> Prompts:
+    """The prompts of the settings; SlurmGPUError for a wrong one. `given` are values in templates beside the items'."""
+    fewshot = fewshot_of(
+        settings.get("fewshot"),
+        settings.get("num_fewshot"),
+        settings.get("target"),
+        settings.get("fewshot_delimiter", "\n\n"),
+    )
+    make = template_class(settings.get("template_format", "f-string"))
+    found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make)
+    found.check_examples(given)
+    return found
 
 
 def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:

@@ -17,10 +17,10 @@ from slurmgpu.llm import metrics
 from slurmgpu.llm.adapters import choice_of
 from slurmgpu.llm.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
-from slurmgpu.llm.prompts import Last, Prompts, take, text_of
+from slurmgpu.llm.prompts import Last, take, text_of
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.server_settings import uses_chat
-from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
+from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload, blocks, ends_summary
@@ -51,6 +51,8 @@ class Classify(LanguageModelWorkload):
         first=FETCH,
     )
 
+    texts = ("prompt", "system", "fewshot", "target")
+
     def __init__(
         self,
         *,
@@ -69,7 +71,7 @@ class Classify(LanguageModelWorkload):
         truth: str | None = None,
         group: str | None = None,
         keep: Sequence[str] = (),
-        **settings: Unpack[SamplingSettings],
+        **settings: Unpack[PromptedSettings],
     ) -> None:
         self.labels = check_labels(list(labels))
         if method not in ("score", "parse"):
@@ -81,13 +83,18 @@ class Classify(LanguageModelWorkload):
         _check_method(method, [name for name, value in given.items() if value], settings)
         self.choices = _choices(self.labels, choices)
         self.given = {"labels": _described(labels)}
-        self.prompts = Prompts(prompt, messages, system, given=("labels",), last=last)
+        self.prompts = prompts_of(settings, prompt, messages, system, last, self.given)
         if calibrate and prompt is None:
             raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
         if calibrate and choice_of(settings) is not None:
             raise SlurmGPUError(
                 "calibrate scores the prompt without an item, and only items say which adapter is to score it. Remove "
                 "calibrate, or make a run for each adapter."
+            )
+        if calibrate and "num_fewshot" in settings:
+            raise SlurmGPUError(
+                "calibrate scores one prompt for all items, and num_fewshot draws examples for each. Remove calibrate, "
+                "or num_fewshot: then all items have all examples."
             )
         self.sampling = sampling(settings)
         if pattern is not None and json is not None:
@@ -141,7 +148,7 @@ class Classify(LanguageModelWorkload):
                     values[name] = "" if value is None else text_of(value)
             if values.get("truth", "") not in ("", *self.labels):
                 values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
-            return self.prompts.of(item.data, self.given), values
+            return self.prompts.of(item.data, self.given, item.seed), values
         except ItemError as error:
             return error
 

@@ -14,10 +14,10 @@ from typing_extensions import Unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Prompt, Request
 from slurmgpu.llm.metrics import ratio
-from slurmgpu.llm.prompts import Last, Prompts
+from slurmgpu.llm.prompts import Last
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.server_settings import uses_chat
-from slurmgpu.llm.settings import SamplingSettings, sampling
+from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.llm.structures import check_structure, structure_of
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, Template
@@ -40,7 +40,7 @@ class Generate(LanguageModelWorkload):
     `regex` or a `grammar`. docs/reference/language-models.md has all settings.
     """
 
-    texts = ("prompt", "system", "schema", "grammar")
+    texts = ("prompt", "system", "fewshot", "target", "schema", "grammar")
 
     template = Template(
         Path(__file__).with_name("template.toml"),
@@ -68,9 +68,9 @@ class Generate(LanguageModelWorkload):
         choices: Sequence[str] | None = None,
         regex: str | None = None,
         grammar: str | None = None,
-        **settings: Unpack[SamplingSettings],
+        **settings: Unpack[PromptedSettings],
     ) -> None:
-        self.prompts = Prompts(prompt, messages, system, last=last)
+        self.prompts = prompts_of(settings, prompt, messages, system, last)
         structure = structure_of(schema, choices, regex, grammar)
         self.sampling = sampling(settings, logprobs=logprobs, structure=structure)
         if n < 1:
@@ -127,7 +127,7 @@ class Generate(LanguageModelWorkload):
 
     def _ask(self, item: Item) -> Prompt | ItemError:
         try:
-            return self.prompts.of(item.data)
+            return self.prompts.of(item.data, seed=item.seed)
         except ItemError as error:
             return error
 
