@@ -16,6 +16,7 @@ import numpy as np
 
 from slurmgpu.llm.engine import NOTHING, Composed, EngineOptions, FinishReason, Generated, Output, Prompt, Request
 from slurmgpu.llm.structures import Reasoning
+from slurmgpu.llm.truncation import shorten
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +57,15 @@ class FullContextError(PromptError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request with the tokens of its prompt, of which the last `n_begun` are those of an answer so far."""
+    """A request with the tokens of its prompt, of which the last `n_begun` are those of an answer so far.
+
+    `n_truncated` tokens of the prompt were cut off.
+    """
 
     request: Request
     tokens: tuple[int, ...]
     n_begun: int = 0
+    n_truncated: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,10 @@ class Codec:
     def encode(self, request: Request) -> Encoded:
         """The request's prompt as tokens; PromptError if prompt and answer are too long for the model."""
         tokens, n_begun = self._prompt_tokens(request.prompt)
+        n_whole, most = len(tokens), self._context - request.sampling.max_tokens
+        if n_whole > most and request.prompt.truncation_side is not None:
+            shorter = shorten(request.prompt, lambda each: len(self._prompt_tokens(each)[0]) <= most)
+            tokens, n_begun = self._prompt_tokens(shorter)
         more, room = request.sampling.max_tokens, self._context - len(tokens)
         if more > room and request.sampling.fit:
             if room < 1:
@@ -141,7 +150,7 @@ class Codec:
                 f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
                 f"{self._context} tokens"
             )
-        return Encoded(request, tokens, n_begun)
+        return Encoded(request, tokens, n_begun, n_whole - len(tokens))
 
     def _prompt_tokens(self, prompt: Prompt) -> tuple[tuple[int, ...], int]:
         """The tokens of a prompt, and how many of them are the answer's so far: as the model generated them.
@@ -275,7 +284,8 @@ class Codec:
             text, reasoning = text.split(each)[0], reasoning.split(each)[0]
         logprobs = finished.logprobs
         kept = None if logprobs is None else np.array(logprobs[: len(tokens)], np.float32)
-        return Output(request.id, text, reasoning, generated, np.array(tokens, np.int32), kept, n_prompt, reason)
+        found = Output(request.id, text, reasoning, generated, np.array(tokens, np.int32), kept, n_prompt, reason)
+        return replace(found, n_truncated=encoded.n_truncated)
 
     def _to_answer(self, text: str) -> str:
         """The text after the template's that makes the model answer without reasoning."""

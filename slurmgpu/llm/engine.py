@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Precision = Literal["bf16", "fp16", "fp32"]
 Batching = Literal["auto", "static", "continuous"]
 FinishReason = Literal["stop", "length", "error"]
+TruncationSide = Literal["left", "right"]
 StructureKind = Literal["schema", "choices", "regex", "grammar"]
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -70,7 +71,8 @@ class Prompt:
     `adapter` is the name of one of the model's adapters; "" is its only one, or the model itself if it has several.
 
     `shots` are examples before a plain text, each a question and its answer: turns of a chat if the model has a chat
-    template, else texts with `between` behind each.
+    template, else texts with `between` behind each. With a `truncation_side` a prompt that is too long is shortened
+    there, in what comes from the item.
 
     The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
     message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
@@ -86,6 +88,7 @@ class Prompt:
     adapter: str = ""
     shots: tuple[tuple[str, str], ...] = ()
     between: str = "\n\n"
+    truncation_side: TruncationSide | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Output:
     `tokens` (int32) are all generated tokens with the end-of-sequence token. `logprobs` (float32, one for each token)
     are the model's own, before temperature and filters; None unless requested. `finish_reason` is "stop" (the model
     ended, or a stop text came), "length", or "error" with a sentence in `error`. An engine that does not know the
-    tokens gives their `count`.
+    tokens gives their `count`. `n_truncated` tokens of the prompt were cut off.
     """
 
     id: int
@@ -151,6 +154,7 @@ class Output:
     finish_reason: FinishReason = "stop"
     error: str | None = None
     count: int | None = None
+    n_truncated: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -185,6 +189,7 @@ class Scores:
     n_tokens: npt.NDArray[np.int64]
     n_prompt_tokens: int = 0
     error: str | None = None
+    n_truncated: int = 0
 
 
 class Engine(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.adapters import Choice
-from slurmgpu.llm.engine import Composed, Prompt
+from slurmgpu.llm.engine import Composed, Prompt, TruncationSide
 from slurmgpu.llm.fewshot import Fewshot, shuffled
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -108,6 +108,7 @@ class Prompts:
         last: Last | None = None,
         fewshot: Fewshot | None = None,
         make: Callable[[str, str], Fillable] = Template,
+        truncation_side: TruncationSide | None = None,
     ) -> None:
         """Check the settings; `given` are names in templates that are not fields of the items."""
         if (prompt is None) == (messages is None):
@@ -130,6 +131,9 @@ class Prompts:
             raise SlurmGPUError(
                 "fewshot is set, which stands before a prompt, and messages is a whole chat. Remove one."
             )
+        if truncation_side not in (None, "left", "right"):
+            raise SlurmGPUError(f"truncation_side is {truncation_side!r}; expected 'left' or 'right'.")
+        self._truncation_side = truncation_side
         self._fewshot = fewshot
         self._known_examples: tuple[Mapping[str, Any], list[tuple[Composed, Composed]]] | None = None
         self._target = None if fewshot is None else make(fewshot.target, "target")
@@ -158,6 +162,8 @@ class Prompts:
             yield "it takes a chat in messages at its endpoint for chats alone. Remove chat = false."
         if self._last == "continue":
             yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
+        if self._truncation_side is not None:
+            yield "it does not say where a prompt is too long. Remove truncation_side, or choose another engine."
 
     def check_examples(self, given: Mapping[str, Any] = NOTHING) -> None:
         """Refuse examples without what the templates take."""
@@ -166,8 +172,8 @@ class Prompts:
 
     def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, seed: int = 0) -> Prompt:
         """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field."""
-        prompt = self._of(data, given, seed)
-        return prompt if self.choice is None else replace(prompt, adapter=self.choice.of(data))
+        adapter = "" if self.choice is None else self.choice.of(data)
+        return replace(self._of(data, given, seed), adapter=adapter, truncation_side=self._truncation_side)
 
     def _of(self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int) -> Prompt:
         system = None if self._system is None else self._system.render(data, given)

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from slurmgpu.llm import caches
 from slurmgpu.llm.answers import Codec, PromptError
 from slurmgpu.llm.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_common, n_that_fit
-from slurmgpu.llm.engine import Place, Question, Scores
+from slurmgpu.llm.engine import Place, Prompt, Question, Scores
 from slurmgpu.llm.prefilling import Prefill, Prefilled, Tokens
+from slurmgpu.llm.truncation import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,7 @@ class Asked:
     prompt: Tokens
     choices: tuple[Tokens, ...]
     n_prompt_tokens: int
+    n_truncated: int = 0
 
     @property
     def longest(self) -> int:
@@ -149,9 +151,20 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
     """The question's tokens. Choices are tokenised with the prompt, since tokens depend on the text before them."""
     if not question.choices or "" in question.choices:
         raise PromptError("a question needs choices, none of them empty")
-    text, is_whole = codec.render(question.prompt, answers_at_once=True)
-    prompt = codec.tokens_of((text, is_whole))
-    whole = [codec.tokens_of((text + choice, is_whole)) for choice in question.choices]
+
+    def read(asked: Prompt) -> tuple[Tokens, list[Tokens]]:
+        text, is_whole = codec.render(asked, answers_at_once=True)
+        return codec.tokens_of((text, is_whole)), [
+            codec.tokens_of((text + each, is_whole)) for each in question.choices
+        ]
+
+    def fits(asked: Prompt) -> bool:
+        return max(map(len, read(asked)[1])) <= context
+
+    prompt, whole = read(question.prompt)
+    n_whole = len(prompt)
+    if max(map(len, whole)) > context and question.prompt.truncation_side is not None:
+        prompt, whole = read(shorten(question.prompt, fits))
     # If the prompt's last token merges with a choice, all choices are compared from before that token.
     n_same = max(1, min(n_common([prompt, *whole]), min(map(len, whole)) - 1))
     longest = max(map(len, whole))
@@ -159,7 +172,8 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
         raise PromptError(
             f"the prompt has {len(prompt)} tokens, which with its choices exceeds the context of {context} tokens"
         )
-    asked = Asked(question, prompt[:n_same], tuple(tokens[n_same:] for tokens in whole), len(prompt))
+    rests = tuple(tokens[n_same:] for tokens in whole)
+    asked = Asked(question, prompt[:n_same], rests, len(prompt), n_whole - len(prompt))
     _refuse_same(asked)
     return asked
 
@@ -167,7 +181,8 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
 def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
     """The scores of a question, from the log-probabilities that an answer begins with each choice's tokens."""
     n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
-    return Scores(asked.question.id, exclusive(asked.choices, logprobs), n_tokens, asked.n_prompt_tokens)
+    found = exclusive(asked.choices, logprobs)
+    return Scores(asked.question.id, found, n_tokens, asked.n_prompt_tokens, n_truncated=asked.n_truncated)
 
 
 def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
-from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling
+from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling, TruncationSide
 from slurmgpu.llm.fewshot import fewshot_of
 from slurmgpu.llm.jinja_templates import TemplateFormat, template_class
 from slurmgpu.llm.models import find_model, served_model
@@ -30,6 +30,7 @@ class PromptSettings(TypedDict, total=False):
     num_fewshot: int
     target: str
     fewshot_delimiter: str
+    truncation_side: TruncationSide
 
 
 class ModelSettings(TypedDict, total=False):
@@ -84,7 +85,8 @@ def prompts_of(
         settings.get("fewshot_delimiter", "\n\n"),
     )
     make = template_class(settings.get("template_format", "f-string"))
-    found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make)
+    side = settings.get("truncation_side")
+    found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make, side)
     found.check_examples(given)
     return found
 

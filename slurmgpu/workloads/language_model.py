@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import models, placement
@@ -19,6 +19,9 @@ from slurmgpu.llm.server_settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.progress import Telling
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
 
 BLOCK_ROWS = 1 << 16
 """Rows of a merged file that a summary reads at once."""
@@ -163,6 +166,11 @@ def blocks(n_rows: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows of a merged file, of bounded size."""
     for start in range(0, n_rows, BLOCK_ROWS):
         yield start, min(start + BLOCK_ROWS, n_rows)
+
+
+def n_truncated(merged: Merged) -> int:
+    """How many rows of a merged file have a prompt of which a part was cut off."""
+    return sum(int((merged["n_truncated"][start:stop] > 0).sum()) for start, stop in blocks(len(merged)))
 
 
 def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:

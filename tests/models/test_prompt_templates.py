@@ -1,4 +1,4 @@
-"""Jinja templates, and examples before a prompt."""
+"""Jinja templates, examples before a prompt, and prompts that are too long."""
 
 import json
 import subprocess
@@ -12,9 +12,11 @@ pytest.importorskip("transformers")
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers import Codec
-from slurmgpu.llm.engine import EngineOptions, Prompt
+from slurmgpu.llm.engine import Composed, EngineOptions, Prompt
 from slurmgpu.llm.jinja_templates import JinjaTemplate
 from slurmgpu.llm.models import find_model
+from slurmgpu.llm.prompts import Prompts, Template
+from slurmgpu.llm.truncation import shorten
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
@@ -215,3 +217,80 @@ print(sorted({"torch", "transformers"} & {name.split(".")[0] for name in sys.mod
 
 def test_values_of_numpy_are_shown_as_those_of_python():
     assert JinjaTemplate("{{ x }} {{ y }}").render({"x": np.int64(3), "y": np.array([1, 2])}) == "3 [1, 2]"
+
+
+# Prompts that are too long
+
+
+@pytest.mark.parametrize(
+    ("side", "most", "wanted"),
+    [
+        ("left", 20, "Of x: 23456789 so?"),
+        ("right", 20, "Of x: 01234567 so?"),
+        ("left", 12, "Of x:  so?"),
+        ("right", 9, "Of x: 0123456789 so?"),  # not even without the field
+    ],
+)
+def test_the_longest_field_is_cut_and_the_template_is_whole(side, most, wanted):
+    prompts = Prompts("Of {a}: {b} so?", truncation_side=side)
+    prompt = prompts.of({"a": "x", "b": "0123456789"})
+    found = shorten(prompt, lambda each: len(each.text) <= most - 2)
+    assert found.text == wanted
+    assert isinstance(found.text, Composed)
+    assert all(found.text[start:stop] in ("x", wanted[6:-4]) for start, stop in found.text.quoted)
+
+
+def test_of_a_chat_the_users_last_message_is_cut():
+    chat = [
+        {"role": "user", "content": "a" * 9},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "12345"},
+    ]
+    prompts = Prompts(messages="m", truncation_side="left")
+    found = shorten(prompts.of({"m": chat}), lambda each: sum(len(one["content"]) for one in each.messages) <= 13)
+    assert [one["content"] for one in found.messages] == ["a" * 9, "b", "345"]
+    with pytest.raises(SlurmGPUError, match="truncation_side is 'top'; expected 'left' or 'right'"):
+        Prompts("{a}", truncation_side="top")
+
+
+def test_field_ranges_stay_those_of_the_item_after_a_cut(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    codec = Codec(tokenizer, EngineOptions(find_model(str(make_llama(tmp_path)))), 2048)
+    text = Template("</s>{a}</s>{b}").render({"a": "x" * 50, "b": "</s>"})
+    found = shorten(Prompt(text, truncation_side="right"), lambda each: len(each.text) <= 20)
+    assert found.text == "</s>" + "x" * 8 + "</s></s>"
+    assert codec.tokens_of(codec.render(found)).count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("one_thread")
+def test_a_prompt_that_was_cut_is_counted_in_its_row_and_in_the_summary(nothing, adder, project, slurmgpu):
+    settings = {"model": str(adder), "precision": "fp32", "max_context": 40, "prompt": "{a}+{b}="}
+    items = [Item(0, {"a": "12", "b": "34"}), Item(1, {"a": "1" * 30 + "12", "b": "34"})]
+    wanted = sum_steps(12, 34)
+    cut = Generate(truncation_side="left", max_tokens=32, **settings)
+    whole = Generate(max_tokens=32, **settings)
+    for workload in (cut, whole):
+        workload.load(TaskContext("cpu", 0, Path()))
+    first, second = cut(items)
+    assert (first["n_truncated"], second["n_truncated"]) == (0, 29)
+    assert second["n_prompt_tokens"] == 8
+    assert first["text"] == wanted
+    assert isinstance(whole(items)[1], ItemError)
+
+    labels = {"labels": ["hate", "ok"], "prompt": ":{a}", "truncation_side": "right"}
+    for method in ("score", "parse"):
+        classify = Classify(
+            **{**settings, **labels, "method": method, **({"max_tokens": 9} if method == "parse" else {})}
+        )
+        classify.load(TaskContext("cpu", 0, Path()))
+        [short, long] = classify([Item(0, {"a": "they are scum"}), Item(1, {"a": "they are scum" + " and so on" * 9})])
+        assert (short["label"], short["n_truncated"]) == ("hate", 0)
+        assert long["n_truncated"] > 50
+
+    lines = [{"text": "1" * n} for n in (3, 50, 60, 4)]
+    folder = project(items=lines, settings={**settings, "prompt": "{text}", "max_tokens": 4, "truncation_side": "left"})
+    text = (folder / "slurmgpu.toml").read_text()
+    (folder / "slurmgpu.toml").write_text(text.replace("workloads.py:Rows", "generate"))
+    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, OMP_NUM_THREADS="1").stdout
+    assert "truncated          2" in shown

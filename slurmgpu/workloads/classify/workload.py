@@ -23,7 +23,13 @@ from slurmgpu.llm.server_settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
-from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload, blocks, ends_summary
+from slurmgpu.workloads.language_model import (
+    SCORES_NOTHING,
+    LanguageModelWorkload,
+    blocks,
+    ends_summary,
+    n_truncated,
+)
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -100,6 +106,7 @@ class Classify(LanguageModelWorkload):
         if pattern is not None and json is not None:
             raise SlurmGPUError("pattern and json are two ways to find the label in an answer; set one of them.")
         self._pattern = None if pattern is None else compile_pattern(pattern)
+        self._truncates = "truncation_side" in settings
         self._json, self._finder = json, Labels(self.labels)
         self._offsets = np.zeros(len(self.labels))
         self.columns = self._own_columns()
@@ -117,6 +124,8 @@ class Classify(LanguageModelWorkload):
         else:
             columns |= {"raw": Text(), "finish_reason": Text()}
         columns["parse_ok"] = Array("bool")
+        if self._truncates:
+            columns["n_truncated"] = Array("int32")
         return columns | {name: Text() for name in ("truth", "group") if getattr(self, name) is not None}
 
     def load(self, task: TaskContext) -> None:
@@ -169,7 +178,12 @@ class Classify(LanguageModelWorkload):
         shares /= shares.sum()
         best, second = np.sort(shares)[::-1][:2]
         label = self.labels[int(shares.argmax())]
-        return {"label": label, "scores": shares, "margin": best - second, "parse_ok": True}
+        row = {"label": label, "scores": shares, "margin": best - second, "parse_ok": True}
+        return row | self._truncated(scores)
+
+    def _truncated(self, found: Scores | Output) -> dict[str, Any]:
+        """The column that says how much of the prompt was cut, if it may be."""
+        return {"n_truncated": found.n_truncated} if self._truncates else {}
 
     def _by_label(self, scores: Scores) -> npt.NDArray[np.float64]:
         """The labels' log p(label | prompt): summed over spellings, or the best mean over a spelling's tokens."""
@@ -193,7 +207,7 @@ class Classify(LanguageModelWorkload):
         except ItemError as error:
             return error
         row = {"label": label or "", "raw": answer.text, "finish_reason": answer.finish_reason}
-        return {**row, "parse_ok": label is not None}
+        return {**row, "parse_ok": label is not None, **self._truncated(answer)}
 
     def label_of(self, text: str) -> str | None:
         """The label that an answer names; None if it names none, or several."""
@@ -213,6 +227,8 @@ class Classify(LanguageModelWorkload):
         for (_, _, label), count in counted.items():
             labels[label] += count
         summary: dict[str, Any] = {"n_failed": n_failed, "n_unparsed": labels.pop("", 0)}
+        if self._truncates:
+            summary["n_truncated"] = n_truncated(merged)
         summary["labels"] = {label: labels[label] for label in self.labels}
         if self.method == "parse":
             summary |= ends_summary(ends, self.sampling.max_tokens)

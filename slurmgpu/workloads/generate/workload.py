@@ -21,7 +21,7 @@ from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.llm.structures import check_structure, structure_of
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, Template
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, n_truncated
 from slurmgpu.workloads.structured import Answers
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Generate(LanguageModelWorkload):
         self.n = n
         self.batch_size = max(1, min(self.batch_size, MOST_ANSWERS // n))
         self.tokens, self.logprobs, self.keep_reasoning = tokens, logprobs, keep_reasoning
+        self._truncates = "truncation_side" in settings
         self.kept_fields = tuple(keep)
         self.columns = self._own_columns()
         self._structured = None if structure is None else Answers(structure, n, self.sampling.max_tokens)
@@ -99,6 +100,8 @@ class Generate(LanguageModelWorkload):
         if self.keep_reasoning:
             columns["reasoning"] = each
         columns["n_prompt_tokens"] = Array("int32")
+        if self._truncates:
+            columns["n_truncated"] = Array("int32")
         columns["n_tokens"] = Array("int32", () if self.n == 1 else (self.n,))
         columns["finish_reason"] = each
         if self.tokens:
@@ -148,6 +151,8 @@ class Generate(LanguageModelWorkload):
             each["reasoning"] = [output.reasoning for output in outputs]
         row = {name: values if self.n > 1 else values[0] for name, values in each.items()}
         row["n_prompt_tokens"] = outputs[0].n_prompt_tokens
+        if self._truncates:
+            row["n_truncated"] = outputs[0].n_truncated
         if self.tokens:
             row["tokens"] = np.concatenate([output.tokens for output in outputs])
         if self.logprobs:
@@ -171,4 +176,6 @@ class Generate(LanguageModelWorkload):
             "n_tokens": n_tokens,
             "tokens_per_answer": ratio(n_tokens, n_answers),
         }
+        if self._truncates:
+            summary["n_truncated"] = n_truncated(merged)
         return summary | ends_summary(reasons, self.sampling.max_tokens)
