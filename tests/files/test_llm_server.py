@@ -257,6 +257,7 @@ def test_a_wrong_setting_is_a_sentence(folder, settings, said):
         (Generate, {"tokens": True}, "it tells no numbers of tokens. Remove tokens."),
         (Generate, {"prompt": None, "messages": "chat", "chat": False}, "Remove chat = false"),
         (Generate, {"prompt": None, "messages": "chat", "last": "continue"}, 'Set last = "drop"'),
+        (Generate, {"truncation_side": "left"}, "it does not say where a prompt is too long. Remove truncation_side"),
         (Classify, {"labels": ["a", "b"]}, 'Set method = "parse"'),
         (Judge, {"prompt": None, "rubric": "yes-no", "method": "score"}, 'Set method = "parse"'),
         (Collect, {}, "it does not go on from given steps. Set chat = false, or .* rollouts = 0"),
@@ -269,6 +270,19 @@ def test_what_a_server_cannot_give_is_refused_at_planning(folder, make, settings
     with pytest.raises(SlurmGPUError, match=f'engine = "server": .*{said}'):
         make(model=folder, engine="server", serve=BY_PORT, **given)
     assert make(model=folder, **given)
+
+
+def test_examples_are_turns_of_a_chat_or_in_the_text_and_a_structure_is_refused(opened, folder):
+    prompt = Prompt("Q3", system="S", shots=(("Q1", " A1"), ("Q2", " A2")), between="|")
+    _, text = opened(chat=False)._body(Request(0, prompt, Sampling()))
+    assert text["prompt"] == "S\n\nQ1 A1|Q2 A2|Q3"
+    _, chat = opened(chat=True)._body(Request(0, prompt, Sampling()))
+    turns = [(turn["role"][0], turn["content"]) for turn in chat["messages"]]
+    assert turns == [("s", "S"), ("u", "Q1"), ("a", " A1"), ("u", "Q2"), ("a", " A2"), ("u", "Q3")]
+    with pytest.raises(
+        SlurmGPUError, match="regex is set, which engine = 'server' cannot follow; expected engine = 'tr"
+    ):
+        Generate(model=folder, prompt="{text}", engine="server", serve=BY_PORT, regex="a").place(Share(0))
 
 
 def test_what_it_can_give_is_planned_with_a_line_and_one_process(folder, tmp_path):

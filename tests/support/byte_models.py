@@ -24,8 +24,8 @@ def make_byte_tokenizer(folder: Path, marks: tuple[str, ...] = (), template: str
     return tokenizer
 
 
-def make_byte_llama(folder: Path, marks: tuple[str, ...] = (), template: str | None = None) -> Path:
-    """A random Llama of two layers, in fp32, with such a tokenizer."""
+def make_byte_llama(folder: Path, marks: tuple[str, ...] = (), template: str | None = None, n_heads: int = 4) -> Path:
+    """A random Llama of two layers, in fp32, with such a tokenizer; vLLM takes one of two heads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ def make_byte_llama(folder: Path, marks: tuple[str, ...] = (), template: str | N
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=n_heads,
         max_position_embeddings=512,
         initializer_range=0.3,
         bos_token_id=None,

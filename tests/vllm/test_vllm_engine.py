@@ -1,7 +1,9 @@
 """The engine on vLLM, the real one, built for CPUs: `make test-vllm`."""
 
+import json
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import vllm_engine, vllm_node
 from slurmgpu.llm.engine import Prompt, Question, Request, Sampling
+from slurmgpu.llm.structures import structure_of
 from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import language_model
@@ -20,6 +23,7 @@ from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
+from tests.support.byte_models import THINKING, make_byte_llama
 from tests.support.runs import datasets, kill_workers, published, start, wait_until, workers
 from tests.support.tiny_models import CHARACTERS, make_llama, make_qwen3, sentence, sum_steps
 from tests.vllm.conftest import open_on_cpu
@@ -126,6 +130,46 @@ def test_what_fails_is_the_error_of_its_request(vllm):
     scores = by_id(vllm.score([Question(0, Prompt("1" * 2100), ("a", "b")), Question(1, Prompt("1"), ("a", "b"))]))
     assert "exceeds" in scores[0].error
     assert scores[1].error is None
+
+
+def test_structured_answers_are_those_of_the_other_engine_behind_any_reasoning(tmp_path):
+    folder = make_byte_llama(tmp_path / "bytes", THINKING, n_heads=2)
+    schema = {
+        "type": "object",
+        "properties": {
+            "sum": {"type": "integer", "minimum": 0, "maximum": 999},
+            "why": {"type": "string", "maxLength": 5},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["sum", "why", "ok"],
+    }
+    structures = [
+        structure_of(schema=schema),
+        structure_of(choices=["yes", "no"]),
+        structure_of(regex="[0-9]{2}-[a-z]+"),
+    ]
+    structures.append(structure_of(grammar='start: "a" b\nb: "b"+ "c"\n'))
+    asked = [
+        Request(number, Prompt(f"{number}+1="), Sampling(max_tokens=90, structure=structures[number % 4]))
+        for number in range(16)
+    ]
+    found = {}
+    for engine in ("transformers", "vllm"):
+        opened = open_on_cpu(engine, folder, batching="static")
+        found[engine] = by_id(opened.generate(asked))
+        opened.close()
+    ends = {number: output.finish_reason for number, output in found["transformers"].items()}
+    assert {number: output.finish_reason for number, output in found["vllm"].items()} == ends
+    assert tokens_of(found["vllm"].values()) == tokens_of(found["transformers"].values())
+    answered = [output for number, output in found["vllm"].items() if ends[number] == "stop"]
+    assert {asked[output.id].sampling.structure.kind for output in answered} >= {"schema", "choices", "regex"}
+    assert any(output.reasoning for output in found["vllm"].values())
+    for output in answered:
+        kind, text = asked[output.id].sampling.structure.kind, output.text
+        assert kind != "schema" or json.loads(text).keys() == schema["properties"].keys()
+        assert kind != "choices" or text in ("yes", "no")
+        assert kind != "regex" or re.fullmatch("[0-9]{2}-[a-z]+", text)
+        assert kind != "grammar" or re.fullmatch("ab+c", text)
 
 
 # The workloads
