@@ -297,7 +297,7 @@ def test_leaving_the_debugger_ends_the_run(project, where, quitting):
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(source.replace(where, f"{where}        breakpoint()\n") + quitting)
     process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder, stdin="q\n")
-    output, _ = process.communicate("q\n", timeout=60)
+    output, _ = process.communicate("q\n", timeout=280)
     assert process.returncode == 130, output
     assert "slurmgpu resubmit" in output
     assert records(folder)[0]["failure"] == "cancelled"
@@ -310,7 +310,7 @@ def test_leaving_the_debugger_in_the_summary_is_no_error_of_the_workload(project
     summary = "\n\ndef _look(self, merged):\n    breakpoint()\n    return {}\n\n\nRows.summarize = _look\n"
     (folder / "workloads.py").write_text((folder / "workloads.py").read_text() + summary)
     process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder, stdin=typed)
-    output, _ = process.communicate(typed, timeout=60)
+    output, _ = process.communicate(typed, timeout=280)
     assert process.returncode == 130, output
     assert "cannot summarize" not in output
 

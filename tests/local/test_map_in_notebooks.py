@@ -44,7 +44,7 @@ class Notebook:
 
     def restart(self):
         self.manager.restart_kernel(now=True)
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=280)
 
     def stop(self):
         self.client.stop_channels()
