@@ -21,6 +21,7 @@ from slurmgpu.llm.http_client import Client
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.process_tree import living
 from slurmgpu.util.shared_memory import remove, used_by
+from slurmgpu.util.socket_paths import socket_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class ServerProcess:
 
     def __init__(self, serve: Sequence[str], model: str, gpus: int) -> None:
         self._serve, self._values = serve, {"model": model, "gpus": str(max(1, gpus))}
-        self._folder = tempfile.mkdtemp(prefix="slurmgpu-")
+        self._folder = tempfile.mkdtemp(prefix="slurmgpu-", dir=socket_folder())
         self._guard = Guard()
         self._guard.remove(self._folder)
         self._key = secrets.token_hex(16)
@@ -66,7 +67,8 @@ class ServerProcess:
         Path(path).unlink(missing_ok=True)
         values = {**self._values, "port": str(self._port), "socket": path}
         arguments = [filled(each, values) for each in self._serve]
-        environ = {**os.environ, **dict.fromkeys(KEYS, self._key), "PATH": _search_path()}
+        environ = {"VLLM_RPC_BASE_PATH": socket_folder(), **os.environ, **dict.fromkeys(KEYS, self._key)}
+        environ["PATH"] = _search_path()
         if shutil.which(arguments[0], path=environ["PATH"]) is None:
             raise SlurmGPUError(
                 f"serve begins with {arguments[0]!r}, and there is no such program here. Use an image that has it, or "

@@ -26,6 +26,7 @@ from slurmgpu.llm.sizes import context_of
 from slurmgpu.llm.splitting import QUANTIZATIONS, check_vllm
 from slurmgpu.llm.structures import lark_of
 from slurmgpu.llm.vllm_node import NodePlace, start_with_port
+from slurmgpu.util.socket_paths import socket_folder
 
 log = logging.getLogger(__name__)
 
@@ -286,6 +287,7 @@ def _prepare_environment(node: NodePlace) -> None:
     for name, value in {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": socket_folder(),
         "VLLM_CACHE_ROOT": str(node.cache),  # not on the file system of home folders, where many engines start
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a task has its cores from Slurm; vLLM would take the node's first ones
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # they save nothing, and wait for SIGTERM

@@ -16,6 +16,7 @@ from slurmgpu.llm import server_engine, server_process
 from slurmgpu.llm.engine import Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.settings import engine_options
+from slurmgpu.util import socket_paths
 from slurmgpu.util.process_tree import living
 from slurmgpu.workload import Share
 from slurmgpu.workloads.classify.workload import Classify
@@ -225,6 +226,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     pid, place = done.stdout.split()
     wait_until(lambda: not living(int(pid)) and not Path(place).exists(), "the end of the server")
+
+
+def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, opened):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(socket_paths.tempfile, "tempdir", str(long))
+    assert answers(opened(), "one")[0].text == "one"
+    monkeypatch.setattr(socket_paths.tempfile, "tempdir", "/short")
+    assert socket_paths.socket_folder() == "/short"
 
 
 # Settings
