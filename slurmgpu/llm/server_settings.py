@@ -11,8 +11,8 @@ from slurmgpu.llm.engine import EngineOptions
 
 PLACEHOLDERS = ("model", "gpus", "port", "socket")
 OWN = ("serve", "url", "concurrency")
-OTHERS = ("precision", "batching", "batch_tokens", "max_context", "trust_remote_code")
-"""Settings of engines that load the model themselves."""
+OTHERS = ("precision", "batching", "batch_tokens", "max_context", "trust_remote_code", "truncation_side")
+"""Settings of engines that load the model and its tokenizer themselves."""
 LOCAL = ("revision", "model_files")
 """Settings of a model that is on this cluster."""
 

@@ -252,6 +252,7 @@ def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, o
         ({"serve": ["a", "{port}", "{modle}"]}, "serve has {modle}. Did you mean 'model'?"),
         ({"serve": BY_PORT, "precision": "fp32"}, "precision is set, and .* the server decides that"),
         ({"url": "http://a", "revision": "main"}, "revision is set"),
+        ({"url": "http://a", "truncation_side": "left"}, "truncation_side is set"),
         ({"serve": BY_PORT, "concurrency": 0}, "concurrency is 0; expected at least 1"),
         ({"engine": "vllm", "serve": BY_PORT}, 'serve is set, which is for engine = "server"'),
     ],
