@@ -1,4 +1,4 @@
-"""One vLLM for all tests of a process, and the engine on transformers with the same model."""
+"""One vLLM for the tests of a file, and the engine on transformers with the same model."""
 
 import os
 
@@ -25,8 +25,9 @@ def wide_adder(tmp_path_factory):
     return make_wide_adder(tmp_path_factory.mktemp("model") / "adder")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm(wide_adder):
+    """An engine for the tests of a file. None of these opens another: one that is closed ends all of its process."""
     opened = open_on_cpu("vllm", wide_adder)
     yield opened
     opened.close()

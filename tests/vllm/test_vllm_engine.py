@@ -132,46 +132,6 @@ def test_what_fails_is_the_error_of_its_request(vllm):
     assert scores[1].error is None
 
 
-def test_structured_answers_are_those_of_the_other_engine_behind_any_reasoning(tmp_path):
-    folder = make_byte_llama(tmp_path / "bytes", THINKING, n_heads=2)
-    schema = {
-        "type": "object",
-        "properties": {
-            "sum": {"type": "integer", "minimum": 0, "maximum": 999},
-            "why": {"type": "string", "maxLength": 5},
-            "ok": {"type": "boolean"},
-        },
-        "required": ["sum", "why", "ok"],
-    }
-    structures = [
-        structure_of(schema=schema),
-        structure_of(choices=["yes", "no"]),
-        structure_of(regex="[0-9]{2}-[a-z]+"),
-    ]
-    structures.append(structure_of(grammar='start: "a" b\nb: "b"+ "c"\n'))
-    asked = [
-        Request(number, Prompt(f"{number}+1="), Sampling(max_tokens=90, structure=structures[number % 4]))
-        for number in range(16)
-    ]
-    found = {}
-    for engine in ("transformers", "vllm"):
-        opened = open_on_cpu(engine, folder, batching="static")
-        found[engine] = by_id(opened.generate(asked))
-        opened.close()
-    ends = {number: output.finish_reason for number, output in found["transformers"].items()}
-    assert {number: output.finish_reason for number, output in found["vllm"].items()} == ends
-    assert tokens_of(found["vllm"].values()) == tokens_of(found["transformers"].values())
-    answered = [output for number, output in found["vllm"].items() if ends[number] == "stop"]
-    assert {asked[output.id].sampling.structure.kind for output in answered} >= {"schema", "choices", "regex"}
-    assert any(output.reasoning for output in found["vllm"].values())
-    for output in answered:
-        kind, text = asked[output.id].sampling.structure.kind, output.text
-        assert kind != "schema" or json.loads(text).keys() == schema["properties"].keys()
-        assert kind != "choices" or text in ("yes", "no")
-        assert kind != "regex" or re.fullmatch("[0-9]{2}-[a-z]+", text)
-        assert kind != "grammar" or re.fullmatch("ab+c", text)
-
-
 # The workloads
 
 
@@ -283,7 +243,47 @@ def test_a_run_whose_worker_is_killed_has_the_bytes_of_one_that_was_not(tmp_path
     assert not workers(tmp_path)
 
 
-# What differs from vLLM's own ways
+# With engines of their own: one that is closed ends the one above
+
+
+def test_structured_answers_are_those_of_the_other_engine_behind_any_reasoning(tmp_path):
+    folder = make_byte_llama(tmp_path / "bytes", THINKING, n_heads=2)
+    schema = {
+        "type": "object",
+        "properties": {
+            "sum": {"type": "integer", "minimum": 0, "maximum": 999},
+            "why": {"type": "string", "maxLength": 5},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["sum", "why", "ok"],
+    }
+    structures = [
+        structure_of(schema=schema),
+        structure_of(choices=["yes", "no"]),
+        structure_of(regex="[0-9]{2}-[a-z]+"),
+    ]
+    structures.append(structure_of(grammar='start: "a" b\nb: "b"+ "c"\n'))
+    asked = [
+        Request(number, Prompt(f"{number}+1="), Sampling(max_tokens=90, structure=structures[number % 4]))
+        for number in range(16)
+    ]
+    found = {}
+    for engine in ("transformers", "vllm"):
+        opened = open_on_cpu(engine, folder, batching="static")
+        found[engine] = by_id(opened.generate(asked))
+        opened.close()
+    ends = {number: output.finish_reason for number, output in found["transformers"].items()}
+    assert {number: output.finish_reason for number, output in found["vllm"].items()} == ends
+    assert tokens_of(found["vllm"].values()) == tokens_of(found["transformers"].values())
+    answered = [output for number, output in found["vllm"].items() if ends[number] == "stop"]
+    assert {asked[output.id].sampling.structure.kind for output in answered} >= {"schema", "choices", "regex"}
+    assert any(output.reasoning for output in found["vllm"].values())
+    for output in answered:
+        kind, text = asked[output.id].sampling.structure.kind, output.text
+        assert kind != "schema" or json.loads(text).keys() == schema["properties"].keys()
+        assert kind != "choices" or text in ("yes", "no")
+        assert kind != "regex" or re.fullmatch("[0-9]{2}-[a-z]+", text)
+        assert kind != "grammar" or re.fullmatch("ab+c", text)
 
 
 def test_every_token_that_ends_an_answer_by_config_json_ends_it(tmp_path, reference):
