@@ -36,6 +36,8 @@ Signature = tuple[int, int, int]
 
 _imported: dict[str, str] = {}
 """Digests of the imported files of the user, from planning or from a snapshot."""
+_noted: dict[Path, set[str]] = {}
+"""Names of the modules of the user that plans imported, by the folder of the run files."""
 
 
 def name_of_file(path: Path) -> str:
@@ -179,16 +181,21 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
             _imported.update(known)
 
 
-def note_imported(names: Iterable[str]) -> list[str]:
-    """Record the digests of modules of the user that were just imported; the names of Python files."""
-    paths, noted = _files_of_modules(), []
+def note_imported(names: Iterable[str], folder: Path) -> list[str]:
+    """Record the digests of modules of the user that were just imported; the names of Python files.
+
+    With them come those that earlier plans of run files in `folder` imported, and that are imported still: Python does
+    not import them a second time, and this plan may need them as well.
+    """
+    paths = _files_of_modules()
+    noted = _noted[folder] = {name for name in _noted.get(folder, ()) if paths.get(name) in _imported}
     for name in names:
         path = paths.get(name)
         if path is not None and path.endswith(".py"):
-            noted.append(name)
+            noted.add(name)
             with contextlib.suppress(OSError, SyntaxError, ValueError):
                 _imported[path] = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
-    return noted
+    return sorted(noted)
 
 
 def outside(folder: Path) -> list[str]:

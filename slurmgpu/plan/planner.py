@@ -137,7 +137,7 @@ def draft_run(
     importer.forget_changed()
     before = set(sys.modules)
     full_name, settings, workload = _build(config, path.parent, overrides)
-    imported = importer.note_imported(own_modules(sys.modules.keys() - before))
+    imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
     with working_folder(path.parent):
         placement = place(workload, config.resources, gpus_per_task)
         settings |= workload.frozen_settings

@@ -7,6 +7,8 @@ import pytest
 import slurmgpu as package
 from slurmgpu import api
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.overrides import Overrides
+from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run
 
 LOCAL = ("--executor", "debug", "--gpus", "0")
@@ -104,6 +106,19 @@ def test_resubmit_and_cancel_take_the_folder_of_a_sweep(swept, slurmgpu):
     assert slurmgpu("cancel", "run", cwd=swept, expect=0).stdout.count("no task of this run is alive") == 2
     (swept / "run" / "sweep.json").write_text("{")
     assert "sweep.json is damaged" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=2).stderr
+
+
+def test_each_run_has_the_modules_that_only_the_first_plan_imports(swept):
+    (swept / "imported_once.py").write_text("FACTOR = 1\n")
+    source = (swept / "workloads.py").read_text()
+    text = 'import importlib\nFIRST = importlib.import_module("imported_" + "once").FACTOR\n'
+    (swept / "workloads.py").write_text(source + text)
+    path = swept / "slurmgpu.toml"
+    with drafted(path, variants_of(path, Overrides())) as drafts:
+        assert [{"imported_once.py"} <= {file.name for file in draft.code.files} for _, draft in drafts.to_submit] == [
+            True,
+            True,
+        ]
 
 
 def test_python_submits_a_sweep_by_submit_all(swept):
