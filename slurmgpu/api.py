@@ -15,7 +15,7 @@ from typing import Any, cast
 from slurmgpu.code import former
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.errors import NoAnswerError, NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
@@ -444,12 +444,12 @@ def resubmit(
         again = merge.failed_again(run, number) if failed else Recompute(number, {})
         n_missing = run.plan.n_shards - len(run.published(fresh=True))
         if not n_missing and not again.shards and not other_code:
-            raise SlurmGPUError(_nothing_to_compute(run, failed))
+            raise _nothing_to_compute(run, failed)
         taken, changed = former.former_code(run, code) if code else former.code_now(run, run.plan.container)
         if other_code:
             again = former.with_rows_of_others(run, again, taken["digest"])
             if not n_missing and not again.shards:
-                raise SlurmGPUError(f"{run.folder} has every shard, and this code computed all rows.")
+                raise NothingToSubmitError(f"{run.folder} has every shard, and this code computed all rows.")
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
             container, changes = contain_again(
@@ -479,15 +479,15 @@ def resubmit(
     return submitting.start(run, prepare, lambda: on_tick(run))
 
 
-def _nothing_to_compute(run: Run, failed: bool) -> str:
+def _nothing_to_compute(run: Run, failed: bool) -> SlurmGPUError:
     if not is_complete(run):
-        return (
+        return SlurmGPUError(
             f"{run.folder} has every shard, but merged.h5 lacks some of their rows. "
             f"`slurmgpu merge {run.typed}` merges them."
         )
     if failed:
-        return f"{run.folder} has every shard, and no item failed: there is nothing to compute."
-    return (
+        return NothingToSubmitError(f"{run.folder} has every shard, and no item failed: there is nothing to compute.")
+    return NothingToSubmitError(
         f"{run.folder} has every shard: there is nothing to compute. "
         f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again; items that were added to its input "
         f"take another run: submit again with --extend {run.typed} and another --run-dir."

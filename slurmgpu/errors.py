@@ -18,6 +18,10 @@ class NoAnswerError(SlurmGPUError):
         self.is_absent = is_absent
 
 
+class NothingToSubmitError(SlurmGPUError):
+    """A run is at work, or has all that was asked for, so that nothing of it is submitted."""
+
+
 class ItemError(Exception):
     """One item cannot be computed. A workload returns it in place of a row, or raises it.
 

@@ -165,8 +165,9 @@ def resubmit(
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
         from slurmgpu.run import owners
+        from slurmgpu.run.sweep_file import was_submitted
 
-        for each in runs if trust else ():
+        for each in filter(was_submitted, runs) if trust else ():
             owners.trust(each)
         which: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
         raise typer.Exit(sweep.resubmit(runs, tables, wait=wait, as_json=as_json, **which))
@@ -215,8 +216,7 @@ def cancel(folder: options.RunArgument) -> None:
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
 
-        sweep.cancel(runs)
-        return
+        raise typer.Exit(sweep.cancel(runs))
     run = options.open_run(folder)
     done = liveness.cancel(run)
     result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "no task of this run is alive.")

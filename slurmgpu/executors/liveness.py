@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.errors import NoAnswerError, NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors.interface import Sight
 from slurmgpu.executors.registry import executors_of
 from slurmgpu.run.claims import Watch
@@ -112,7 +112,7 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
             raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive: --force.") from error
         what = str(error)
     if what and not force:
-        raise SlurmGPUError(
+        raise NothingToSubmitError(
             f"{run.folder} is still at work: {what}. `slurmgpu status {run.typed}` shows it; wait for its end, "
             f"or `slurmgpu cancel {run.typed}`, before you {to_do}. If you know that it has ended: --force."
         )

@@ -37,16 +37,21 @@ def record_runs(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def runs_of_sweep(folder: Path) -> list[Path] | None:
-    """The run directories of a sweep that exist, in its order; None if `folder` is not that of a sweep."""
+    """The run directories of a sweep, in its order, also those not made yet; None if `folder` is not a sweep's."""
     folder = folder.expanduser().absolute()
     if exists(folder / "run.json") or not exists(folder / FILE):
         return None
-    return [folder / name for name in _read(folder) if exists(folder / name / "run.json")]
+    return [folder / name for name in _read(folder)]
+
+
+def was_submitted(folder: Path) -> bool:
+    """Whether a run of a sweep has been made; the submission of one before it may have been refused."""
+    return exists(folder / "run.json")
 
 
 def open_run(folder: Path) -> Run:
     """The run in a run directory; SlurmGPUError that names the runs, if it is the folder of a sweep."""
-    runs = runs_of_sweep(folder)
+    runs = [run for run in runs_of_sweep(folder) or () if was_submitted(run)]
     if not runs:
         return Run.open(folder)
     typed = shlex.quote(str(folder))

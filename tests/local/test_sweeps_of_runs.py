@@ -1,11 +1,13 @@
 """One command for several runs: [sweep] over inputs, models and other keys of the run file."""
 
 import json
+import shutil
 
 import pytest
 
 import slurmgpu as package
 from slurmgpu import api
+from slurmgpu.cli.commands import submitted, sweep
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
@@ -106,6 +108,65 @@ def test_resubmit_and_cancel_take_the_folder_of_a_sweep(swept, slurmgpu):
     assert slurmgpu("cancel", "run", cwd=swept, expect=0).stdout.count("no task of this run is alive") == 2
     (swept / "run" / "sweep.json").write_text("{")
     assert "sweep.json is damaged" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=2).stderr
+
+
+@pytest.fixture
+def computed(swept):
+    """The folder of a sweep whose runs `items` and `others` are complete."""
+    package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0)
+    return swept / "run"
+
+
+def test_a_run_that_was_never_made_is_named_and_the_report_exits_with_3(computed, slurmgpu):
+    shutil.rmtree(computed / "others")
+    said = "others: not submitted."
+    assert said in slurmgpu("report", computed, expect=3).stderr
+    assert said in slurmgpu("status", computed, expect=0).stderr
+    assert said in slurmgpu("cancel", computed, expect=0).stderr
+    assert said in slurmgpu("resubmit", computed, *LOCAL, expect=2).stderr
+
+
+def test_each_run_is_resubmitted_and_cancelled_whatever_another_does(computed, slurmgpu):
+    (computed / "items" / "run.json").write_text("{")
+    (computed / "others" / "shards" / "00000.h5").unlink()
+    (computed / "others" / "merged.h5").unlink()
+    done = slurmgpu("resubmit", computed, *LOCAL, "--json", expect=2)
+    refused, made = json.loads(done.stdout)["runs"]
+    assert (refused["run_dir"], made["n_rows"]) == (str(computed / "items"), 5)
+    assert "run.json is damaged" in refused["error"]
+    stopped = slurmgpu("cancel", computed, expect=2)
+    assert "items: " in stopped.stderr
+    assert "others: no task of this run is alive." in stopped.stdout
+
+
+def test_runs_that_lack_nothing_are_no_refusals(computed, slurmgpu):
+    done = slurmgpu("resubmit", computed, *LOCAL, "--failed", expect=0)
+    assert done.stderr.count("no item failed: there is nothing to compute") == 2
+
+
+def test_all_runs_are_resubmitted_before_the_first_is_waited_for(computed, monkeypatch):
+    for name in ("items", "others"):
+        (computed / name / "merged.h5").unlink()
+    calls = []
+    monkeypatch.setattr(submitted, "resubmit", lambda run, *_, **__: calls.append(f"submit {run.name}"))
+    monkeypatch.setattr(submitted, "conclude", lambda run, *_, **__: (calls.append(f"wait {run.name}"), (0, {}))[1])
+    which = {"failed": False, "other_code": False}
+    assert sweep.resubmit([computed / "items", computed / "others"], {}, wait=True, as_json=False, **which) == 0
+    assert calls == ["submit items", "submit others", "wait items", "wait others"]
+
+
+def test_with_wait_a_run_that_is_there_and_incomplete_gives_3(computed, slurmgpu):
+    (computed / "items" / "merged.h5").unlink()
+    shutil.rmtree(computed / "others")
+    done = slurmgpu("submit", *LOCAL, "--wait", cwd=computed.parent, expect=3)
+    assert (computed / "others" / "merged.h5").exists()
+    assert f"{computed / 'items'} lacks rows of its 6" in done.stderr
+
+
+def test_a_check_does_not_mind_that_the_folder_is_a_run(swept, slurmgpu):
+    (swept / "run").mkdir()
+    (swept / "run" / "run.json").write_text("{}")
+    slurmgpu("check", "-s", "resources.executor=debug", "-s", "resources.gpus=0", cwd=swept, expect=0)
 
 
 def test_each_run_has_the_modules_that_only_the_first_plan_imports(swept):

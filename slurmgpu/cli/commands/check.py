@@ -55,7 +55,7 @@ def run_checks(
     node of the cluster by a short job, of a sweep with the resources of its first run, and `gpu` tries its GPUs there.
     """
     try:
-        variants = variants_of(run_file, overrides)
+        variants = variants_of(run_file, overrides, Path(NOWHERE))
     except SlurmGPUError as error:
         print_line(True, "versions", _versions())
         print_line(False, "run file", str(error))
@@ -80,7 +80,7 @@ def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool = False) 
     Of a sweep, a task of its first run. `gpu` also tries the GPUs, by a run of real faults.
     """
     try:
-        variants = variants_of(run_file, overrides)
+        variants = variants_of(run_file, overrides, Path(NOWHERE))
         overrides = variants.runs[0].overrides if variants else overrides
         with draft_run(run_file, overrides, Path(NOWHERE)) as draft:
             allocation = allocate(draft.resources, None)

@@ -38,8 +38,11 @@ def status(
     from slurmgpu.report.metrics import keep_metrics, write_metrics
     from slurmgpu.report.status import read_status
 
-    if not watching and metrics is None and options.runs_of_sweep(folder):
+    if not watching and metrics is None and (runs := options.runs_of_sweep(folder)):
+        from slurmgpu.cli.commands import sweep
+
         list_runs(folder, as_json)
+        sweep.say_not_submitted(runs)
         return
     run, metrics = options.open_run(folder), options.metrics_file(metrics)
     if watching:

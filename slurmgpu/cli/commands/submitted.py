@@ -35,8 +35,13 @@ def resubmit_run(
     run: Run, tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any
 ) -> tuple[int, Mapping[str, Any]]:
     """Submit the missing items of a run; the exit code, and what `--json` prints."""
+    return conclude(run, resubmit(run, tables, **which), wait=wait, as_json=as_json)
+
+
+def resubmit(run: Run, tables: Mapping[str, Any], **which: Any) -> Outcome:
+    """Submit the missing items of a run, and follow what is computed here; the outcome."""
     with following(run.folder, run.plan.n_items) as follow:
-        outcome = api.resubmit(
+        return api.resubmit(
             run,
             tables.get("resources"),
             tables.get("slurm"),
@@ -45,7 +50,6 @@ def resubmit_run(
             tell=say,
             **which,
         )
-    return conclude(run, outcome, wait=wait, as_json=as_json)
 
 
 def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[int, Mapping[str, Any]]:

@@ -16,8 +16,9 @@ from slurmgpu.cli.console import result, result_json, say, wide_console
 from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
 from slurmgpu.cli.views.state_words import plain
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import liveness
+from slurmgpu.executors.submission import Outcome
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.overrides import Overrides
@@ -25,6 +26,8 @@ from slurmgpu.plan.site_file import Origins
 from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
 from slurmgpu.report.build import is_complete, last_report
 from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import is_over
+from slurmgpu.run.sweep_file import was_submitted
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden
 
@@ -44,7 +47,10 @@ def submit(
     as_json: bool,
     inject: Sequence[str],
 ) -> int:
-    """Plan all runs of a sweep, then submit each unless it is a dry run; the largest exit code of them."""
+    """Plan all runs of a sweep, then submit each unless it is a dry run; the largest exit code of them.
+
+    With `wait`, also of the runs that were there already: 3 if one of them is not complete at its end.
+    """
     with drafted(run_file, variants, after, look) as drafts:
         _say_first(drafts)
         if dry_run:
@@ -79,12 +85,27 @@ def submit(
                 conclude(handle)
     for handle in waiting:
         conclude(handle)
+    codes += [_wait_for_end(run) for run in (drafts.there if wait else ())]
     typed = shlex.quote(str(variants.folder))
     if as_json:
         result_json({"folder": str(variants.folder), "runs": told})
     else:
         result(f"next: slurmgpu {'status' if n_queued else 'report'} {typed}")
     return max(codes)
+
+
+def _wait_for_end(run: Run) -> int:
+    """Wait for a run that was there already, if it is at work; 3 if it is not complete then."""
+    if not is_complete(run) and not is_over(run.submissions()):
+        try:
+            with submitted.following(run.folder, run.plan.n_items) as follow:
+                api.wait_for(run, follow.status)
+        except SlurmGPUError as error:
+            say(f"{run.name}: {error}")
+    if is_complete(run):
+        return api.EXIT_COMPLETE
+    say(api.incomplete(run))
+    return api.EXIT_INCOMPLETE
 
 
 def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool) -> None:
@@ -159,9 +180,12 @@ def _show_drafts(
 
 
 def report(folders: Sequence[Path], *, as_json: bool) -> int:
-    """Print rows, failed items and the first values of the summary of each run; 3 if one of them is incomplete."""
+    """Print rows, failed items and the first values of the summary of each run; 3 if one is incomplete, or missing."""
     reports, without = {}, []
     for folder in folders:
+        if not was_submitted(folder):
+            without.append(_not_submitted(folder))
+            continue
         try:
             reports[folder.name] = last_report(Run.open(folder))
         except SlurmGPUError as error:
@@ -184,38 +208,72 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
     return 0 if not without and all(each["complete"] for each in reports.values()) else api.EXIT_INCOMPLETE
 
 
+def say_not_submitted(folders: Sequence[Path]) -> None:
+    """Name the runs of a sweep that were never made."""
+    for folder in folders:
+        if not was_submitted(folder):
+            say(_not_submitted(folder))
+
+
+def _not_submitted(folder: Path) -> str:
+    return f"{folder.name}: not submitted. The command that submitted the others submits it."
+
+
 def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
     """Submit what the runs of a sweep lack; runs that lack nothing, or are at work, are left as they are.
 
-    The largest exit code; 2 if nothing was submitted although something may be missing.
+    All are submitted before the first is waited for. The largest exit code; 2 if one is refused, or if nothing was
+    submitted although something may be missing.
     """
-    told, codes = [], []
-    for folder in folders:
-        run = Run.open(folder)
-        if is_complete(run) and not (which["failed"] or which["other_code"]):
-            continue
+    outcomes: list[tuple[Run, Outcome]] = []
+    told: list[Mapping[str, Any]] = []
+    codes: list[int] = []
+
+    def refused(folder: Path, error: SlurmGPUError) -> None:
+        say(f"{folder.name}: {error}")
+        told.append({"run_dir": str(folder), "error": str(error)})
+        codes.append(api.EXIT_BAD_USAGE)
+
+    say_not_submitted(folders)
+    for folder in filter(was_submitted, folders):
         try:
-            code, value = submitted.resubmit_run(run, tables, wait=wait, as_json=as_json, **which)
+            run = Run.open(folder)
+            if not is_complete(run) or which["failed"] or which["other_code"]:
+                outcomes.append((run, submitted.resubmit(run, tables, **which)))
+        except NothingToSubmitError as error:
+            say(f"{folder.name}: {error}")
         except SlurmGPUError as error:
-            say(f"{run.name}: {error}")
+            refused(folder, error)
+    for run, outcome in outcomes:
+        try:
+            code, value = submitted.conclude(run, outcome, wait=wait, as_json=as_json)
+        except SlurmGPUError as error:
+            refused(run.folder, error)
             continue
         codes.append(code)
         told.append(value)
     if as_json:
         result_json({"runs": told})
-    if not codes and not all(is_complete(Run.open(folder)) for folder in folders):
+    if not codes and not all(was_submitted(folder) and is_complete(Run.open(folder)) for folder in folders):
         return api.EXIT_BAD_USAGE
     if not codes:
         say(f"All of {count_of(len(folders), 'run')} are complete: there is nothing to compute.")
     return max(codes, default=0)
 
 
-def cancel(folders: Sequence[Path]) -> None:
-    """Stop the tasks and merges of all runs of a sweep."""
-    for folder in folders:
-        run = Run.open(folder)
-        done = liveness.cancel(run)
-        result(f"{run.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
+def cancel(folders: Sequence[Path]) -> int:
+    """Stop the tasks and merges of all runs of a sweep; 2 if those of one could not be stopped."""
+    say_not_submitted(folders)
+    code = api.EXIT_COMPLETE
+    for folder in filter(was_submitted, folders):
+        try:
+            done = liveness.cancel(Run.open(folder))
+        except SlurmGPUError as error:
+            say(f"{folder.name}: {error}")
+            code = api.EXIT_BAD_USAGE
+            continue
+        result(f"{folder.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
+    return code
 
 
 def _table(*names: str) -> Table:
