@@ -38,7 +38,7 @@ class Node:
     prefix: str = ""
     generated: Generated = NOTHING
     reasoning: str = ""
-    children: dict[tuple[tuple[int, ...], str, bool], int] = field(default_factory=dict)
+    children: dict[tuple[tuple[int, ...], str, str, bool], int] = field(default_factory=dict)
     drawn: Counter[int] = field(default_factory=Counter)
     visits: int = 0
     hits: int = 0
@@ -169,7 +169,8 @@ class Tree:
         return found[::-1]
 
     def _child(self, parent: int, generated: Generated, reasoning: str, text: str, leaf: bool) -> int:
-        above, key = self.nodes[parent], (generated.hidden, text, leaf)
+        # A server gives no tokens: there the text of the reasoning alone tells paths apart.
+        above, key = self.nodes[parent], (generated.hidden, reasoning, text, leaf)
         number = above.children.get(key)
         if number is None:
             number = above.children[key] = len(self.nodes)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 OF_PATHS = ("text", "steps")
 """What an entry that is a mapping, such as a path of `collect`, gives the prompt in place of the item's own fields."""
 
+NUMBER = (int, float, np.integer, np.floating)
+
 CHOICES = ("best", "vote", "weighted_vote")
 
 SELECTED: Mapping[str, Column] = {
@@ -47,9 +49,10 @@ VOTED: Mapping[str, Column] = {
 class Samples:
     """The texts in the field `each` of an item, which a workload computes one by one.
 
-    With a `checker` their final answers are voted on. A text is right by the checker if `reference` is set, else by
-    `correct` of its entry, as `collect` has it, else by `right`, which takes its row. `is_raw` says that scores may be
-    negative, so that votes weigh by their exponentials.
+    With a `checker` their final answers are voted on. A text that was cut has none, and is wrong, as in `collect`; of
+    an item of `generate`, `finish_reason` says which were. Another is right by the checker if `reference` is set, else
+    by `correct` of its entry, as `collect` has it, else by `right`, which takes its row. `is_raw` says that scores may
+    be negative, so that votes weigh by their exponentials.
     """
 
     each: str
@@ -136,8 +139,12 @@ class Samples:
         best: int,
     ) -> dict[str, Any]:
         texts = [text_of_entry(part.data[self.each]) for part in parts]
-        answers = [checker.answer(text) for text in texts]
-        correct = [self._is_right(checker, part, text, row) for part, text, row in zip(parts, texts, rows, strict=True)]
+        cut = [_is_cut(part, self.each, number, len(parts)) for number, part in enumerate(parts)]
+        answers = [None if is_cut else checker.answer(text) for text, is_cut in zip(texts, cut, strict=True)]
+        correct = [
+            not is_cut and self._is_right(checker, part, text, row)
+            for part, text, row, is_cut in zip(parts, texts, rows, cut, strict=True)
+        ]
         shares = _shares(item.data, len(parts))
         highest = max((score for score in scores if not math.isnan(score)), default=0.0)
         worth = [0.0 if math.isnan(s) else math.exp(s - highest) if self.is_raw else s for s in scores]
@@ -223,9 +230,22 @@ def flat(merged: Merged, name: str, start: int, stop: int) -> Iterator[Any]:
 def _shares(data: Mapping[str, Any], n: int) -> list[float]:
     """The part of independent samples that each text stands for: equal, but for the paths of a tree."""
     weights = data.get("weights")
-    if isinstance(weights, Sequence | np.ndarray) and not isinstance(weights, str) and len(weights) == n:
-        return [float(weight) for weight in weights]
+    if isinstance(weights, Sequence | np.ndarray) and len(weights) == n and all(isinstance(w, NUMBER) for w in weights):
+        try:
+            found = [float(weight) for weight in weights]
+        except OverflowError:  # an integer of hundreds of digits is of another field that is called so
+            found = []
+        if all(weight >= 0 for weight in found) and 0 < sum(found) < math.inf:
+            return found
     return [1 / n] * n
+
+
+def _is_cut(part: Item, each: str, number: int, n: int) -> bool:
+    """Whether a text was cut: a path of `collect` says so, and of several answers of `generate` the item."""
+    if isinstance(entry := part.data[each], Mapping):
+        return entry.get("cut") is True
+    reasons = part.data.get("finish_reason")
+    return isinstance(reasons, list) and len(reasons) == n and reasons[number] == "length"
 
 
 def _winner(answers: Sequence[str | None], weights: Sequence[float]) -> int:

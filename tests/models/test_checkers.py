@@ -264,6 +264,14 @@ def test_no_two_nodes_begin_alike_wherever_their_paths_were_sampled_from():
     assert tree.nodes[tree.paths[-1].nodes[-1]].text == "a\n\n"
 
 
+def test_paths_with_other_reasoning_share_no_nodes_where_an_engine_tells_no_tokens():
+    tree = Tree("\n", 64)
+    for thought, text in (("x", "a\nb!"), ("y", "a\nb"), ("x", "a\nc")):
+        tree.add(0, text, answer=None, correct=text.endswith("!"), cut=False, reasoning=thought)
+    assert [path.nodes[0] for path in tree.paths] == [1, 3, 1]
+    assert [tree.values()[node][0] for node in (1, 3)] == [0.5, 0.0]
+
+
 def test_a_path_has_no_more_steps_than_it_may():
     tree = Tree("\n", 3)
     grow(tree, 0, "a\nb\nc\nd\ne!", "a\nb\nc!")

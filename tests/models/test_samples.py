@@ -110,6 +110,28 @@ def test_paths_of_a_tree_vote_by_the_samples_that_they_stand_for():
     assert (row["vote"], row["accuracy"]) == ("8", pytest.approx(1 / 3))
 
 
+@pytest.mark.parametrize("reference", ["answer", None])
+def test_a_text_that_was_cut_is_wrong_and_has_no_vote(reference):
+    path = {"text": "so 7", "cut": True, "correct": reference is not None}
+    data = {"paths": [path, {"text": "it is 8", "cut": False, "correct": False}], "answer": "7"}
+    samples = Samples("paths", OWN, open_checker("numeric", reference="answer"), reference)
+    row = row_of(samples, data, scored_by({"so 7": 0.9, "it is 8": 0.1}))
+    assert (row["answers"], row["correct"], row["vote"], row["weighted_vote"]) == ([None, "8"], [False] * 2, "8", "8")
+    assert not any(row[f"{name}_correct"] for name in ("best", "vote", "weighted_vote", "any"))
+
+    samples = Samples("text", OWN, open_checker("numeric", reference="answer"), reference, right=lambda row: True)
+    data = {"text": ["so 7", "it is 7"], "finish_reason": ["length", "stop"], "answer": "7"}
+    row = row_of(samples, data, scored_by({"so 7": 0.9, "it is 7": 0.1}))
+    assert (row["answers"], row["correct"], row["accuracy"]) == ([None, "7"], [False, True], pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("weights", [[0, 0], ["1", "0"], [-1, 2], [math.nan, 1], [math.inf, 1], [10**400, 1], [1]])
+def test_a_field_weights_that_has_none_leaves_equal_shares(weights):
+    samples = Samples("text", OWN, open_checker("numeric", reference="answer"), "answer")
+    row = row_of(samples, {"text": ["7", "8"], "answer": "7", "weights": weights}, scored_by({"7": 1, "8": 0}))
+    assert row["accuracy"] == pytest.approx(0.5)
+
+
 @pytest.fixture(scope="module")
 def unloadable(tmp_path_factory):
     return str(make_unloadable(tmp_path_factory.mktemp("model")))
