@@ -66,7 +66,7 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             f"fewer examples."
         )
     found: list[Mapping[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

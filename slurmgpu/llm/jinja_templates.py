@@ -107,10 +107,10 @@ def _is_nested(text: str) -> bool:
 
 
 def _composed(marked: str) -> Composed:
-    """The text without marks, and the places that were between them."""
+    """The text without marks, and the places that were between them; all of it if a filter took a mark away."""
     pieces: list[str] = []
     quoted: list[tuple[int, int]] = []
-    length = depth = start = end = 0
+    length = depth = lowest = start = end = 0
     for place, character in enumerate(marked):
         if character not in (OPEN, CLOSE):
             continue
@@ -118,8 +118,11 @@ def _composed(marked: str) -> Composed:
         length += place - end
         end = place + 1
         depth += 1 if character == OPEN else -1
+        lowest = min(lowest, depth)
         if character == OPEN and depth == 1:
             start = length
         elif character == CLOSE and depth == 0:
             quoted.append((start, length))
-    return Composed("".join([*pieces, marked[end:]]), tuple(quoted))
+    text = "".join([*pieces, marked[end:]])
+    # {% filter truncate(60) %} may cut between two marks: what of the text is the item's is not known then.
+    return Composed(text, ((0, len(text)),) if depth or lowest < 0 else tuple(quoted))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ DTYPES = {"integer": "int64", "number": "float64", "boolean": "bool"}
 
 MOST_REFERENCES = 32
 INT64 = range(-(2**63), 2**63)
+FLOAT64 = range(-int(sys.float_info.max), int(sys.float_info.max) + 1)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Property:
         if self.type == "number":
             if found is None:
                 return math.nan
-            if not math.isfinite(value := float(found)):
+            value = float(found) if not isinstance(found, int) or found in FLOAT64 else math.inf
+            if not math.isfinite(value):
                 raise ItemError(f"property {name!r} of the answer is {found!r:.40}, beyond what float64 holds")
             return value
         if self.type == "integer" and isinstance(found, int) and found not in INT64:
@@ -84,7 +87,7 @@ class Answers:
             found = json.loads(output.text)
             output.text.encode()
             json.dumps(found, ensure_ascii=False).encode()
-        except ValueError as error:  # half of a surrogate pair, as well
+        except (ValueError, RecursionError) as error:  # half of a surrogate pair, as well
             raise ItemError(f"the answer is not JSON of the schema: {error}: {output.text!r:.80}") from error
         if not self._properties:
             return {}
@@ -116,17 +119,29 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Property]:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a value may have; "json" among them if that is not known."""
-    found = _resolve(schema, root)
-    if "const" in found or isinstance(found.get("enum"), list):
-        values = [found["const"]] if "const" in found else found["enum"]
-        return frozenset(TYPES.get(type(value), "json") for value in values)
-    if "type" in found:
-        return frozenset([found["type"]] if isinstance(found["type"], str) else found["type"])
-    for name in ("anyOf", "oneOf"):
-        if isinstance(found.get(name), list):
-            return frozenset[str]().union(*(_types(each, root) for each in found[name]))
-    return frozenset(["json"])
+    """The JSON types that a value may have; "json" among them if that is not known.
+
+    A schema that refers to itself adds nothing by that to its types.
+    """
+    types: set[str] = set()
+    seen: dict[int, Mapping[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        found = _resolve(waiting.pop(), root)
+        if id(found) in seen:
+            continue
+        seen[id(found)] = found
+        choices = next((found[name] for name in ("anyOf", "oneOf") if isinstance(found.get(name), list)), None)
+        if "const" in found or isinstance(found.get("enum"), list):
+            values = [found["const"]] if "const" in found else found["enum"]
+            types.update(TYPES.get(type(value), "json") for value in values)
+        elif "type" in found:
+            types.update([found["type"]] if isinstance(found["type"], str) else found["type"])
+        elif choices is not None:
+            waiting += choices
+        else:
+            types.add("json")
+    return frozenset(types)
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:

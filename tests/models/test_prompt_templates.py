@@ -61,6 +61,9 @@ def test_what_comes_from_an_item_is_known_so_that_its_special_tokens_are_text(tm
     assert ends == 2  # the first and the last
     with pytest.raises(ItemError, match="the item has U\\+FDD1 or U\\+FDD2"):
         template.render({"t": "a\ufdd2</s>\ufdd1"})
+    for cutting in ("truncate(8, True, '')", "reverse"):
+        found = JinjaTemplate(f"{{% filter {cutting} %}}A {{{{ t }}}}{{% endfilter %}}").render({"t": "</s>" * 3})
+        assert found.quoted == ((0, len(found)),)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,12 @@ def test_examples_are_all_in_their_order_or_drawn_by_the_items_seed_and_never_th
     fewer = Generate(model=nothing, fewshot=EXAMPLES, num_fewshot=2, **SHOWN)
     assert [shots(fewer, "9", seed) for seed in range(9)] == [each[:2] for each in drawn[:9]]
     assert all("3" not in shots(some, "3", seed) for seed in range(20))
+
+
+def test_an_example_may_have_any_separator_of_unicode_in_its_line(nothing):
+    lines = "\r\n".join(json.dumps({"q": f"{n}\u2028\x85", "a": "b"}, ensure_ascii=False) for n in (1, 2))
+    found = Generate(model=nothing, fewshot=lines, **SHOWN).prompts.of({"q": "9"}).shots
+    assert [asked for asked, _ in found] == ["Q1\u2028\x85", "Q2\u2028\x85"]
 
 
 def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):

@@ -170,6 +170,10 @@ def test_properties_know_their_types():
         "p": Property("json", True)
     }
     assert properties_of({"type": "integer"}) == {}
+    again = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}
+    itself = {"anyOf": [{"$ref": "#/$defs/B"}, {"$ref": "#/$defs/B"}]}
+    schema = {"properties": {"p": again, "q": itself}, "$defs": {"A": again, "B": itself}}
+    assert properties_of(schema) == {"p": Property("integer", True), "q": Property("json", True)}
 
 
 # Rows
@@ -196,6 +200,8 @@ def test_an_answer_that_breaks_its_schema_is_its_items_error(bytewise):
         ("[1]", "the answer is not JSON of the schema, which is a table: '[1]'"),
         ({**person, "age": 2**63}, "property 'age' of the answer is 9223372036854775808, beyond what int64 holds"),
         ({**person, "name": "\ud800"}, "the answer is not JSON of the schema: 'utf-8' codec can't encode"),
+        ("[" * 100_000, "the answer is not JSON of the schema: "),
+        (json.dumps(person).replace('"height": 1', f'"height": 1{"0" * 400}'), "beyond what float64 holds"),
         ({"age": 3}, "the answer lacks the property 'height' of the schema"),
         (json.dumps(person).replace('"height": 1', '"height": 1e999'), "beyond what float64 holds"),
     ]
