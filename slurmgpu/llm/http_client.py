@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from slurmgpu.errors import SlurmGPUError
+
 CONNECT_S = 30.0
+GET_S = 30.0
+"""How long a GET may be without a byte: the kernel takes connections for a process that is stopped or hangs."""
 MOST_ERROR_CHARACTERS = 500
 
 
@@ -50,30 +54,32 @@ class Client:
     """Requests to the server at `url`: http://…, https://… or unix:/path. Threads may share it.
 
     Each request has its own connection: one that was kept may have been closed by the server meanwhile, and a
-    completion takes longer than a connection. There is no time limit for an answer. A lost one is a ConnectionError.
+    completion takes longer than a connection. A POST has no time limit for its answer, a GET has GET_S. A lost answer
+    is a ConnectionError.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = urlsplit(self.url)
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key:
+        if key := (key or "").strip():
+            _check_key(key)
             self._headers["Authorization"] = f"Bearer {key}"
 
     def get(self, path: str) -> Reply:
         """The answer to a GET."""
-        return self._ask("GET", path, None)
+        return self._ask("GET", path, None, GET_S)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
         """The answer to a POST of JSON."""
-        return self._ask("POST", path, json.dumps(body).encode())
+        return self._ask("POST", path, json.dumps(body).encode(), None)
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
+    def _ask(self, method: str, path: str, body: bytes | None, most_s: float | None) -> Reply:
         connection = self._connection()
         prefix = "" if self._parts.scheme == "unix" else self._parts.path
         try:
             connection.connect()
-            connection.sock.settimeout(None)
+            connection.sock.settimeout(most_s)
             connection.request(method, prefix + path, body, self._headers)
             answer = connection.getresponse()
             return Reply(answer.status, _content(answer.read()), _seconds(answer.getheader("Retry-After")))
@@ -87,6 +93,16 @@ class Client:
             return _UnixConnection(self._parts.path)
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+
+
+def _check_key(key: str) -> None:
+    """Refuse what a header cannot carry here: the error of http.client would show the key."""
+    wrong = [place for place, each in enumerate(key, 1) if each > "\xff" or not each.isprintable()]
+    if wrong:
+        raise SlurmGPUError(
+            f"The key of the server has a character in place {wrong[0]} that a header cannot have; expected printable "
+            "characters of Latin-1. Set it again, without line breaks."
+        )
 
 
 def _content(data: bytes) -> Any:

@@ -35,7 +35,7 @@ FORBIDDEN = {401, 403, 404, 405}
 N_TRIES = 3
 """How often a request is sent that the server answers with another status, or that it ends with."""
 N_STARTS = 3
-"""How often a server is started that ends without having answered anything."""
+"""How often a server is started that ends before it has completed a prompt."""
 MOST_ENDS = 2 * N_TRIES
 """How often it may end without an answer between: two items, one behind the other, may be what ends it."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -59,7 +59,7 @@ class ServerEngine:
         self._options = options
         self._name = options.model.name if options.url else str(options.model.folder)
         self._server = None if options.url else ServerProcess(options.serve, self._name, place.gpus)
-        self._client = Client(options.url, os.environ.get(KEY_VARIABLE))
+        self._client = Client(options.url, os.environ.get(KEY_VARIABLE) if options.url else None)
         self._n_ends = 0  # since the last answer
         try:
             self._begin()
@@ -110,6 +110,9 @@ class ServerEngine:
             self._find()
         else:
             self._start(self._server)
+
+    def _probe(self) -> None:
+        """Have the server generate a token; ConnectionError if it loses the request."""
         probe = Request(0, Prompt("1"), Sampling(max_tokens=1))
         found = self._client.post(*self._body(probe))
         if found.status == 404 and (served := self._served()) != self._name:
@@ -124,6 +127,7 @@ class ServerEngine:
     def _find(self) -> None:
         try:
             if is_healthy(self._client):
+                self._probe()
                 return
             said = "it is not healthy"
         except ConnectionError as error:
@@ -134,13 +138,22 @@ class ServerEngine:
         for n_left in reversed(range(N_STARTS)):
             try:
                 self._client = server.start()
+                self._probe_started(server)
                 return
             except ServerEndedError as error:
                 if not n_left:
                     raise SlurmGPUError(
-                        f"{error}. It was started {N_STARTS} times, and was healthy in none. Try serve in a shell."
+                        f"{error}. It was started {N_STARTS} times, and completed no prompt. Try serve in a shell."
                     ) from error
                 log.warning("%s; it is started again", error)
+
+    def _probe_started(self, server: ServerProcess) -> None:
+        """`_probe`; ServerEndedError if the server ends with it, as for lack of memory, or loses it."""
+        try:
+            self._probe()
+        except ConnectionError as error:
+            server.settle(self._client, MOST_SILENCE_S)
+            raise ServerEndedError(f"the server lost its first prompt: {error}") from error
 
     def _served(self) -> str:
         """The model's name on a server that serves one."""
@@ -153,7 +166,7 @@ class ServerEngine:
         return names[0]
 
     def _recover(self, said: str) -> None:
-        """Start the server again, or wait until the one that runs is back."""
+        """Start the server again, or wait until the one that runs is back; WorkerBrokenError if it does not work."""
         if self._server is not None:
             try:
                 self._server.settle(self._client, MOST_SILENCE_S)
@@ -165,7 +178,10 @@ class ServerEngine:
             if self._n_ends > MOST_ENDS:
                 raise WorkerBrokenError(f"{said}, {self._n_ends} times without an answer between")
             log.warning("%s; it is started again", said)
-            self._begin()
+            try:
+                self._begin()
+            except SlurmGPUError as error:  # no fault of the items: another worker computes them
+                raise WorkerBrokenError(str(error)) from error
             return
         log.warning("%s; waiting for it", said)
         deadline = time.monotonic() + MOST_WAIT_S
@@ -176,9 +192,11 @@ class ServerEngine:
             try:
                 if is_healthy(self._client):
                     return
-            except ConnectionError:
-                if time.monotonic() > deadline:
-                    raise
+                said = f"{self._client.url} is not healthy"
+            except ConnectionError as error:
+                said = str(error)
+            if time.monotonic() > deadline:
+                raise WorkerBrokenError(f"{said}, for {MOST_WAIT_S:g} s")
 
     def _ask_all(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Output | str]]:
         """Outputs of requests, or what the connection was lost by; after a loss nothing more is sent."""

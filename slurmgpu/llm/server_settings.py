@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.engine import EngineOptions
@@ -37,10 +38,23 @@ def check_server(settings: Mapping[str, Any]) -> None:
             f'{found[0]} is set, and with engine = "server" the server decides that. Remove it'
             f"{', or give it to the command in serve' if serve else ''}."
         )
-    if url is not None and not re.match(r"(https?://[^/]|unix:/)", url):
-        raise SlurmGPUError(f"url is {url!r}; expected http://HOST:PORT, https://HOST or unix:/PATH.")
+    if url is not None and not _is_url(url):
+        shown = re.sub(r".*@", "...@", url, flags=re.DOTALL)  # a password is not shown
+        raise SlurmGPUError(
+            f"url is {shown!r}; expected http://HOST:PORT, https://HOST or unix:/PATH, without a user or a password: "
+            "set the server's key in SLURMGPU_SERVER_KEY."
+        )
     if serve is not None:
         _check_serve(serve)
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # ValueError if it is no number, or none of a port
+    except ValueError:
+        return False
+    return bool(re.match(r"(https?://[^/]|unix:/)", url)) and "@" not in parts.netloc
 
 
 def _check_serve(serve: Iterable[str]) -> None:

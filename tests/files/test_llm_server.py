@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
-from slurmgpu.llm import server_engine, server_process
+from slurmgpu.llm import http_client, server_engine, server_process
 from slurmgpu.llm.engine import Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.settings import engine_options
@@ -138,10 +138,37 @@ def test_a_server_that_does_not_start_is_started_again_and_then_a_sentence(opene
     monkeypatch.setenv("ENDS_FIRST", str(tmp_path / "tried"))
     assert answers(opened(), "one")[0].text == "one"
     assert counts().count("started") == 2
-    with pytest.raises(SlurmGPUError, match=r"ended with exit code 3.*started 3 times, and was healthy in none"):
+    with pytest.raises(SlurmGPUError, match=r"ended with exit code 3.*started 3 times, and completed no prompt"):
         opened([sys.executable, "-c", "import sys; sys.exit(3)", "{port}"])
     with pytest.raises(SlurmGPUError, match="serve begins with 'no-such-server', and there is no such program here"):
         opened(["no-such-server", "{port}"])
+
+
+def test_a_server_that_its_first_prompt_ends_is_started_again_and_then_a_sentence(opened, counts, monkeypatch):
+    engine = opened()
+    monkeypatch.setenv("DEADLY", "1")  # the text of the first prompt, for servers that start from here on
+    said = r"ended with exit code 3; .*started 3 times, and completed no prompt"
+    with pytest.raises(SlurmGPUError, match=said):
+        opened()
+    assert counts().count("started") == 1 + 3
+    with pytest.raises(WorkerBrokenError, match=said):  # the items are left to another worker
+        answers(engine, "deadly")
+
+
+def test_a_server_that_is_stopped_does_not_answer_and_one_that_computes_has_time(opened, monkeypatch):
+    monkeypatch.setattr(http_client, "GET_S", 0.1)
+    monkeypatch.setenv("TAKES_S", "0.3")
+    engine = opened(BY_PORT)
+    assert answers(engine, "one")[0].text == "one"
+    os.kill(engine._server._process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(server_process.ServerEndedError, match=r"has not answered for 0\.3 s"):
+            engine._server.settle(engine._client, 0.3)
+        there = engine_options("small", {"engine": "server", "url": engine._client.url})
+        with pytest.raises(SlurmGPUError, match=r"no server can be used there: .* does not answer: timed out"):
+            open_engine(there, Place("cpu"))
+    finally:
+        os.kill(engine._server._process.pid, signal.SIGCONT)
 
 
 def test_a_port_on_which_another_process_listens_is_not_given_the_items(opened, monkeypatch):
@@ -162,6 +189,7 @@ def test_a_port_on_which_another_process_listens_is_not_given_the_items(opened, 
 
 def test_a_running_server_is_asked_by_its_url_with_the_key_and_the_one_models_name(opened, monkeypatch, folder):
     monkeypatch.setenv("NO_HEALTH", "1")
+    monkeypatch.setenv("SLURMGPU_SERVER_KEY", "key of a file with line breaks\r\n")
     engine = opened(BY_PORT)
     settings = {"engine": "server", "url": f"{engine._client.url}/v1"}
     other = open_engine(engine_options("some name", settings), Place("cpu"))
@@ -200,6 +228,28 @@ def test_a_running_server_that_goes_away_is_waited_for(opened, monkeypatch):
     assert [found[number] for number in range(12)] == list(map(str, range(12)))
     servers[-1].kill()
     servers[-1].wait()
+
+
+def test_a_running_server_that_does_not_come_back_or_stays_unhealthy_ends_the_worker(opened, monkeypatch, tmp_path):
+    monkeypatch.setattr(server_engine, "PAUSE_S", 0.01)
+    monkeypatch.setattr(server_engine, "MOST_WAIT_S", 0.05)
+    monkeypatch.setenv("UNHEALTHY", str(tmp_path / "unhealthy"))
+    server = opened(BY_PORT)
+    settings = {"engine": "server", "url": server._client.url}
+    engine = open_engine(engine_options("small", settings), Place("cpu"))
+    (tmp_path / "unhealthy").touch()
+    with pytest.raises(WorkerBrokenError, match=r"http://127.* is not healthy, for 0\.05 s"):
+        answers(engine, "drops")
+    server.close()
+    with pytest.raises(WorkerBrokenError, match=r"http://127.* does not answer: .*, for 0\.05 s"):
+        answers(engine, "one")
+
+
+@pytest.mark.parametrize("key", ["SECRET\nx", "SECRET\x00x", "SECRET\u20acx"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key):
+    with pytest.raises(SlurmGPUError, match="a character in place 7 that a header cannot have") as found:
+        http_client.Client("http://a", key)
+    assert "SECRET" not in str(found.value)
 
 
 def test_log_probabilities_are_given_where_the_server_tells_them(opened, monkeypatch):
@@ -246,6 +296,10 @@ def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, o
         ({}, "needs one of two: serve, .* Neither is set"),
         ({"serve": BY_PORT, "url": "http://a"}, "Both are set"),
         ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT"),
+        ({"url": "http://host:abc"}, "url is 'http://host:abc'; expected http://HOST:PORT"),
+        ({"url": "http://host:70000"}, "url is 'http://host:70000'; expected http://HOST:PORT"),
+        ({"url": "http://user:password@host"}, r"^url is '\.\.\.@host'; .*without a user or a password"),
+        ({"url": "http://user:pass/word@host"}, r"^url is '\.\.\.@host'; .*without a user or a password"),
         ({"serve": []}, "serve is empty"),
         ({"serve": ["a", "{model}"]}, "serve needs one of {port} and {socket}"),
         ({"serve": ["a", "{port}", "{socket}"]}, "serve needs one of {port} and {socket}"),

@@ -1,8 +1,9 @@
 """A server with the endpoints that language models have, whose answers are the prompts: `python small_server.py PORT`.
 
 PORT may be the path of a unix socket. What a prompt says happens: "busy" is answered with 429 at first, "late" with
-503, "fails" with 500, "bad" with 400 always, "drops" once without an answer, and "deadly" ends the server. The file
-COUNTS, if that variable names one, gets a line for each start and each request.
+503, "fails" with 500, "bad" with 400 always, "drops" once without an answer, and "deadly", or what the variable DEADLY
+says, ends the server. The file COUNTS, if that variable names one, gets a line for each start and each request. While
+there is a file UNHEALTHY, /health answers with 502.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/health" and "NO_HEALTH" in os.environ:
             self.answer(404, {"detail": "Not Found"})
+        elif self.path == "/health" and Path(os.environ.get("UNHEALTHY", "/none")).exists():
+            self.answer(502, "Bad Gateway")
         elif self.path == "/v1/models":
             self.answer(200, {"data": [{"id": "small"}]})
         else:
@@ -42,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         note(f"asked {text}")
         if body["model"] not in ("small", os.environ.get("MODEL")):
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
-        elif "deadly" in text:
+        elif os.environ.get("DEADLY", "deadly") in text:
             os._exit(3)
         elif "drops" in text and seen[text] == 1:
             self.close_connection = True
