@@ -162,8 +162,6 @@ class Prompts:
             yield "it takes a chat in messages at its endpoint for chats alone. Remove chat = false."
         if self._last == "continue":
             yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
-        if self._truncation_side is not None:
-            yield "it does not say where a prompt is too long. Remove truncation_side, or choose another engine."
 
     def check_examples(self, given: Mapping[str, Any] = NOTHING) -> None:
         """Refuse examples without what the templates take."""

@@ -322,7 +322,6 @@ def test_a_wrong_setting_is_a_sentence(folder, settings, said):
         (Generate, {"tokens": True}, "it tells no numbers of tokens. Remove tokens."),
         (Generate, {"prompt": None, "messages": "chat", "chat": False}, "Remove chat = false"),
         (Generate, {"prompt": None, "messages": "chat", "last": "continue"}, 'Set last = "drop"'),
-        (Generate, {"truncation_side": "left"}, "it does not say where a prompt is too long. Remove truncation_side"),
         (Classify, {"labels": ["a", "b"]}, 'Set method = "parse"'),
         (Judge, {"prompt": None, "rubric": "yes-no", "method": "score"}, 'Set method = "parse"'),
         (Collect, {}, "it does not go on from given steps. Set chat = false, or .* rollouts = 0"),
