@@ -5,11 +5,15 @@ By bubblewrap (https://github.com/containers/bubblewrap), which needs no root, b
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
+import re
 import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +26,10 @@ CPU_S = 10
 WALL_S = 60
 MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
-N_PROCESSES = 64
+N_PROCESSES = 12
+"""Processes and threads: one of bubblewrap's, the program, and ten more, which together may have 22 GiB."""
+TOLD_BYTES = 4096
+"""What is read of a program's stdout and stderr: a word, or why it could not be started."""
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 """What Python needs of the system's files; homes, data sets and /etc are not there."""
@@ -41,10 +48,13 @@ import json, os, resource, sys
 told = os.dup(1)
 null = os.open(os.devnull, os.O_RDWR)
 asked = json.loads(sys.stdin.buffer.read())
+for name, limit in asked["limits"].items():
+    which = getattr(resource, name)
+    most = resource.getrlimit(which)[1]
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(which, (limit, limit))
 for fd in (0, 1, 2):
     os.dup2(null, fd)
-for name, limit in asked["limits"].items():
-    resource.setrlimit(getattr(resource, name), (limit, limit))
 word, space = asked.pop("word"), {"__name__": "program"}
 exec(compile(asked["program"], "program.py", "exec"), space)
 exec(compile(asked["tests"], "tests.py", "exec"), space)
@@ -62,24 +72,11 @@ class Sandbox:
 
     def passes(self, program: str, tests: str) -> bool:
         """Whether the program runs, and then its tests, to their end, within the limits."""
-        word = secrets.token_hex(16)
-        limits = {
-            "RLIMIT_CPU": self.cpu_s,
-            "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_FSIZE": FILE_BYTES,
-            "RLIMIT_NPROC": N_PROCESSES,
-            "RLIMIT_CORE": 0,
-        }
-        asked = json.dumps({"word": word, "limits": limits, "program": program, "tests": tests})
-        try:
-            done = self._run(asked)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0 and done.stdout == word.encode()
+        return self._run(program, tests) is None
 
     def check(self) -> None:
         """Refuse a machine that cannot run programs apart: SlurmGPUError says what it lacks."""
-        if self.passes("", ""):
+        if (said := self._run("", "")) is None:
             return
         if shutil.which("bwrap") is None:
             raise SlurmGPUError(
@@ -87,37 +84,73 @@ class Sandbox:
                 "bwrap here. Install the package bubblewrap, on the nodes or in the image, or write a checker of your "
                 "own."
             )
-        said = " ".join(self._run("{}").stderr.decode(errors="replace").split())[:300]
         raise SlurmGPUError(
             f'checker = "python" runs programs apart from everything else by bubblewrap, which fails here: {said}. It '
             f"needs unprivileged user namespaces (the sysctl user.max_user_namespaces above 0, and, on Debian and "
             f"Ubuntu, kernel.unprivileged_userns_clone = 1 or an AppArmor profile for bwrap)."
         )
 
-    def _run(self, asked: str) -> subprocess.CompletedProcess[bytes]:
+    def _run(self, program: str, tests: str) -> str | None:
+        """None if the program and its tests come to their end; else the end of what stderr says, or the exit code."""
+        word = secrets.token_hex(16)
+        asked = json.dumps({"word": word, "limits": self._limits, "program": program, "tests": tests})
+        pipe = subprocess.PIPE
         try:
-            return subprocess.run(
-                self._command,
-                input=asked.encode("utf-8", "surrogatepass"),
-                capture_output=True,
-                timeout=WALL_S,
-                check=False,
-                env=ENVIRONMENT,
-            )
+            process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT)
         except FileNotFoundError:
-            return subprocess.CompletedProcess(self._command, 127, b"", b"there is no program bwrap")
+            return "there is no program bwrap"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        timer = threading.Timer(WALL_S, process.kill)
+        with process:
+            try:
+                timer.start()
+                with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and says why
+                    process.stdin.write(asked.encode("utf-8", "surrogatepass"))
+                told = process.stdout.read(TOLD_BYTES)
+                if len(told) == TOLD_BYTES:  # more than a word; more is not read
+                    process.kill()
+                process.wait()
+                said = process.stderr.read(1 << 16)[-TOLD_BYTES:]
+            finally:
+                process.kill()
+                timer.cancel()
+        if process.returncode == 0 and told == word.encode():
+            return None
+        return " ".join(said.decode(errors="replace").split())[-300:] or f"exit code {process.returncode}"
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        limits = {
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": FILE_BYTES,
+            "RLIMIT_CORE": 0,
+        }
+        # An older kernel counts all threads of the user on the node, and so would find right programs wrong.
+        return limits | ({"RLIMIT_NPROC": N_PROCESSES} if _counts_apart(platform.release()) else {})
 
     @cached_property
     def _command(self) -> Sequence[str]:
         bwrap, python = shutil.which("bwrap") or "/nowhere/bwrap", Path(sys.executable)
         own = (sys.prefix, sys.base_prefix, str(python.resolve().parent.parent))
+        size = _size(bwrap)
         binds = [each for path in (*SYSTEM, *own) for each in ("--ro-bind-try", path, path)]
         return [
             *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
             *binds,
-            *("--proc", "/proc", "--dev", "/dev", *_size(bwrap), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+            *("--proc", "/proc", "--dev", "/dev"),
+            *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
+            *("--remount-ro", "/dev", "--remount-ro", "/"),  # which are file systems in memory, without a size
             *(str(python), "-s", "-c", RUNNER),
         ]
+
+
+def _counts_apart(release: str) -> bool:
+    """Whether a kernel counts the processes of each user namespace apart, as since Linux 5.14."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return found is not None and (int(found[1]), int(found[2])) >= (5, 14)
 
 
 def _size(bwrap: str) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -75,6 +76,8 @@ def test_a_program_sees_neither_network_nor_files_and_writes_nothing(box, tmp_pa
         "read": f"open({str(secret)!r}).read()",
         "write": f"open({str(Path(sys.prefix) / 'x-written')!r}, 'w')",
         "usr": "open('/usr/x-written', 'w')",
+        "root": "open('/x-written', 'w')",
+        "dev": "open('/dev/x-written', 'w')",
         "network": f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
         "environment": "import os; os.environ['SLURMGPU_TEST_SECRET']",
         "others": f"import os; os.kill({os.getpid()}, 0)",
@@ -96,8 +99,40 @@ def test_limits_of_time_memory_and_files_end_a_program(box, monkeypatch):
     assert not box.passes("x = bytearray(1 << 30)", "")
     assert box.passes("x = bytearray(1 << 26)", "")
     assert not box.passes("f = open('/tmp/big', 'wb')\nfor _ in range(200): f.write(bytes(1 << 20))", "")
+    if sandbox._size(shutil.which("bwrap")):
+        for folder in ("/tmp", "/dev/shm"):
+            files = f"for name in 'abc': open('{folder}/' + name, 'wb').write(bytes(24 << 20))"
+            assert not box.passes(files, ""), folder
+    assert box.passes("import multiprocessing; multiprocessing.Lock()", "")
     monkeypatch.setattr(sandbox, "WALL_S", 1)
     assert not box.passes("import time; time.sleep(30)", "")
+
+
+@pytest.mark.parametrize("where", ["__main__.told", "os.open('/proc/1/fd/1', os.O_WRONLY)"])
+def test_a_program_that_writes_on_to_its_reader_fills_no_memory_and_is_ended(box, where):
+    flood = f"import os, __main__\nout = {where}\nwhile True: os.write(out, bytes(1 << 20))"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not Sandbox(cpu_s=50).passes(flood, "")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10  # KiB; without an end 50 s go by
+
+
+@pytest.mark.parametrize(
+    ("release", "counts"), [("4.18.0-553.el8_10", False), ("5.14.0-427.el9_4", True), ("6", False)]
+)
+def test_processes_are_limited_where_the_kernel_counts_a_programs_own(monkeypatch, release, counts):
+    monkeypatch.setattr("platform.release", lambda: release)
+    assert ("RLIMIT_NPROC" in Sandbox()._limits) is counts
+
+
+def test_a_lower_limit_of_the_task_is_taken_over(box):
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+    code += "from slurmgpu.workloads.sandbox import Sandbox; Sandbox().check()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_limit_that_cannot_be_set_is_named(box):
+    with pytest.raises(SlurmGPUError, match=r"fails here: Traceback .* too large to convert"):
+        Sandbox(cpu_s=1 << 70).check()
 
 
 def test_what_a_program_leaves_behind_ends_with_it(box):
