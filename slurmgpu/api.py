@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
 from slurmgpu.executors.detached import Background
-from slurmgpu.executors.making_room import make_room
+from slurmgpu.executors.making_room import check_room, room
 from slurmgpu.executors.registry import executor_named, queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
@@ -46,7 +47,7 @@ from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
 from slurmgpu.util.plurals import count_of
-from slurmgpu.util.shared_files import exists, remove
+from slurmgpu.util.shared_files import exists, remove, status_of
 
 log = logging.getLogger(__name__)
 
@@ -224,8 +225,9 @@ def submit_all(
 
 
 def check_drafts(drafts: Drafts, after: Run | None = None, inject: Sequence[str] = ()) -> None:
-    """Check the submissions of a sweep's runs before the first is made."""
+    """Check the submissions of a sweep's runs, and where they will lie, before the first is made."""
     for _, draft in drafts.to_submit:
+        check_place(draft)
         submission = submission_of(draft, after, inject)
         executor_named(submission.executor).check(submission, draft.plan.container)
 
@@ -239,9 +241,9 @@ def naming_submitted(drafts: Drafts, variant: Variant) -> Iterator[None]:
         names = [each.name for each, _ in drafts.to_submit]
         before = names[: names.index(variant.name)]
         told = f"Submitted before it: {', '.join(before)}." if before else "None was submitted."
-        raise SlurmGPUError(
-            f"Run {variant.name} of [sweep]: {error} {told} The same command submits those that do not exist yet."
-        ) from error
+        if not drafts.variants.replace_looks:
+            told += " The same command submits those that do not exist yet."
+        raise SlurmGPUError(f"Run {variant.name} of [sweep]: {error} {told}") from error
 
 
 def probe(
@@ -323,21 +325,23 @@ def compute_probe(
     submission = submission_of(small)
     executor = executor_named(submission.executor)
     executor.check(submission, small.plan.container)
-    make_room(small.run_dir)
-    run = None
-    try:
-        handle = submit_draft(small, None, on_tick)
-        run = handle.run
-        report = handle.outcome.report if handle.outcome else None
-        if report is None:
-            report = wait_for(run, on_status) if on_status is not None else cast(Report, handle.wait())
-        return run, report
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
-            run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
-        if run is not None and executor.queues:
-            liveness.cancel(run)
-        raise
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(room(small.run_dir))
+        run = None
+        try:
+            handle = submit_draft(small, None, on_tick)
+            stack.close()
+            run = handle.run
+            report = handle.outcome.report if handle.outcome else None
+            if report is None:
+                report = wait_for(run, on_status) if on_status is not None else cast(Report, handle.wait())
+            return run, report
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
+                run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
+            if run is not None and executor.queues:
+                liveness.cancel(run)
+            raise
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
@@ -346,8 +350,9 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
 
     by_hand = Manual()
     submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
-    run = _create(draft)
-    draft.fill(run)
+    with _room_for(draft):
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+        draft.fill(run)
     return run, [*by_hand.start(run, submission).to_type], notes
 
 
@@ -365,22 +370,30 @@ def submit_draft(
     """
     submission = submission_of(draft, after, inject)
     executor_named(submission.executor).check(submission, draft.plan.container)
-    run = _create(draft)
-    try:
-        draft.fill(run)
-        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
-        if background is not None:
-            return RunHandle(run, background.start(run, submission, notes))
-        return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
-    except BaseException:
-        remove_unused(run)
-        raise
+    with _room_for(draft):
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+        made = status_of(run.folder / "run.json")
+        try:
+            draft.fill(run)
+            notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
+            if background is not None:
+                return RunHandle(run, background.start(run, submission, notes))
+            return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
+        except BaseException:
+            there = status_of(run.folder / "run.json")
+            if made is not None and there is not None and os.path.samestat(made, there):  # not another process's
+                remove_unused(run)
+            raise
 
 
-def _create(draft: Draft) -> Run:
+def check_place(draft: Draft) -> None:
+    """Raise SlurmGPUError if there is an earlier look whose place a draft cannot take."""
     if draft.replaces_look:
-        make_room(draft.run_dir, "look")
-    return create_run(draft.run_dir, draft.plan, draft.items.files)
+        check_room(draft.run_dir, "look")
+
+
+def _room_for(draft: Draft) -> contextlib.AbstractContextManager[None]:
+    return room(draft.run_dir, "look") if draft.replaces_look else contextlib.nullcontext()
 
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:

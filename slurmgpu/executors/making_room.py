@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
@@ -11,13 +14,22 @@ from slurmgpu.executors.liveness import refuse_alive
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.owners import name_of
-from slurmgpu.util.shared_files import exists, retried
+from slurmgpu.util.atomic_files import own_name
+from slurmgpu.util.shared_files import exists, remove, replace, retried
+
+MAKING_S = 60.0
+"""A run that was made before, and is not submitted, is not being submitted any more."""
 
 
-def make_room(folder: Path, kind: str = "probe") -> None:
-    """Remove an earlier probe or look at `folder`; SlurmGPUError for anything else, and if tasks of it are alive."""
+def check_room(folder: Path, kind: str = "probe") -> Run | None:
+    """The earlier probe or look at `folder`, if any; SlurmGPUError for anything else, and if it may be at work."""
+    if folder.is_symlink():
+        raise SlurmGPUError(
+            f"{folder}, where the {kind} would go, is a symbolic link, and only a directory is replaced. "
+            f"Remove the link, or name another --run-dir."
+        )
     if not exists(folder):
-        return
+        return None
     if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
         raise SlurmGPUError(f"{folder}, where the {kind} would go, is {name_of(owner)}'s. Name another --run-dir.")
     run = Run.open(folder) if exists(folder / "run.json") else None
@@ -25,7 +37,43 @@ def make_room(folder: Path, kind: str = "probe") -> None:
         raise SlurmGPUError(
             f"{folder}, where the {kind} would go, exists and is no {kind}. Move it away, or name another --run-dir."
         )
+    assert run.status is not None
+    if not run.submissions() and time.time() - run.status.st_mtime < MAKING_S:
+        raise SlurmGPUError(
+            f"{folder} was made less than {MAKING_S:.0f} s ago and is not submitted yet: another process may be "
+            f"submitting it. Try again in a minute, or name another --run-dir."
+        )
+    refuse_alive(run, f"{kind} again")
+    return run
+
+
+@contextlib.contextmanager
+def room(folder: Path, kind: str = "probe") -> Iterator[None]:
+    """Room at `folder` while the block makes and submits a probe or a look there; SlurmGPUError as `check_room`.
+
+    An earlier one is renamed, and removed at the end. If the block raises and leaves nothing at `folder`, the earlier
+    one is there again.
+    """
+    if check_room(folder, kind) is None:
+        yield
+        return
+    aside = own_name(folder)
     with run_lock(folder, "removing") as lock:
-        refuse_alive(run, f"{kind} again")
+        check_room(folder, kind)
         lock.check()
-        shutil.rmtree(folder)
+        replace(folder, aside)
+        remove(aside / lock.path.name)
+    try:
+        yield
+    except BaseException:
+        if not exists(folder):
+            replace(aside, folder)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # on NFS what is open elsewhere stays until it is closed
+
+
+def make_room(folder: Path, kind: str = "probe") -> None:
+    """Remove an earlier probe or look at `folder`; SlurmGPUError as `check_room`."""
+    with room(folder, kind):
+        pass

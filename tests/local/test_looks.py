@@ -7,7 +7,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import making_room
+from slurmgpu.executors import making_room, submission
 from slurmgpu.executors.probe import draft_probe
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
@@ -144,3 +144,53 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
     (path.parent / "run-look").rename(path.parent / "run-probe")
     with pytest.raises(SlurmGPUError, match="is no probe"):
         package.probe(path, 8, executor="debug", gpus=0)
+
+
+@pytest.fixture
+def looking(project):
+    """Looks at some items of a project, each in place of the one before: `looking("0:2")`."""
+    path = project(20) / "slurmgpu.toml"
+    return lambda items: package.submit(path, items=items, executor="debug", gpus=0)
+
+
+def test_a_look_stays_if_the_next_one_is_refused(looking, monkeypatch):
+    first = looking("0:2")
+    with monkeypatch.context() as patch:
+        patch.setattr(submission, "start", lambda *_, **__: refuse("Slurm refuses it."))
+        with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
+            looking("4:7")
+    assert package.open(first.folder / "merged.h5").index[:].tolist() == [0, 1]
+    assert looking("4:7").results().index[:].tolist() == [4, 5, 6]
+    assert [path.name for path in first.folder.parent.iterdir() if "look" in path.name] == ["run-look"]
+
+
+def test_a_look_that_is_just_being_made_is_not_replaced(looking, monkeypatch):
+    made = looking("0:2").folder
+    (made / "submissions.jsonl").unlink()
+    with pytest.raises(SlurmGPUError, match="another process may be submitting it"):
+        looking("4:7")
+    assert (made / "merged.h5").exists()
+    monkeypatch.setattr(making_room, "MAKING_S", 0.0)
+    assert looking("4:7").results().index[:].tolist() == [4, 5, 6]
+
+
+def test_a_refused_look_leaves_what_another_process_made_in_its_place(looking, monkeypatch):
+    def replaced(run, *_, **__):
+        (run.folder / "run.json").rename(run.folder / "former.json")
+        shutil.copy(run.folder / "former.json", run.folder / "run.json")
+        folders.append(run.folder)
+        refuse("Slurm refuses it.")
+
+    folders = []
+    monkeypatch.setattr(submission, "start", replaced)
+    with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
+        looking("0:2")
+    assert (folders[0] / "run.json").exists()
+
+
+def test_a_link_in_the_place_of_a_look_is_refused(looking):
+    made = looking("0:2").folder
+    made.rename(made.with_name("elsewhere"))
+    made.symlink_to("elsewhere")
+    with pytest.raises(SlurmGPUError, match="is a symbolic link"):
+        looking("4:7")

@@ -9,6 +9,7 @@ import slurmgpu as package
 from slurmgpu import api
 from slurmgpu.cli.commands import submitted, sweep
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import making_room
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run
@@ -180,6 +181,29 @@ def test_each_run_has_the_modules_that_only_the_first_plan_imports(swept):
             True,
             True,
         ]
+
+
+def test_no_look_of_a_sweep_is_replaced_if_another_cannot_be(swept, monkeypatch, slurmgpu):
+    def looks(limit):
+        return package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0, limit=limit)
+
+    looks(2)
+    (swept / "run-look" / "others" / "submissions.jsonl").unlink()
+    with pytest.raises(SlurmGPUError, match="others was made less than"):
+        looks(3)
+    with package.open(swept / "run-look" / "items" / "merged.h5") as merged:
+        assert len(merged) == 2
+    for command in (("submit", "--executor", "debug", "--dry-run"), ("plan",)):
+        done = slurmgpu(*command, "--gpus", "0", "--limit", "3", cwd=swept, expect=2)
+        assert "others was made less than" in done.stderr
+    monkeypatch.setattr(making_room, "MAKING_S", 0.0)
+    monkeypatch.setattr(api, "create_run", lambda *_: refuse("Slurm refuses it."))
+    with pytest.raises(SlurmGPUError, match=r"None was submitted\.$"):
+        looks(3)
+
+
+def refuse(why):
+    raise SlurmGPUError(why)
 
 
 def test_python_submits_a_sweep_by_submit_all(swept):

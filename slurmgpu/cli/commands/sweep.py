@@ -113,6 +113,8 @@ def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool
     told = []
     with drafted(run_file, variants, None, look) as drafts:
         _say_first(drafts)
+        for _, draft in drafts.to_submit:
+            api.check_place(draft)
         drafts.record()
         for variant, draft in drafts.to_submit:
             with api.naming_submitted(drafts, variant):

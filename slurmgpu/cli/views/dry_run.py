@@ -52,6 +52,7 @@ class Shown:
 
 def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequence[str] = ()) -> Shown:
     """A draft with what the cluster says of it."""
+    api.check_place(draft)
     submission = api.submission_of(draft, after, inject)
     seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
     seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
