@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import RECORDING_S, Run
+from slurmgpu.run.lock import hold
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, exists, read_bytes
@@ -30,10 +31,12 @@ class SweepFile(TypedDict):
 def record_runs(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
     """Write which runs are of a sweep, beside those that the file has already."""
     folder.mkdir(parents=True, exist_ok=True)
-    there = _read(folder) if exists(folder / FILE) else {}
-    named = {**there, **{name: hidden(values) for name, values in runs.items()}}
-    value: SweepFile = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": named}
-    write_json(folder / FILE, value)
+    # One process at a time: of two that write at once, the later would lose the runs of the other.
+    with hold(folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
+        there = _read(folder) if exists(folder / FILE) else {}
+        named = {**there, **{name: hidden(values) for name, values in runs.items()}}
+        value: SweepFile = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": named}
+        write_json(folder / FILE, value)
 
 
 def runs_of_sweep(folder: Path) -> list[Path] | None:
