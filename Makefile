@@ -46,6 +46,7 @@ lint: $(VENV)/test
 
 types: $(VENV)/test
 	$(BIN)/mypy
+	$(BIN)/mypy -p tests.gpu
 
 bench: $(VENV)/test
 	$(BIN)/python -m tests.benchmarks

@@ -245,7 +245,7 @@ def _within(
         engine._continuous.release()  # its cache has most of the memory
     wanted = {each.encoded.request.id: each.tokens for each in expected}
     same = sum(wanted[each.encoded.request.id] == each.tokens for each in found)
-    why = difference(reference._loaded.model, expected, found, "bf16")
+    why = difference(reference._loaded.model, reference._grammars, expected, found, "bf16")
     said = f"{same} of {len(found)} answers are equal; the others are within {TOLERANCE['bf16']:g} of the best score"
     return hold(why is None, why or said)
 
@@ -302,7 +302,9 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
         engine, found = _engine(machine, precision=precision, batching=batching), []
         for tokens in (400, 65_536):
             budget = Budget(tokens, _place(machine))
-            batches = StaticBatches(engine._loaded, _place(machine), engine._codec, budget, engine._prefill)
+            batches = StaticBatches(
+                engine._loaded, _place(machine), engine._codec, engine._grammars, budget, engine._prefill
+            )
             finished = batches.generate(_encoded(engine, requests))
             found.append({each.encoded.request.id: each.tokens for each in finished})
         shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)
