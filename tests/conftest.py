@@ -65,7 +65,7 @@ def _plain_output(monkeypatch):
 @pytest.fixture(scope="session")
 def slurmgpu():
     """The command line as a user types it: `slurmgpu("submit", …)` gives the finished process."""
-    calls = CommandLine()
+    calls = CommandLine(imports=["slurmgpu.page.page"])
     yield calls
     calls.close()
 

@@ -76,6 +76,7 @@ def variants_of(
     With an input, each key of [sweep] is named as `-s` names it: `input`, `seed`, `settings.lr`, or `lr` for the
     setting. Without one, keys of tables, such as `settings.lr`, vary the run and all others the items.
     """
+    source = source.expanduser().resolve() if isinstance(source, Path) else source
     config = read_run_file(source, overrides)
     of_runs, of_items = split_sweep(config)
     if not of_runs:
@@ -87,7 +88,7 @@ def variants_of(
             f"[sweep] stands for {len(found):,} runs; expected at most {MOST_RUNS:,}, as each has jobs and a directory "
             f"of its own. Shorten its lists, or draw from them with random = 20, for example."
         )
-    path = path_of(source.expanduser().resolve() if isinstance(source, Path) else source)
+    path = path_of(source)
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     named = named.with_name(f"{named.name}{LOOK}") if look is not None else named
     folder = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()

@@ -26,6 +26,7 @@ EXCEPTIONS = {
             "util/pipes.py",
             "run/liveness.py",
             "util/process_tree.py",
+            "util/shared_memory.py",
         ),
         NOT_OF_A_RUN,
     ),

@@ -18,7 +18,6 @@ import gc, importlib, json, os, runpy, signal, socket, sys, time
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.slurm, slurmgpu.executors.submission, slurmgpu.report.status
-import slurmgpu.page.page
 
 
 def serve(listener):
