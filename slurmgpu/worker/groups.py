@@ -4,6 +4,9 @@
 one process: its pipes are those of rank 0, its exit code is that of the rank that failed first. No rank survives the
 launcher or the task.
 
+Ranks are forks of the launcher: a node imports PyTorch once for all of them, and they share the memory of what is
+imported. The import opens no GPU and starts no thread of PyTorch's.
+
 This is not PyTorch's elastic launcher, whose rendezvous listens on all addresses and unpickles what anybody sends.
 The TCPStore of the ranks listens on the loopback address; `tunnels` carries connections from other nodes of the task.
 The store and gloo do not authenticate, and other users of the node reach them. So everything that controls the ranks
@@ -16,18 +19,20 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import gc
 import hmac
 import io
 import json
 import logging
 import os
 import pickle
+import runpy
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -59,7 +64,7 @@ DEATH_S = 5.0
 """How long to wait for killed processes: one blocked on a disk or a GPU may not die at all."""
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that a launcher blocks: it ends with its ranks or when the task says so. Ranks unblock them."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 
 
 class PeersMissingError(Exception):
@@ -234,21 +239,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     n_ranks = max(1, json.loads(arguments.assignment)["n_gpus"])
     _prepare_environment(n_ranks, arguments.nodes)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    watch_stdin(_abandon)
     try:
-        return _launch(n_ranks, arguments)
+        import torch.distributed  # noqa: F401
     except ImportError as error:
         message = f'processes = "per-gpu" needs PyTorch in the Python of the worker, {sys.executable}: {error}'
         report_briefly({"event": "failed", "class": "workload_error", "message": message, "traceback": ""})
         return 1
+    gc.freeze()  # no collection writes to pages that the ranks share
+    ranks: list[_Rank] = []
+    for local_rank in range(n_ranks):  # before there is any thread or socket that they would have as well
+        if (rank := _fork(ranks)) is None:
+            _work(local_rank, n_ranks, arguments)
+            return 0
+        ranks.append(rank)
+    watch_stdin(_abandon)
+    try:
+        return _launch(ranks, arguments)
     finally:
         _end_children()
 
 
-def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
+@dataclass
+class _Rank:
+    """A fork that waits for the port of the group's store: the end of its pipe that the launcher has."""
+
+    pid: int
+    told: int
+
+
+def _launch(ranks: Sequence[_Rank], arguments: argparse.Namespace) -> int:
     from torch.distributed import TCPStore
 
-    secret = os.environ.setdefault(GROUP_SECRET, secrets.token_hex(32))
+    secret = os.environ[GROUP_SECRET]
     host, _, port = (arguments.endpoint or "").rpartition(":")
     if arguments.node_rank > 0:
         # On all nodes, ranks find the store at the same loopback address.
@@ -261,16 +283,39 @@ def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
         log.debug("the group meets at port %d", store.port)
         if arguments.nodes > 1:
             Exit(LOOPBACK, place, int(port), secret)
-    started = dict(_start_rank(n_ranks, local, place, arguments) for local in range(n_ranks))
-    for rank, code in _ends(started):
+    for each in ranks:
+        os.write(each.told, str(place).encode())
+        os.close(each.told)
+    first = arguments.node_rank * len(ranks)
+    for rank, code in _ends({each.pid: first + local_rank for local_rank, each in enumerate(ranks)}):
         if code:
             log.error("rank %d %s", rank, describe_exit(code))
             return code if code > 0 else 128 - code
     return 0
 
 
-def _start_rank(n_ranks: int, local_rank: int, port: int, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Start one rank in its own session; its process ID and rank."""
+def _fork(others: Sequence[_Rank]) -> _Rank | None:
+    """Start a rank in its own session; None in the rank itself, once the launcher has told it the port."""
+    ours, told = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of OpenBLAS, which prepares for forks
+        pid = os.fork()
+    if pid:
+        os.close(ours)
+        return _Rank(pid, told)
+    os.setsid()
+    for each in others:
+        os.close(each.told)
+    os.close(told)
+    os.environ["MASTER_PORT"] = os.read(ours, 16).decode()
+    os.close(ours)
+    if not os.environ["MASTER_PORT"]:
+        os._exit(EXIT_ABANDONED)  # the launcher died
+    return None
+
+
+def _work(local_rank: int, n_ranks: int, arguments: argparse.Namespace) -> None:
+    """Be the worker of this rank, in a fork of the launcher, as if `python -m` had started it."""
     rank, world_size = arguments.node_rank * n_ranks + local_rank, arguments.nodes * n_ranks
     told = {
         "RANK": rank,
@@ -283,17 +328,17 @@ def _start_rank(n_ranks: int, local_rank: int, port: int, arguments: argparse.Na
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": arguments.group,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # otherwise rank 0 opens a store on all addresses
     }
-    command = [sys.executable, "-m", "slurmgpu.worker.main", arguments.run, arguments.assignment]
-    environ = {**os.environ, **{name: str(value) for name, value in told.items()}}
-    process = subprocess.Popen(command, env=environ, start_new_session=True)
-    process.returncode = 0  # os.waitpid waits for it
-    return process.pid, rank
+    os.environ.update({name: str(value) for name, value in told.items()})
+    _prctl(PR_SET_NAME, f"rank {rank}".encode())
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # as in a process of its own; Python's random does so by itself, PyTorch's seed is fixed
+    sys.argv = ["slurmgpu.worker.main", arguments.run, arguments.assignment]
+    runpy.run_module("slurmgpu.worker.main", run_name="__main__", alter_sys=True)
 
 
 def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:
@@ -306,6 +351,7 @@ def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:
 
 def _prepare_environment(n_ranks: int, n_nodes: int) -> None:
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault(GROUP_SECRET, secrets.token_hex(32))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // n_ranks)))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     if n_nodes == 1:
@@ -353,9 +399,9 @@ def _die_with(launcher: int) -> None:
         os._exit(EXIT_ABANDONED)  # it died before the prctl call
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int | bytes) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value!r})")
 
 
 if __name__ == "__main__":
