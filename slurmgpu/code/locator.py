@@ -19,7 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImpor
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.code.importer import INSTALLED, Finder
+from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.containers import INSIDE
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
@@ -101,7 +101,7 @@ class Locator:
             return there
         if there is None and here is not None:  # a namespace: a folder without __init__.py
             return here
-        if name not in sys.stdlib_module_names:
+        if name not in sys.stdlib_module_names and not name.startswith(BY_PATH):
             self.foreign.add(name)
         return None
 
