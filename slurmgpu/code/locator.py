@@ -86,7 +86,7 @@ class Locator:
         return self._places[name]
 
     def _locate_top(self, name: str) -> Place | None:
-        if name == "slurmgpu":
+        if name == "slurmgpu" or name.startswith(BY_PATH):  # no distribution has a file that is named by path
             return None
         here = search(tuple(self.folders), name)
         if here is not None and here.path is not None:

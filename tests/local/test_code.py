@@ -1,6 +1,7 @@
 """The snapshot of the user's modules: what is in it, that tasks import nothing else, what is told of changes."""
 
 import errno
+import importlib.metadata
 import json
 import os
 import sys
@@ -407,6 +408,17 @@ def names_in(folder, **more):
         importer.forget_changed()
         code = snapshot_of(draft.plan, None, None, **more)
     return [file.name for file in code.files], list(code.left_out)
+
+
+def test_all_distributions_are_read_only_for_a_package_that_none_is_named_after(signed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: asked.append(1) or {})
+    folder = signed()
+    names_in(folder)
+    assert not asked
+    (folder / "signed.py").write_text("try:\n    import of_another_name\nexcept ImportError:\n    pass\n" + WORKLOAD)
+    names_in(folder)
+    assert asked
 
 
 def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):

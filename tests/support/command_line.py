@@ -17,7 +17,8 @@ SERVER = """
 import gc, importlib, json, os, runpy, signal, socket, sys, time
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
-import slurmgpu.executors.local, slurmgpu.executors.slurm, slurmgpu.executors.submission, slurmgpu.report.status
+import slurmgpu.executors.local, slurmgpu.executors.local_slots, slurmgpu.executors.slurm
+import slurmgpu.executors.submission, slurmgpu.report.status
 
 
 def serve(listener):
