@@ -43,7 +43,7 @@ def test_a_look_has_the_rows_of_the_full_run_under_their_numbers(project, slurmg
     # Failed items are computed again under their numbers, too.
     source = folder / "workloads.py"
     source.write_text(source.read_text().replace("if fault := self.faults.get(item.index):", "if fault := None:"))
-    slurmgpu("resubmit", "run-look", "--failed", cwd=folder, expect=0)
+    slurmgpu("resubmit", "run-look", "--failed", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
     with package.open(folder / "run-look" / "merged.h5") as look:
         assert (look.index.tolist(), look.errors) == (indices, {})
         assert look["double"][:].tolist() == [2.0 * index for index in indices]

@@ -31,11 +31,13 @@ EXIT_CODES = {0, 1, 2, 3}
 KINDS = {
     "fifo": os.mkfifo,
     "link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "link to a file": lambda path: path.symlink_to(sys.executable),
-    "dangling link": lambda path: path.symlink_to("/no/such/file"),
     "huge": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
     "empty": lambda path: path.touch(),
     "folder": lambda path: path.mkdir(),
+}
+OTHER_KINDS = {
+    "link to a file": lambda path: path.symlink_to(sys.executable),
+    "dangling link": lambda path: path.symlink_to("/no/such/file"),
 }
 
 FILES = (
@@ -55,22 +57,25 @@ BY_DAY = ("run.json", "submissions.jsonl", "report.json", "tasks/local1_0.0.json
 """One of each format."""
 
 COMMANDS = (
-    ("status",),
     ("status", "--json"),
     ("status", "--watch"),
-    ("report",),
     ("report", "--html", "page.html"),
-    ("logs",),
-    ("logs", "0"),
     ("logs", "--item", "3"),
-    ("logs", "--class", "item_error"),
-    ("status", "--metrics", "run.prom"),
     ("merge",),
-    ("merge", "--verify"),
     ("export", "-o", "rows.jsonl"),
     ("resubmit", "--dry-run"),
     ("cancel",),
     ("list",),
+)
+"""One of those that read the same files."""
+ALSO = (
+    ("status",),
+    ("report",),
+    ("logs",),
+    ("logs", "0"),
+    ("logs", "--class", "item_error"),
+    ("status", "--metrics", "run.prom"),
+    ("merge", "--verify"),
 )
 
 
@@ -119,14 +124,20 @@ def small_process():
 
 
 @pytest.mark.parametrize("name", [each if each in BY_DAY else by_night(each) for each in FILES])
-def test_every_command_answers_whatever_lies_where_a_file_should_be(name, finished, small_process, tmp_path):
-    for kind, make in KINDS.items():
+@pytest.mark.parametrize(
+    ("kinds", "commands"),
+    [pytest.param(KINDS, COMMANDS, id="some"), by_night({**KINDS, **OTHER_KINDS}, (*COMMANDS, *ALSO))],
+)
+def test_every_command_answers_whatever_lies_where_a_file_should_be(
+    name, kinds, commands, finished, small_process, tmp_path
+):
+    for kind, make in kinds.items():
         folder = tmp_path / kind.replace(" ", "-")
         shutil.copytree(finished, folder)
         for path in list((folder / "run").glob(name)):
             path.unlink()
             make(path)
-        for command in COMMANDS:
+        for command in commands:
             if (name, kind, command[-1]) == ("submissions.jsonl", "empty", "--watch"):
                 continue  # which says that the run is only planned: that is what it waits for
             target = [] if command == ("list",) else ["run"]

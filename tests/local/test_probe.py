@@ -294,17 +294,17 @@ def test_ctrl_c_at_the_question_queues_nothing_and_says_so(project):
 
 @pytest.mark.slurm
 def test_a_probe_on_slurm_is_one_task_and_the_array_follows_it(project, slurmgpu, cluster):
-    folder = project(80, slurm={"time": "00:05:00", "mem": "400M"})
-    argv = ("submit", "--array", "--gpus", "3", "--device", "cpu", "--probe", "12", "--yes", "--wait", "--json")
+    folder = project(40, slurm={"time": "00:05:00", "mem": "400M"})
+    argv = ("submit", "--array", "--gpus", "2", "--device", "cpu", "--probe", "12", "--yes", "--wait", "--json")
     found = json.loads(slurmgpu(*argv, cwd=folder, expect=0).stdout)
-    assert (found["n_tasks"], found["gpus_per_task"], found["walltime_s"]) == (3, 1, 300.0)
+    assert (found["n_tasks"], found["gpus_per_task"], found["walltime_s"]) == (2, 1, 300.0)
     assert found["probe"]["host_total_bytes"] == 400 * 1024**2
     assert found["probe"]["walltime_s"] == 300.0
     assert found["submitted"]["complete"] is True
     [probe] = [json.loads(path.read_text()) for path in (folder / "run-probe" / "tasks").glob("[!.]*.json")]
     assert (probe["executor"], probe["n_gpus"], len(probe["published"])) == ("slurm", 1, 3)
-    assert len(records(folder)) == 3
-    check_rows(folder, 80)
+    assert len(records(folder)) == 2
+    check_rows(folder, 40)
     argv = ("submit", "--gpus", "1", "--run-dir", "other", "--slurm", "partition=nope", "--probe", "8", "--yes")
     said = slurmgpu(*argv, cwd=folder, expect=2).stderr
     assert said.count("invalid partition specified") == 1

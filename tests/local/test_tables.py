@@ -24,6 +24,7 @@ from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.build import judged_attempts, last_report, report_path
 from slurmgpu.report.status import read_status
+from tests.support.nightly import by_night
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
 
 LONG = "The image /images/judge.sif is not on gpu-a100-07: there is no such file. Put it there, or set stage. " * 2
@@ -250,7 +251,8 @@ def places_in(value, place=()):
         yield from places_in(each, (*place, key))
 
 
-def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tmp_path, capsys):
+@pytest.mark.parametrize("wrongs", [pytest.param(("x", ...), id="text or absent"), by_night((None, -1))])
+def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tmp_path, capsys, wrongs):
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=1)
     record = run.tasks / "4711_0.0.json"
     death = {"class": "crash", "message": "m", "at": BEGIN, "state": "running", "shard": 3, "items": [48]}
@@ -264,7 +266,7 @@ def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tm
     run.record_submission({"submission": 1, "state": "ended"})
     n_refused = 0
     for place in places_in(report):
-        for wrong in (None, "x", -1, ...):
+        for wrong in wrongs:
             told = json.loads(json.dumps(report))
             *way, last = place
             holder = functools.reduce(operator.getitem, way, told)
@@ -278,7 +280,7 @@ def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tm
                 n_refused += 1
             judged_attempts(run)
             read_status(run, now=BEGIN + 300.0)
-    assert n_refused > 100
+    assert n_refused > 50
     assert capsys.readouterr().err == ""
 
 
@@ -299,6 +301,6 @@ def test_a_status_loses_nothing_on_80_columns(run, on_a_terminal):
 
 def test_a_table_of_short_words_is_whole_on_80_columns(project, slurmgpu, on_a_terminal):
     folder = project(8)
-    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
-    [line] = [line for line in on_a_terminal("report", "run", cwd=folder).splitlines() if "local1_0.0" in line]
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    [line] = [line for line in on_a_terminal("report", "run", cwd=folder).splitlines() if "debug1_0.0" in line]
     assert line.rstrip().endswith("ok (complete)")
