@@ -1,8 +1,6 @@
 """What `init` writes for workloads that need PyTorch, run as it stands, but for the models of the hub."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -71,8 +69,8 @@ def test_the_template_of_train_learns(slurmgpu, tmp_path):
 def test_the_template_of_tracin_runs_once_the_command_that_it_names_has_made_a_model(slurmgpu, tmp_path):
     first, submit = initialized(slurmgpu, tmp_path, "tracin")
     assert submit == "  slurmgpu submit slurmgpu.toml"
-    program, *argv = first.split()
-    assert program == "python3"
-    subprocess.run([sys.executable, *argv, "--device", "cpu"], cwd=tmp_path, check=True, capture_output=True)
+    program, option, module, *argv = first.split()
+    assert (program, option) == ("python3", "-m")
+    slurmgpu.module(module, *argv, "--device", "cpu", cwd=tmp_path)
     with ran(slurmgpu, tmp_path) as merged:
         assert len(merged) == 1

@@ -24,10 +24,11 @@ from slurmgpu.training.pacing import Pace  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
-from tests.support.runs import run_module  # noqa: E402
+from tests.support.nightly import by_night  # noqa: E402
 from tests.support.training_ranks import (  # noqa: E402
     BASE,
     BY_FOUR,
+    BY_NIGHT,
     CASES,
     N_TEST,
     N_TRAIN,
@@ -42,7 +43,14 @@ from tests.support.training_ranks import (  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALONE = Place()
-EXACT = [name for name, (user, _) in CASES.items() if not issubclass(user, (Plain, Weightless))]
+BY_DAY = [case for case in CASES if case not in BY_NIGHT]
+
+
+def chosen(*cases):
+    return [by_night(case) if case in BY_NIGHT else case for case in cases]
+
+
+EXACT = chosen(*(name for name, (user, _) in CASES.items() if not issubclass(user, (Plain, Weightless))))
 
 
 def sizes(case):
@@ -50,12 +58,13 @@ def sizes(case):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, slurmgpu):
     """What came of a case on a number of processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_module("training_ranks", folder)
 
     def load(case, world_size):
+        if not (folder / f"{case}-1.pt").exists():
+            slurmgpu.module("tests.support.training_ranks", folder, *(BY_NIGHT if case in BY_NIGHT else BY_DAY))
         return torch.load(folder / f"{case}-{world_size}.pt", weights_only=False) | {
             "folder": folder / f"{case}-{world_size}"
         }
@@ -114,7 +123,7 @@ def test_metrics_are_means_over_the_samples_however_they_are_spread(found, world
             assert result["outcome"]["final"][f"{split}_{name}"] == pytest.approx(float(value), abs=1e-12)
 
 
-@pytest.mark.parametrize("case", ["early", "sharded early"])
+@pytest.mark.parametrize("case", chosen("early", "sharded early"))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_training_stops_when_it_gets_no_better_and_its_best_weights_are_tested(found, case, world_size):
     result = found(case, world_size)
@@ -133,7 +142,7 @@ def test_a_training_stops_when_it_gets_no_better_and_its_best_weights_are_tested
             assert measured[f"{split}_loss"] == pytest.approx(loss, abs=1e-5)
 
 
-@pytest.mark.parametrize("case", ["bf16", "fp16", "sharded bf16"])
+@pytest.mark.parametrize("case", chosen("bf16", "fp16", "sharded bf16"))
 def test_low_precision_ends_near_where_full_precision_does(found, train, case):
     full = train(Plain(), clip=CASES[case][1].get("clip")).final["val_loss"]
     for world_size in (1, 2):

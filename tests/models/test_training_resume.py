@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.support.resuming import CASES, FIXED, GIVEN, N_SAMPLES  # noqa: E402
-from tests.support.runs import run_module  # noqa: E402
+from tests.support.nightly import by_night  # noqa: E402
+from tests.support.resuming import BY_NIGHT, CASES, FIXED, GIVEN, N_SAMPLES  # noqa: E402
 
 EXACT = [name for name in CASES if name != "on other numbers"]
 EQUAL = ("steps", "epochs", "samples", "final", "best", "best_step", "score", "ended")
@@ -15,17 +15,23 @@ EQUAL += ("curve_steps", "curve", "eval_steps", "eval_curve")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where all cases have run."""
+def folder(tmp_path_factory, slurmgpu):
+    """Where all cases of the gate have run."""
     folder = tmp_path_factory.mktemp("resuming")
-    run_module("resuming", folder)
+    slurmgpu.module("tests.support.resuming", folder, *(case for case in CASES if case not in BY_NIGHT))
     return folder
 
 
 @pytest.fixture
-def found(folder):
+def found(folder, slurmgpu):
     """What came of a case: {"undisturbed": {"outcome", "ends"}, "disturbed": …}."""
-    return lambda case: json.loads((folder / case / "outcomes.json").read_text())
+
+    def load(case):
+        if case in BY_NIGHT and not (folder / case).exists():
+            slurmgpu.module("tests.support.resuming", folder, case)
+        return json.loads((folder / case / "outcomes.json").read_text())
+
+    return load
 
 
 def same_weights(folder, name):
@@ -33,7 +39,7 @@ def same_weights(folder, name):
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("case", [by_night(case) if case in BY_NIGHT else case for case in EXACT])
 def test_a_training_that_was_taken_up_again_ends_bit_for_bit_as_one_that_was_left_alone(folder, found, case):
     ends = found(case)["disturbed"]["ends"]
     disturbance = "stopped" if "stopped" in case else "killed"

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 SERVER = """
 import gc, importlib, json, os, runpy, signal, socket, sys, time
 
@@ -48,7 +50,7 @@ def answer(connection):
     os._exit(0)
 
 
-def call(streams, argv, cwd, env, umask, first=None):
+def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu"):
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -62,8 +64,8 @@ def call(streams, argv, cwd, env, umask, first=None):
     os.umask(umask)
     time.tzset()
     sys.path[0] = first or os.getcwd()
-    sys.argv = ["slurmgpu", *argv]
-    runpy.run_module("slurmgpu", run_name="__main__", alter_sys=True)
+    sys.argv = [module, *argv]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 for module in sys.argv[2:]:
@@ -137,16 +139,24 @@ class CommandLine:
 
     def __call__(self, *argv, cwd=None, expect=None, umask=None, **env):
         """The finished process of `slurmgpu *argv`; AssertionError if it did not end with the code `expect`."""
+        return self._call("slurmgpu", argv, cwd, expect, umask, env)
+
+    def module(self, name, *argv, cwd=ROOT, expect=0, **env):
+        """The finished process of `python -m name *argv`, where modules of the tests are found."""
+        return self._call(name, argv, cwd, expect, None, env)
+
+    def _call(self, module, argv, cwd, expect, umask, env):
         argv, env = [*map(str, argv)], {**os.environ, **self._env, **env}
         call = self._fork if read_by_imports(env) == self._own else self._start
-        done = call(argv, cwd=str(Path(cwd or ".").absolute()), env=env, umask=own_umask() if umask is None else umask)
+        umask = own_umask() if umask is None else umask
+        done = call(module, argv, cwd=str(Path(cwd or ".").absolute()), env=env, umask=umask)
         if expect is not None:
             assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def _fork(self, argv, cwd, env, umask):
+    def _fork(self, module, argv, cwd, env, umask):
         with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
-            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask}
+            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, "module": module}
             with socket.socket(socket.AF_UNIX) as connection, open(os.devnull) as nothing:
                 connection.settimeout(800)
                 connection.connect(self._address)
@@ -163,8 +173,8 @@ class CommandLine:
                 file.seek(0)
             return subprocess.CompletedProcess(argv, code, out.read(), err.read())
 
-    def _start(self, argv, **options):
-        command = [self._python, "-m", "slurmgpu", *argv]
+    def _start(self, module, argv, **options):
+        command = [self._python, "-m", module, *argv]
         return subprocess.run(command, **options, **self._identity, capture_output=True, text=True, timeout=800)
 
 

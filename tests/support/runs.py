@@ -208,16 +208,3 @@ def wait_for_end(folder):
     wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
     ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
     wait_until(lambda: not queued_of(ids), "the end of the merge job")
-
-
-def run_module(name, folder):
-    """Run a module of the tests with a folder as its argument, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{name}", str(folder)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]

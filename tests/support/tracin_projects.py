@@ -61,13 +61,13 @@ def make_project(folder: Path, *, top=None, resources=None, **settings) -> Path:
 
 
 def write_run_file(folder: Path, *, top=None, resources=None, **settings) -> None:
-    """tracin.toml: batches of four tests, two of which are a shard."""
+    """tracin.toml: batches of four tests; one task, in the process that submits, where no resources are given."""
     files = {"train": "train.txt", "entities": "node_dict.txt", "relations": "rel_dict.txt", "model": "model.pt"}
     keys = {"input": "test.txt", "run_dir": "run", "shard_items": 4, "lease_s": 4.0, "margin_s": 1.0, **(top or {})}
     tables = {
         "workload": {"use": "tracin", "batch_size": 4},
         "settings": {**files, "top_k": 5, **settings},
-        "resources": {"gpus": 0, "executor": "local", **(resources or {})},
+        "resources": {"gpus": 0, "executor": "local" if resources else "debug", **(resources or {})},
     }
     text = "".join(f"{key} = {toml(value)}\n" for key, value in keys.items())
     for name, table in tables.items():

@@ -1,4 +1,4 @@
-"""Trainings by 1, 2 and 4 processes: `python -m tests.support.training_ranks FOLDER`.
+"""Trainings by 1, 2 and 4 processes: `python -m tests.support.training_ranks FOLDER CASE…`.
 
 What came of each case is written to FOLDER/<case>-<number of processes>.pt by rank 0. Processes are forked from this
 one, since torch takes seconds to import.
@@ -194,10 +194,12 @@ CASES = {
 }
 
 BY_FOUR = ("gradients", "weighed", "one at a time", "static", "normed", "not a number")
+BY_NIGHT = ("weighed and sharded", "sharded early", "sharded bf16")
+"""What "sharded" shows of the cases of the same names without it."""
 
 
-def main(folder):
-    """Run all cases."""
+def main(folder, names):
+    """Run cases."""
     torch.set_num_threads(1)
     for world_size in (1, 2, 4):
         ranks = []
@@ -206,7 +208,7 @@ def main(folder):
             if not ranks[-1]:
                 code = 1
                 try:
-                    run_all(folder, rank, world_size)
+                    run_all(folder, names, rank, world_size)
                     code = 0
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
@@ -215,13 +217,13 @@ def main(folder):
         assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * world_size
 
 
-def run_all(folder, rank, world_size):
-    """All cases as one rank."""
+def run_all(folder, names, rank, world_size):
+    """Cases as one rank."""
     if world_size > 1:
-        group = f"file://{folder}/group-{world_size}"
+        group = f"file://{folder}/group-{os.getppid()}-{world_size}"
         dist.init_process_group("gloo", init_method=group, rank=rank, world_size=world_size)
     place = Place("cpu", rank, world_size, rank)
-    for name in CASES if world_size < 4 else BY_FOUR:
+    for name in names if world_size < 4 else [each for each in names if each in BY_FOUR]:
         user, settings = CASES[name]
         found = run(user, TrainingSettings(**BASE | settings), place, folder / f"{name}-{world_size}")
         if rank == 0:
@@ -242,4 +244,4 @@ def run(user, settings, place, folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
