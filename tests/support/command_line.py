@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
-import gc, importlib, json, os, runpy, signal, socket, sys, time
+import atexit, gc, importlib, json, os, runpy, signal, socket, sys, threading, time
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.local_slots, slurmgpu.executors.slurm
@@ -65,7 +65,25 @@ def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu"):
     time.tzset()
     sys.path[0] = first or os.getcwd()
     sys.argv = [module, *argv]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            leave(end.code)
+        raise
+    leave(0)
+
+
+def leave(code):
+    # As the interpreter ends, without taking its modules apart: of PyTorch's that takes half a second.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return
+    os._exit(code)
 
 
 for module in sys.argv[2:]:
