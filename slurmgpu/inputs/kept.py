@@ -24,7 +24,7 @@ def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collec
     for field in keep:
         name = rename.get(field, field)
         if name in columns or name in RESERVED_NAMES:
-            whose = "a column of the workload" if name in columns else "a column that slurmgpu adds"
+            whose = "a column that the run computes" if name in columns else "a column that slurmgpu adds"
             said = f"keep has {name!r}" if name == field else f"rename has {name!r}"
             raise SlurmGPUError(
                 f'{said}, which is {whose}; give its column another name, rename = {{{field} = "input_{field}"}}, '

@@ -201,7 +201,7 @@ def _decoded(content: bytes, suffix: str) -> Any:
         if suffix in ("txt", "text"):
             return content.decode()
         return int(content) if suffix == "cls" else content
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = {"json": "JSON", "cls": "a number"}.get(suffix, "text in UTF-8")
         raise ValueError(f"expected {what}, found other content ({error})") from error
 

@@ -71,7 +71,7 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SlurmGPUError(
                 f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected an example in each "
                 f'line, as in "file:examples.jsonl".'

@@ -109,7 +109,7 @@ def _content(data: bytes) -> Any:
     text = data.decode("utf-8", "replace")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -148,7 +148,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SlurmGPUError(f"{path} cannot be read as JSON: {error}.") from error
 
 

@@ -241,7 +241,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, list[int], int]]:
         length = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(length)) if length <= MOST_HEADER_BYTES else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         raise SlurmGPUError(f"{path} has no safetensors header. Download it again.")

@@ -157,7 +157,7 @@ def _read_schema(schema: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(schema, str):
         try:
             found = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SlurmGPUError(
                 f"schema is {schema!r:.80}, which is not JSON ({error}); expected a JSON schema, as a table or as "
                 f'"file:answer.schema.json".'

@@ -169,7 +169,7 @@ def test_a_row_of_a_table_is_an_item():
 
     run = slurmgpu.map(add, frame, **here)
     assert run["text"][:] == ["a", None, "c"]
-    with pytest.raises(SlurmGPUError, match="keep has 'text', which is a column of the workload"):
+    with pytest.raises(SlurmGPUError, match="keep has 'text', which is a column that the run computes"):
         slurmgpu.map(lambda row: {"text": "x"}, frame, **here)
     assert run["all"][:] == [{"n": 1, "text": "a"}, {"n": 2, "text": None}, {"n": 3, "text": "c"}]
     assert run["n"][:].tolist() == [2, 3, 4]

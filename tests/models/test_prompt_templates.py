@@ -171,6 +171,7 @@ def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):
         ({"fewshot": [], "target": "{a}"}, "fewshot has no examples; expected at least one."),
         ({"fewshot": EXAMPLES, "target": "{a}", "num_fewshot": 7}, "num_fewshot is 7, and fewshot has 6 examples"),
         ({"fewshot": '{"q": 1}\n{', "target": "{a}"}, "fewshot: line 2 is '{', which is not JSON"),
+        ({"fewshot": "[" * 100_000, "target": "{a}"}, "fewshot: line 1 is '["),
         ({"fewshot": "3", "target": "{a}"}, "fewshot: line 1 is '3'; expected the fields of an example, as an item."),
         ({"fewshot": '{"q": 1}', "target": "{a}"}, "fewshot: example 1: no field 'a'."),
         (

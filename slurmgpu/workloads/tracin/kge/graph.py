@@ -132,7 +132,7 @@ def read_edge_map(path: str | Path) -> Mapping[str, str]:
     expected = 'a JSON object such as {"{\\"predicate\\": \\"biolink:treats\\"}": "predicate:27"}'
     try:
         content = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SlurmGPUError(f"{path}: expected {expected}, found no JSON ({error}). {CORRECT}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content.values()):
         raise SlurmGPUError(f"{path}: expected {expected}, found other JSON. {CORRECT}")
@@ -148,7 +148,7 @@ def label_of(meaning: str) -> str:
     """The predicate of a relation that is described by JSON; else the text."""
     try:
         predicate = json.loads(meaning)["predicate"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return meaning
     return predicate if isinstance(predicate, str) else meaning
 
