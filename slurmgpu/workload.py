@@ -36,6 +36,7 @@ BUILT_IN = {
     "generate": "slurmgpu.workloads.generate:Generate",
     "classify": "slurmgpu.workloads.classify:Classify",
     "score": "slurmgpu.workloads.score:Score",
+    "perplexity": "slurmgpu.workloads.perplexity:Perplexity",
     "judge": "slurmgpu.workloads.judge:Judge",
     "collect": "slurmgpu.workloads.collect:Collect",
     "tracin": "slurmgpu.workloads.tracin:Tracin",

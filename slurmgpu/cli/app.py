@@ -74,6 +74,7 @@ def init(
       generate   a language model's answers to each prompt
       classify   one of your labels for each text
       score      what a classifier, a reward model or a reranker says of each text
+      perplexity how likely each text is to a language model
       judge      a language model's verdict on each answer
       collect    a language model's solutions of each question, and a value for each step
       tracin     the training examples that a prediction rests on

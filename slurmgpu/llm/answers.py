@@ -245,6 +245,22 @@ class Codec:
             raise PromptError("the prompt is empty; expected at least one token")
         return tuple(tokens)
 
+    def begin(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that stand before a plain text, and the text's own.
+
+        Before it stands what the tokenizer adds; if that is nothing, the token that begins a text, or else the one that
+        ends it; nothing if it has neither.
+        """
+        cut = self._quotes.cut(text)
+        whole, own = self.tokens_of((cut, False)), tuple(self._pieces(cut.split(MARK)))
+        before = whole[: len(whole) - len(own)]
+        if before and whole != before + own:
+            raise PromptError("its tokens depend on those that the tokenizer adds")
+        if before:
+            return before, own
+        ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        return next(((number,) for number in ids if number is not None), ()), own
+
     def _pieces(self, texts: Sequence[str]) -> Iterator[int]:
         for text in texts:
             yield from self._tokenizer(text, add_special_tokens=False)["input_ids"]

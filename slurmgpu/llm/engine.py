@@ -192,6 +192,33 @@ class Scores:
     n_truncated: int = 0
 
 
+@dataclass(frozen=True)
+class Passage:
+    """A text of which each token's probability is wanted: the prompt's `answer` behind the prompt.
+
+    Without an answer it is the prompt's plain `text`, in no chat template. If that is longer than the model's context,
+    it is read in windows, which score `stride` tokens each after the first; None means as many as a window has.
+    """
+
+    id: int
+    prompt: Prompt
+    stride: int | None = None
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """ln p of each token of a passage, given all before it in its window (float32), and the tokens themselves (int32).
+
+    `n_prompt_tokens` come before, those of a tokenizer's beginning included.
+    """
+
+    id: int
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    n_prompt_tokens: int = 0
+    error: str | None = None
+
+
 class Engine(Protocol):
     """A loaded model. A failed request or question has an `error`; an exception concerns all of them."""
 
@@ -200,6 +227,9 @@ class Engine(Protocol):
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores, in any order."""
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """The log-probabilities of each passage's tokens, in any order."""
 
     def close(self) -> None:
         """End threads and free memory."""

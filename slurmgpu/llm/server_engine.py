@@ -19,7 +19,18 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.answers import THINK, THOUGHT
-from slurmgpu.llm.engine import EngineOptions, Output, Place, Prompt, Question, Request, Sampling, Scores
+from slurmgpu.llm.engine import (
+    EngineOptions,
+    Likelihood,
+    Output,
+    Passage,
+    Place,
+    Prompt,
+    Question,
+    Request,
+    Sampling,
+    Scores,
+)
 from slurmgpu.llm.http_client import Client, Reply
 from slurmgpu.llm.server_process import ServerEndedError, ServerProcess, is_healthy
 
@@ -97,6 +108,10 @@ class ServerEngine:
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """No scores: planning refuses what needs them."""
         raise SlurmGPUError('engine = "server" cannot score given answers.')
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """No likelihoods: planning refuses what needs them."""
+        raise SlurmGPUError('engine = "server" does not tell the probabilities of a text\'s tokens.')
 
     def close(self) -> None:
         """End the server, if it is the task's."""

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, TypeVar
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, PromptError
 from slurmgpu.llm.batching import Budget, default_tokens, free_memory
-from slurmgpu.llm.engine import EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.grammars import Grammars
 from slurmgpu.llm.loading import Loaded, load_model
 from slurmgpu.llm.prefilling import Prefill
 from slurmgpu.llm.scoring import Scorer
 from slurmgpu.llm.static import StaticBatches
+from slurmgpu.llm.token_scoring import TokenScorer
+from slurmgpu.llm.windows import likelihoods
 
 if TYPE_CHECKING:
     from slurmgpu.llm.continuous import Continuous
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", Request, Question)
+T = TypeVar("T", Request, Question, Passage)
 
 
 class TransformersEngine:
@@ -36,6 +38,7 @@ class TransformersEngine:
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
         self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill)
         self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
+        self._token_scorer = TokenScorer(place, budget, self._prefill, width)
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded
         way = "" if self._continuous is None else "continuous batches; if impossible, "
@@ -63,6 +66,13 @@ class TransformersEngine:
             self._continuous.release()
         for some in self._by_adapter(questions):
             yield from self._scorer.score(some)
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """The log-probabilities of each passage's tokens, in any order; those of an adapter together."""
+        if self._continuous is not None:
+            self._continuous.release()
+        for some in self._by_adapter(passages):
+            yield from likelihoods(some, self._codec, self._loaded.context, self._token_scorer.read)
 
     def _by_adapter(self, asked: Sequence[T]) -> Iterator[list[T]]:
         """What is asked, by the adapter that it needs; the model has that adapter until the next is taken."""

@@ -17,7 +17,17 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.adapters import digest_of_adapter, rank_of
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.batching import CPU_TOKENS
-from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.engine import (
+    TORCH_NAMES,
+    EngineOptions,
+    Likelihood,
+    Output,
+    Passage,
+    Place,
+    Question,
+    Request,
+    Scores,
+)
 from slurmgpu.llm.loading import eos_ids_of
 from slurmgpu.llm.needs import look_at
 from slurmgpu.llm.scoring import Asked, ask, scores_of
@@ -26,6 +36,7 @@ from slurmgpu.llm.sizes import context_of
 from slurmgpu.llm.splitting import QUANTIZATIONS, check_vllm
 from slurmgpu.llm.structures import lark_of
 from slurmgpu.llm.vllm_node import NodePlace, start_with_port
+from slurmgpu.llm.windows import Read, Window, likelihoods
 from slurmgpu.util.socket_paths import socket_folder
 
 log = logging.getLogger(__name__)
@@ -111,6 +122,25 @@ class VllmEngine:
         for number, each in enumerate(asked):
             yield _scores(each, known[number], problems.get(number))
 
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """The log-probabilities of each passage's tokens.
+
+        Windows are two tokens shorter than those of the other engine: vLLM reads the last one, and generates another.
+        """
+        return likelihoods(passages, self._codec, self._context - 2, self._read)
+
+    def _read(self, windows: Sequence[Window]) -> Iterator[tuple[int, Read]]:
+        arguments = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 0}
+        tokens, adapters = [each.tokens for each in windows], [each.adapter for each in windows]
+        outputs = self._outputs(tokens, [arguments] * len(windows), adapters)
+        for place, (window, output) in enumerate(zip(windows, outputs, strict=True)):
+            answer = output.outputs[0] if output.outputs else None
+            if (problem := _problem(answer)) is not None:
+                yield place, Read(np.empty(0, np.float32), problem)
+                continue
+            scored = zip(window.tokens[-window.n_scored :], output.prompt_logprobs[-window.n_scored :], strict=True)
+            yield place, Read(np.array([found[token].logprob for token, found in scored], np.float32))
+
     def close(self) -> None:
         """End vLLM's processes, and leave nothing in shared memory."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -142,11 +172,18 @@ class VllmEngine:
     def _run(
         self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
     ) -> list[Any]:
+        """The answer to each prompt; None if vLLM gave none."""
+        outputs = self._outputs(prompts, arguments, adapters)
+        return [each.outputs[0] if each.outputs else None for each in outputs]
+
+    def _outputs(
+        self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
+    ) -> list[Any]:
         if not prompts:
             return []
         from vllm import SamplingParams
 
-        answers: list[Any] = [None] * len(prompts)
+        found: list[Any] = [None] * len(prompts)
         for is_adapted in (True, False):
             # Apart, since vLLM 0.32 gave requests without an adapter that of their neighbours, at least on CPUs.
             some = [number for number, name in enumerate(adapters) if (name in self._adapters) == is_adapted]
@@ -161,8 +198,8 @@ class VllmEngine:
             if len(outputs) != len(some):
                 raise RuntimeError(f"vLLM answered {len(outputs)} of {len(some)} requests")
             for number, each in zip(some, outputs, strict=True):
-                answers[number] = each.outputs[0] if each.outputs else None
-        return answers
+                found[number] = each
+        return found
 
 
 def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:

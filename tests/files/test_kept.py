@@ -27,7 +27,11 @@ def items(n, **changed):
     ("keep", "rename", "said"),
     [
         (["id", "id"], {}, "keep has 'id', which is named twice"),
-        (["text"], {}, "keep has 'text', which is a column that the run computes; give its column another name, rename = {t"),
+        (
+            ["text"],
+            {},
+            "keep has 'text', which is a column that the run computes; give its column another name, rename",
+        ),
         (["index"], {}, "keep has 'index', which is a column that slurmgpu adds"),
         (["id"], {"id": "text"}, "rename has 'text', which is a column that the run computes"),
         (["id", "x"], {"x": "id"}, "keep has 'id', which is also the column of 'id'"),

@@ -30,7 +30,7 @@ def initialized(slurmgpu, folder, name):
 
 
 def test_every_built_in_workload_is_run_here_or_beside_the_others():
-    assert {*LANGUAGE_MODELS, "embed", "score", "train", "tracin"} | WITHOUT_TORCH == BUILT_IN.keys()
+    assert {*LANGUAGE_MODELS, "embed", "score", "perplexity", "train", "tracin"} | WITHOUT_TORCH == BUILT_IN.keys()
 
 
 @pytest.mark.parametrize("name", [LANGUAGE_MODELS[0], *map(by_night, LANGUAGE_MODELS[1:])])
@@ -58,6 +58,12 @@ def test_the_template_of_score_runs_with_a_tiny_reward_model(slurmgpu, tmp_path)
     model = make_head(tmp_path / "model", num_labels=1, template=CHAT)
     with ran(slurmgpu, tmp_path, "--set", f"model={model}") as merged:
         assert len(set(merged["score"][:].tolist())) == len(merged) == 2
+
+
+def test_the_template_of_perplexity_runs_with_another_model(slurmgpu, tmp_path, adder):
+    initialized(slurmgpu, tmp_path, "perplexity")
+    with ran(slurmgpu, tmp_path, "--set", f"model={adder}") as merged:
+        assert len(merged) == len(template_of("perplexity", tmp_path).items)
 
 
 def test_the_template_of_train_learns(slurmgpu, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import vllm_engine, vllm_node
-from slurmgpu.llm.engine import Prompt, Question, Request, Sampling
+from slurmgpu.llm.engine import Passage, Prompt, Question, Request, Sampling
 from slurmgpu.llm.structures import structure_of
 from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workload import Item, Share, TaskContext
@@ -98,6 +98,19 @@ def test_more_choices_than_vllm_allows_are_asked_for_in_parts(monkeypatch, vllm,
     [question] = [Question(0, Prompt("1+1="), tuple("abcdefgh"))]
     [found], [expected] = (list(each.score([question])) for each in (vllm, reference))
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_the_probabilities_of_a_texts_tokens_are_those_of_the_other_engine(vllm, reference):
+    passages = [Passage(number, Prompt(text)) for number, text in enumerate(texts(8, seed=2))]
+    passages += [Passage(8, Prompt("12+3=", answer="15")), Passage(9, Prompt("a" * 3000)), Passage(10, Prompt(""))]
+    expected = by_id(reference.likelihoods(passages))
+    for found in vllm.likelihoods(passages):
+        wanted = expected[found.id]
+        assert found.error == wanted.error
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        # What is longer than the context is read in windows, which are two tokens shorter here.
+        n_same = min(len(wanted.logprobs), 2040)
+        np.testing.assert_allclose(found.logprobs[:n_same], wanted.logprobs[:n_same], atol=1e-4)
 
 
 def test_a_sample_depends_on_its_key_alone(vllm):

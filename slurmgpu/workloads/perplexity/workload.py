@@ -1,0 +1,158 @@
+"""How likely each text is to a causal language model: `use = "perplexity"`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import Unpack
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.engine import Likelihood, Passage
+from slurmgpu.llm.prompts import Prompts, Template
+from slurmgpu.llm.settings import ModelSettings, check_range
+from slurmgpu.shards.columns import Array, Column, Ragged
+from slurmgpu.workload import FETCH, Item, Row
+from slurmgpu.workload import Template as Proposal
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+MOST_EXPONENT = math.log(np.finfo(np.float32).max)
+"""Of a perplexity above this the column has infinity."""
+
+
+class Perplexity(LanguageModelWorkload):
+    """The log-probability and the perplexity of each item's `text`, behind a `prompt` or the chat in `messages` if set.
+
+    docs/reference/language-models.md has all settings.
+    """
+
+    texts = ("text", "prompt", "system")
+    template = Proposal(
+        Path(__file__).with_name("template.toml"),
+        items=[{"text": "The Nile flows north through eleven countries."}, {"text": "Nile the north eleven flows."}],
+        first=FETCH,
+    )
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        text: str,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        stride: int | None = None,
+        tokens: bool = False,
+        logprobs: bool = False,
+        keep: Sequence[str] = (),
+        **settings: Unpack[ModelSettings],
+    ) -> None:
+        self._text, self._stride = Template(text, "text"), stride
+        self._is_alone = prompt is None and messages is None
+        if self._is_alone:
+            if system is not None or "chat" in settings:
+                name = "chat" if system is None else "system"
+                raise SlurmGPUError(
+                    f"{name} is about what comes before the text, and neither prompt nor messages is set. Remove "
+                    f"{name}, or set one of them."
+                )
+            self.prompts = Prompts(text)
+        else:
+            if stride is not None:
+                raise SlurmGPUError(
+                    "stride is about windows of a text that has no prompt; one behind a prompt must fit the context. "
+                    "Remove stride, or prompt and messages."
+                )
+            self.prompts = Prompts(prompt, messages, system, last=None if messages is None else "drop")
+        if stride is not None:
+            check_range("stride", stride, 1, None)
+        self.tokens, self.logprobs, self.kept_fields = tokens, logprobs, tuple(keep)
+        self.columns = self._own_columns()
+        self.fields = self.prompts.fields | self._text.fields
+        self.use_model(model, settings, beyond=["it does not tell the probabilities of a text's tokens."])
+
+    def _own_columns(self) -> dict[str, Column]:
+        columns: dict[str, Column] = {"logprob": Array("float64"), "perplexity": Array("float32")}
+        columns |= {"n_tokens": Array("int32"), "n_bytes": Array("int64")}
+        if self.tokens:
+            columns["tokens"] = Ragged("int32")
+        if self.logprobs:
+            columns["logprobs"] = Ragged("float32")
+        return columns
+
+    def sort_key(self, item: Item) -> int | tuple[str, int]:
+        """Long texts first; where items choose an adapter, those of one beside each other."""
+        try:
+            length = len(self._text.render(item.data))
+        except ItemError:
+            length = 0
+        own = super().sort_key(item)
+        return own - length if isinstance(own, int) else (own[0], own[1] - length)
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The log-probability of each item's text, or an ItemError for one without a text, or with too long a one."""
+        rows: list[Row | ItemError | None] = [None] * len(items)
+        passages: list[Passage] = []
+        texts: dict[int, str] = {}
+        for number, item in enumerate(items):
+            try:
+                texts[number] = self._text.render(item.data)
+                passages.append(self._passage(number, item, texts[number]))
+            except ItemError as error:
+                rows[number] = error
+        for found in self._told_scores.each(self.engine.likelihoods(passages)):
+            rows[found.id] = self._row(found, texts[found.id])
+        return [ItemError("the engine gave no answer") if row is None else row for row in rows]
+
+    def _passage(self, number: int, item: Item, text: str) -> Passage:
+        if not text:
+            raise ItemError("the text is empty; expected at least one token")
+        prompt = self.prompts.of(item.data, seed=item.seed)
+        return Passage(number, prompt if self._is_alone else replace(prompt, answer=text), self._stride)
+
+    def _row(self, found: Likelihood, text: str) -> Row | ItemError:
+        if found.error is not None:
+            return ItemError(found.error)
+        logprob = float(found.logprobs.sum(dtype=np.float64))
+        if not math.isfinite(logprob):
+            return ItemError('a log-probability is not a finite number; precision = "fp32" reaches further')
+        row: dict[str, Any] = {"logprob": logprob, "perplexity": _exp(-logprob / len(found.logprobs))}
+        row |= {"n_tokens": len(found.logprobs), "n_bytes": len(text.encode())}
+        if self.tokens:
+            row["tokens"] = found.tokens
+        if self.logprobs:
+            row["logprobs"] = found.logprobs
+        return row
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """Perplexity and bits per byte of all texts together."""
+        logprob, n_tokens, n_bytes = 0.0, 0, 0
+        for start, stop in blocks(len(merged)):
+            good = ~merged.failed[start:stop]
+            logprob += float(merged["logprob"][start:stop][good].sum())
+            n_tokens += int(merged["n_tokens"][start:stop][good].sum(dtype=np.int64))
+            n_bytes += int(merged["n_bytes"][start:stop][good].sum())
+        summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": n_tokens, "n_bytes": n_bytes}
+        if not n_tokens:
+            return summary | {"perplexity": None, "byte_perplexity": None, "bits_per_byte": None}
+        each = -logprob / n_bytes
+        return summary | {
+            "perplexity": _finite(_exp(-logprob / n_tokens)),
+            "byte_perplexity": _finite(_exp(each)),
+            "bits_per_byte": each / math.log(2),
+        }
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < MOST_EXPONENT else math.inf
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
