@@ -14,7 +14,7 @@ BY_DAY = {"caches", "faults"}
 def test_a_run_over_nfs_is_whole_and_says_so(name, tmp_path):
     if reason := missing():
         leave_out(reason)
-    with Trial(tmp_path / "nfs", SETTINGS[name], seed=1, n_items=200) as trial:
+    with Trial(tmp_path / "nfs", SETTINGS[name], seed=1, n_items=120) as trial:
         outcome = trial.go(n_late=1)
     assert outcome.is_right, outcome
     assert outcome.faults.total() > (5 if SETTINGS[name].rates else 0)

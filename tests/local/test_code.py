@@ -71,7 +71,7 @@ def signed(tmp_path, monkeypatch):
         if name.partition(".")[0] in ("helpers", "late", "vanishing"):  # another test's
             monkeypatch.delitem(sys.modules, name)
 
-    def make(**top):
+    def make(executor="local", **top):
         folder = tmp_path / "project"
         (folder / "helpers").mkdir(parents=True, exist_ok=True)
         (folder / "helpers" / "__init__.py").touch()
@@ -83,7 +83,8 @@ def signed(tmp_path, monkeypatch):
         (folder / "items.jsonl").write_text("".join(f'{{"i": {i}}}\n' for i in range(8)))
         keys = {"input": "items.jsonl", "run_dir": "run", "shard_items": 2, "lease_s": 4.0, "html": False, **top}
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-        text += '\n[workload]\nuse = "signed.py:Signed"\n\n[resources]\ngpus = 0\nexecutor = "local"\n\n[settings]\n'
+        text += '\n[workload]\nuse = "signed.py:Signed"\n\n[resources]\ngpus = 0\n'
+        text += f'executor = "{executor}"\n\n[settings]\n'
         (folder / "slurmgpu.toml").write_text(text)
         return folder
 
@@ -157,7 +158,7 @@ def test_a_file_beside_a_module_is_read_as_it_is(signed, slurmgpu):
 
 
 def test_comments_and_layout_are_no_change_and_a_sign_is_told_at_once(signed, slurmgpu):
-    folder = signed()
+    folder = signed("debug")
     slurmgpu("submit", cwd=folder, expect=0)
     (folder / "helpers" / "signs.py").write_text("SIGN = (1)   # the sign\n")
     lack(folder, 0)
@@ -187,7 +188,7 @@ def test_comments_and_layout_are_no_change_and_a_sign_is_told_at_once(signed, sl
 
 
 def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slurmgpu):
-    folder = signed()
+    folder = signed("debug")
     slurmgpu("submit", cwd=folder, expect=0)
     [version] = report(folder)["code"]
     assert (version["items"], version["submissions"], set(version["files"])) == (8, [1], {*NAMES})
@@ -236,7 +237,7 @@ def test_stretches_keep_apart_what_is_whose():
 
 
 def test_a_snapshot_that_was_changed_is_not_computed_with(signed, slurmgpu):
-    folder = signed()
+    folder = signed("debug")
     slurmgpu("submit", cwd=folder, expect=0)
     [digest] = codes(folder)
     lack(folder, 0)
@@ -246,7 +247,7 @@ def test_a_snapshot_that_was_changed_is_not_computed_with(signed, slurmgpu):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_snapshot_that_a_stranger_has_put_there_is_not_computed_with(signed, slurmgpu):
-    folder = signed()
+    folder = signed("debug")
     slurmgpu("submit", cwd=folder, expect=0)
     [digest] = codes(folder)
     assert (folder / "run" / "code").stat().st_mode & 0o022 == 0
@@ -258,7 +259,7 @@ def test_a_snapshot_that_a_stranger_has_put_there_is_not_computed_with(signed, s
 
 @pytest.mark.parametrize("file", ["signed.py", "helpers/signs.py"])
 def test_a_syntax_error_is_the_users_with_file_and_line(signed, slurmgpu, file):
-    folder = signed()
+    folder = signed("debug")
     slurmgpu("submit", cwd=folder, expect=0)
     (folder / file).write_text("x = 1\ndef broken(:\n")
     lack(folder, 0)
@@ -282,15 +283,6 @@ def test_what_the_process_imported_before_is_not_taken_for_what_is_on_disk(signe
     importer.forget_changed()
 
 
-def test_the_debug_executor_computes_with_the_snapshot_that_its_shards_name(signed, slurmgpu):
-    folder = signed()
-    slurmgpu("submit", "--executor", "debug", cwd=folder, expect=0)
-    (folder / "helpers" / "signs.py").write_text("SIGN = -1\n")
-    lack(folder, 0)
-    slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0)
-    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_an_editable_install_is_in_the_snapshot(signed, slurmgpu, tmp_path):
     folder, source = signed(), tmp_path / "mylib" / "src"
     (source / "mylib").mkdir(parents=True)
@@ -306,8 +298,6 @@ def test_an_editable_install_is_in_the_snapshot(signed, slurmgpu, tmp_path):
     about = json.loads((folder / "run" / "code" / f"{digest}.json").read_text())
     assert {"mylib/__init__.py", "mylib/core.py"} < {file["name"] for file in about["files"]}
     (source / "mylib" / "core.py").write_text("SIGN = 5\n")
-    lack(folder, 0)
-    slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0, PYTHONPATH=str(site))
     assert values(folder) == [3, 6, 9, 12, 15, 18, 21, 24]
     lack(folder, 0)
     said = slurmgpu("resubmit", "run", cwd=folder, expect=0, PYTHONPATH=str(site)).stderr
@@ -347,7 +337,7 @@ def test_processes_that_a_workload_spawns_import_the_snapshot(signed, slurmgpu):
 
 
 def test_a_run_of_an_older_slurmgpu_goes_on(signed, slurmgpu):
-    folder = signed()
+    folder = signed("debug")
     slurmgpu("submit", cwd=folder, expect=0)
     path = folder / "run" / "submissions.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -443,7 +433,7 @@ def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):
 
 
 def test_what_cannot_be_taken_is_told_at_submit_and_in_the_report(signed, slurmgpu):
-    folder = signed()
+    folder = signed("debug")
     (folder / f"fast{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library at all")
     text = "try:\n    import fast\nexcept ImportError:\n    fast = None\n" + WORKLOAD
     (folder / "signed.py").write_text(text)
@@ -457,7 +447,7 @@ def test_what_cannot_be_taken_is_told_at_submit_and_in_the_report(signed, slurmg
 
 
 def test_a_folder_that_code_puts_on_the_path_is_known_to_a_resubmission(signed, slurmgpu, tmp_path):
-    folder, shared = signed(), tmp_path / "shared"
+    folder, shared = signed("debug"), tmp_path / "shared"
     shared.mkdir()
     (shared / "outside.py").write_text("import beyond\nTIMES = beyond.TIMES\n")
     (shared / "beyond.py").write_text("TIMES = 10\n")

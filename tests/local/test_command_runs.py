@@ -15,7 +15,8 @@ from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import read_toml
 from slurmgpu.run.directory import create_run
-from tests.support.runs import datasets, kill_workers, records, report, start, toml, wait_until, workers
+from tests.support.nightly import by_night
+from tests.support.runs import copy_run, datasets, kill_workers, records, report, start, toml, wait_until, workers
 
 BODY = """
 import json, os, subprocess, sys, time
@@ -95,7 +96,8 @@ def reference(tmp_path_factory, slurmgpu):
 
 
 @pytest.mark.parametrize(
-    ("script", "batch_size"), [("one.py", 8), ("slice.py", 1), ("slice.py", 8), ("stream.py", 1), ("stream.py", 8)]
+    ("script", "batch_size"),
+    [("one.py", 8), ("slice.py", 8), ("stream.py", 8), by_night("slice.py", 1), by_night("stream.py", 1)],
 )
 def test_the_bytes_are_the_same_in_every_mode_and_batch(slurmgpu, tmp_path, reference, script, batch_size):
     folder = make(tmp_path / "project", script, batch_size)
@@ -106,7 +108,7 @@ def test_the_bytes_are_the_same_in_every_mode_and_batch(slurmgpu, tmp_path, refe
     assert error["message"].partition("\n")[0] == f"{Path(sys.executable).name} exited with code 1: cannot read it"
 
 
-@pytest.mark.parametrize("script", list(RUN))
+@pytest.mark.parametrize("script", ["slice.py", "stream.py", by_night("one.py")])
 def test_a_killed_worker_takes_the_process_along_and_changes_no_byte(tmp_path, reference, script):
     project = make(tmp_path / "project", script, executor="local")
     (project / "held").touch()
@@ -123,7 +125,7 @@ def test_a_killed_worker_takes_the_process_along_and_changes_no_byte(tmp_path, r
     assert datasets(project) == datasets(reference)
 
 
-@pytest.mark.parametrize("script", ["one.py", "stream.py"])
+@pytest.mark.parametrize("script", ["one.py", by_night("stream.py")])
 def test_a_script_that_is_edited_runs_as_it_was_submitted(tmp_path, reference, script):
     project = make(tmp_path / "project", script, executor="local")
     (project / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
@@ -168,7 +170,7 @@ def has_ended(pid):
         return True
 
 
-@pytest.mark.parametrize("script", list(RUN))
+@pytest.mark.parametrize("script", ["slice.py", "stream.py", by_night("one.py")])
 def test_an_item_that_kills_its_process_costs_itself_alone_and_a_busy_one_nothing(slurmgpu, tmp_path, script):
     texts = ["busy", "a", "b", "deadly", "c", "d"]
     project = make(tmp_path / "project", script, texts=texts, executor="local")
@@ -188,25 +190,30 @@ def test_a_program_that_always_fails_ends_the_task(slurmgpu, tmp_path):
     assert "exited with code 1: cannot read it" in attempt["message"]
 
 
-def test_logs_show_what_was_printed_for_an_item(slurmgpu, tmp_path):
-    project = make(tmp_path / "project", "slice.py", executor="local")
-    slurmgpu("submit", cwd=project, expect=0)
-    found = slurmgpu("logs", "run", "--item", "9", cwd=project, expect=0).stdout
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory, slurmgpu):
+    """A run of slices by a worker, whose program prints a line for each item."""
+    folder = make(tmp_path_factory.mktemp("printed") / "project", "slice.py", executor="local")
+    slurmgpu("submit", cwd=folder, expect=0)
+    return folder / "run"
+
+
+def test_logs_show_what_was_printed_for_an_item(slurmgpu, printed):
+    found = slurmgpu("logs", printed, "--item", "9", expect=0).stdout
     assert "items 8..11 | looking at item 9\n" in found
-    failed = slurmgpu("logs", "run", "--item", "6", cwd=project, expect=0).stdout
+    failed = slurmgpu("logs", printed, "--item", "6", expect=0).stdout
     assert "item 6 | looking at bad\n" in failed
     assert "item 6 | cannot read it\n" in failed
     assert re.search("item 6: item_error: .* exited with code 1: cannot read it\n", failed)
 
 
-def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path):
-    project = make(tmp_path / "project", "slice.py", executor="local")
-    slurmgpu("submit", cwd=project, expect=0)
-    [path] = [path for path in (project / "run").rglob("*") if path.is_file() and b"8..11 | " in path.read_bytes()]
+def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path, printed):
+    copy_run(printed, tmp_path / "run")
+    [path] = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and b"8..11 | " in path.read_bytes()]
     noise = b"items 10..11 | noise\n" * 1000
     text = path.read_bytes().replace(b"items 8..11 | looking at item 9\n", noise + b"items 8..9 | looking\n" + noise)
     path.write_bytes(text)
-    assert "items 8..9 | looking\n" in slurmgpu("logs", "run", "--item", "9", cwd=project, expect=0).stdout
+    assert "items 8..9 | looking\n" in slurmgpu("logs", "run", "--item", "9", cwd=tmp_path, expect=0).stdout
 
 
 @pytest.mark.parametrize(

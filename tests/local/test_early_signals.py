@@ -31,6 +31,8 @@ sys.addaudithook(hook)
 """
 NAMES = ("NTASKS=1", "JOB_NUM_NODES=1", "NODEID=0", "GLOBALID=0", "LOCALID=0", "JOB_ID=1")
 JOB = {"SUBMITIT_EXECUTOR": "local", **{f"SUBMITIT_LOCAL_{k}": v for k, v in (name.split("=") for name in NAMES)}}
+IN_A_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CLUSTER_NAME": "here", "PATH": "/nowhere"}
+"""Without squeue: what it says is another test's."""
 MOMENTS = [
     "import numpy",  # Submitit begins
     "open 1_submitted.pkl",
@@ -40,6 +42,10 @@ MOMENTS = [
     "open submissions.jsonl",
     "open telemetry",
 ]
+
+
+def each_moment(signum, by_day):
+    return [(signum, moment) if moment in by_day else by_night(signum, moment) for moment in MOMENTS]
 
 
 def make_run(project, n_items=16, **options):
@@ -61,9 +67,7 @@ def environment(tmp_path, signum=0, moment="import nothing", **others):
     (tmp_path / "hook").mkdir(exist_ok=True)
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     hooked = {"PYTHONPATH": str(tmp_path / "hook"), "SIGNAL": str(int(signum)), "SIGNAL_AT": moment}
-    # No squeue: what it says is another test's.
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CLUSTER_NAME": "here", "PATH": "/nowhere"}
-    return {**os.environ, **hooked, **slurm, **others}
+    return {**os.environ, **hooked, **IN_A_JOB, **others}
 
 
 def check_that_it_has_ended(run, done, signum):
@@ -79,10 +83,9 @@ def check_that_it_has_ended(run, done, signum):
 @pytest.mark.parametrize(
     ("signum", "moment"),
     [
-        *((signal.SIGTERM, moment) for moment in MOMENTS),
         (signal.SIGINT, MOMENTS[2]),
-        *((signal.SIGUSR2, moment) for moment in MOMENTS[2:4]),
-        *(by_night(signal.SIGUSR2, moment) for moment in MOMENTS if moment not in MOMENTS[2:4]),
+        *each_moment(signal.SIGTERM, by_day=(MOMENTS[0], MOMENTS[3], MOMENTS[6])),
+        *each_moment(signal.SIGUSR2, by_day=(MOMENTS[2],)),
     ],
 )
 def test_a_signal_before_a_task_of_submitits_listens_is_obeyed(run, tmp_path, signum, moment):
@@ -93,7 +96,7 @@ def test_a_signal_before_a_task_of_submitits_listens_is_obeyed(run, tmp_path, si
     check_that_it_has_ended(run, done, signum)
 
 
-@pytest.mark.parametrize("moment", ["import typer", "open run.json", "open submissions.jsonl"])
+@pytest.mark.parametrize("moment", ["import typer", by_night("open run.json"), "open submissions.jsonl"])
 @pytest.mark.parametrize("signum", [by_night(signal.SIGUSR2), signal.SIGTERM], ids=["USR2", "TERM"])
 def test_a_signal_before_a_task_by_hand_listens_is_obeyed(run, tmp_path, signum, moment):
     command = [sys.executable, "-m", "slurmgpu", "task", str(run.folder)]
@@ -123,14 +126,11 @@ def test_what_came_before_is_told_to_whoever_listens():
 # Job ids of two clusters
 
 
-def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(run, tmp_path):
+def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(run, slurmgpu):
     first = run.submissions()[0]
     run.record_submission({"submission": 1, "cluster": "here"})
     for cluster in ("there", "there", "here"):
-        command = [sys.executable, "-m", "slurmgpu", "task", str(run.folder)]
-        env = environment(tmp_path) | {"SLURM_CLUSTER_NAME": cluster}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
+        slurmgpu("task", run.folder, expect=0, **IN_A_JOB | {"SLURM_CLUSTER_NAME": cluster})
     assert first["array_job"] == "7"
     lines = run.submissions()
     assert [(line["array_job"], line["cluster"]) for line in lines] == [("7", "here"), ("7", "there")]

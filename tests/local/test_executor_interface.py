@@ -14,9 +14,10 @@ from slurmgpu.executors.registry import executor_named, lives_of
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
 from tests.support import pretend_runs
+from tests.support.command_line import CommandLine
 from tests.support.packages import install
 from tests.support.pretend_runs import pretend_run
-from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
+from tests.support.runs import check_rows, let_go, records, report, start, submissions, wait_until, wait_until_held
 
 SPOOL = '''
 """A queue of one job: a process that stays behind, computes one task after another, and merges."""
@@ -96,23 +97,40 @@ if __name__ == "__main__":
 SUBMIT = ("submit", "--executor", "spool", "--gpus", "0", "--tasks", "2")
 
 
+def install_spool(folder):
+    return install(folder, "spool", SPOOL, "slurmgpu.executors", "spool = spool:Spool\n")
+
+
+@pytest.fixture(scope="module")
+def slurmgpu(tmp_path_factory):
+    """The command line of a Python that has a package which brings the executor `spool`."""
+    site = install_spool(tmp_path_factory.mktemp("spool") / "site")
+    calls = CommandLine(env={"PYTHONPATH": path_of(site)})
+    yield calls
+    calls.close()
+
+
+def path_of(site):
+    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """An installed package that brings the executor `spool`."""
-    site = install(tmp_path / "site", "spool", SPOOL, "slurmgpu.executors", "spool = spool:Spool\n")
+    """That package, installed for the test itself."""
+    site = install_spool(tmp_path / "site")
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv("PYTHONPATH", path_of(site))
     yield site
     executor_named.cache_clear()
     sys.modules.pop("spool", None)
 
 
-def test_help_lists_the_executors_that_are_installed(slurmgpu, site):
-    shown = slurmgpu("submit", "--help", PYTHONPATH=os.environ["PYTHONPATH"], expect=0).stdout
+def test_help_lists_the_executors_that_are_installed(site):
+    shown, _ = start("submit", "--help", cwd=site).communicate(timeout=200)  # they are looked up as it is imported
     assert "slurm, local, debug, spool." in shown
 
 
-def test_a_run_by_an_executor_of_another_package_is_complete_and_shown(project, slurmgpu, site):
+def test_a_run_by_an_executor_of_another_package_is_complete_and_shown(project, slurmgpu):
     folder = project(40)
     assert "✓ executor   spool: a process" in slurmgpu("check", cwd=with_spool(folder)).stdout
     done = slurmgpu(*SUBMIT, "--wait", cwd=folder, expect=0)
@@ -155,7 +173,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
     assert {record["submission"] for record in records(folder)} == {1, 2}
 
 
-def test_such_a_run_resubmits_itself(project, slurmgpu, site):
+def test_such_a_run_resubmits_itself(project, slurmgpu):
     folder = project(40, auto_resubmit=1)
     slurmgpu(*SUBMIT, "--tasks", "1", "--inject", "timeout", "--wait", cwd=folder, expect=0)
     check_rows(folder, 40)
@@ -165,7 +183,7 @@ def test_such_a_run_resubmits_itself(project, slurmgpu, site):
     ]
 
 
-def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu, site):
+def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu):
     folder = with_spool(project(8))
     said = slurmgpu("check", "--node", cwd=folder, expect=2).stdout
     assert said.splitlines()[-1] == "✗ node       The executor spool cannot check a node: leave out --node."

@@ -8,7 +8,18 @@ import signal
 import pytest
 
 from tests.support.held_ranks import hold
-from tests.support.runs import check_rows, datasets, records, report, start, wait_until, wait_until_held, workers
+from tests.support.nightly import by_night
+from tests.support.runs import (
+    check_rows,
+    datasets,
+    published,
+    records,
+    report,
+    start,
+    wait_until,
+    wait_until_held,
+    workers,
+)
 
 pytest.importorskip("torch")
 
@@ -28,7 +39,7 @@ def wait_for_silence(folder):
 def test_several_processes_compute_what_one_does(project, slurmgpu):
     settings = {"faults": {"17": "exception", "30": "item_error"}, "max_batch": 2}
     merged = []
-    for processes, n_gpus in (("one", 1), ("per-gpu", 4)):  # 2 in the tests below
+    for processes, n_gpus in (("one", 1), ("per-gpu", 3)):  # 2 in the tests below
         folder = project(40, "Ranks", settings=settings, resources={"processes": processes})
         slurmgpu(*LOCAL, "--gpus", n_gpus, cwd=folder, expect=0)
         check_rows(folder, 40, errors={17, 30})
@@ -41,18 +52,23 @@ def test_several_processes_compute_what_one_does(project, slurmgpu):
     assert merged[0] == merged[1]
 
 
-def test_an_item_that_fails_on_one_rank_alone_is_found(project, slurmgpu):
-    # One kills its rank; the other raises there, while the other rank waits for it in a collective.
-    settings = {"faults": {"9": "segfault", "10": "exception"}, "fault_rank": 1}
-    folder = project(16, "Ranks", settings=settings, resources=PER_GPU)
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        # The other rank waits for it in a collective.
+        ("exception", r"ValueError: cannot do item 10 \(workloads.py, line \d+\); other ranks did not"),
+        by_night("segfault", "the worker died by SIGSEGV"),
+    ],
+)
+def test_an_item_that_fails_on_one_rank_alone_is_found(project, slurmgpu, fault, said):
+    folder = project(16, "Ranks", settings={"faults": {"10": fault}, "fault_rank": 1}, resources=PER_GPU)
     slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=0)
-    check_rows(folder, 16, errors={9, 10})
-    messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
-    assert messages[9] == ("crash", "the worker died by SIGSEGV")
-    assert messages[10][0] == "crash"
-    assert re.search(r"ValueError: cannot do item 10 \(workloads.py, line \d+\); other ranks did not", messages[10][1])
+    check_rows(folder, 16, errors={10})
+    [error] = report(folder)["errors"]
+    assert error["class"] == "crash"
+    assert re.search(said, error["message"])
     [record] = records(folder)
-    assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [10]]
+    assert [death["items"] for death in record["deaths"]] == [[8, 11], [10]]
 
 
 def test_a_rank_that_cannot_load_ends_the_task_with_its_reason(project, slurmgpu):
@@ -97,29 +113,23 @@ def test_whatever_of_a_group_is_killed_the_rest_goes_with_it_and_a_new_one_loses
     assert len(records(folder)[0]["deaths"]) == 2
 
 
-def test_a_killed_task_leaves_no_process(project):
-    folder = hold(project, 16, {8: "held"}, settings={"child": True}, resources=PER_GPU)
-    process = start(*LOCAL, "--gpus", "2", cwd=folder)
-    wait_until_held(folder, 1)
-    os.kill(records(folder)[0]["pid"], signal.SIGKILL)
-    wait_for_silence(folder)
-    process.communicate(timeout=280)
-    assert process.returncode == 3
-    assert report(folder)["failures"] == {"lost": 1}
-
-
-def test_two_groups_share_a_machine_and_one_that_is_told_to_takes_no_more_shards(project):
-    folder = hold(project, 40, {0: "held", 8: "held"}, resources=PER_GPU)
+def test_of_two_groups_a_killed_one_leaves_no_process_and_one_that_is_told_to_takes_no_more_shards(project):
+    folder = hold(project, 40, {0: "held", 8: "held"}, settings={"child": True}, resources=PER_GPU)
     process = start(*LOCAL, "--gpus", "4", "--gpus-per-task", "2", "--array", cwd=folder)
     wait_until_held(folder, 0, n_tasks=2)
-    os.kill(records(folder)[0]["pid"], signal.SIGUSR2)  # the notice of a preemption
-    wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the task")
-    (folder / "held").unlink()
+    n_living = len(living(folder))
+    killed, told = records(folder)
+    os.kill(killed["pid"], signal.SIGKILL)
+    wait_until(lambda: len(living(folder)) == n_living // 2, "the end of the processes of a group")
+    os.kill(told["pid"], signal.SIGUSR2)  # the notice of a preemption
+    wait_until(lambda: records(folder)[1]["state"] == "ended", "the end of the task")
     output, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, output
-    check_rows(folder, 40)
-    assert [record["reason"] for record in records(folder)] == ["told to stop", "complete"]
-    assert [record["deaths"] for record in records(folder)] == [[], []]
+    assert process.returncode == 3, output
+    wait_for_silence(folder)
+    assert len(published(folder)) == 1
+    assert report(folder)["failures"] == {"lost": 1, "preempted": 1}
+    assert records(folder)[1]["reason"] == "told to stop"
+    assert records(folder)[1]["deaths"] == []
 
 
 def test_ctrl_c_ends_a_group_that_hangs_and_gives_its_shards_back(project):
