@@ -46,7 +46,6 @@ lint: $(VENV)/test
 
 types: $(VENV)/test
 	$(BIN)/mypy
-	$(BIN)/mypy -p tests.gpu
 
 bench: $(VENV)/test
 	$(BIN)/python -m tests.benchmarks
