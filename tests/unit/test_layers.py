@@ -73,6 +73,12 @@ def dotted(path):
 
 
 @functools.cache
+def nodes(path):
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
+@functools.cache
 def is_module(name):
     path = PACKAGE.parent / name.replace(".", "/")
     return path.with_suffix(".py").is_file() or path.is_dir()
@@ -89,14 +95,13 @@ def imports(path):
 
 
 def _imports(path):
-    tree = ast.parse(path.read_text())
     skipped = {
         id(node)
-        for test in ast.walk(tree)
+        for test in nodes(path)
         if isinstance(test, ast.If) and isinstance(test.test, ast.Name) and test.test.id == "TYPE_CHECKING"
         for node in ast.walk(test)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -112,7 +117,7 @@ def _imports(path):
 
 def opened_as_the_locale_has_it(path):
     """The calls of a file that read or write text and do not say how it is encoded."""
-    for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for call in nodes(path):
         if not isinstance(call, ast.Call) or "encoding" in {keyword.arg for keyword in call.keywords}:
             continue
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
@@ -136,7 +141,7 @@ def test_no_class_takes_a_keyword_that_abcmeta_takes_itself():
     taken = [
         f"{dotted(path)}:{node.lineno}"
         for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and {word.arg for word in node.keywords} & {"name", "bases", "namespace"}
     ]
     assert taken == []
@@ -196,7 +201,7 @@ TOLD = "run.submissions"
 
 def compared_with_executors(path):
     """The comparisons of a file, and the like, that have an executor's name in them."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes(path):
         is_asked = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "endswith")
         if (isinstance(node, (ast.Compare, ast.MatchValue)) or is_asked) and any(
             isinstance(part, ast.Constant) and part.value in NAMES for part in ast.walk(node)
