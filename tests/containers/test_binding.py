@@ -18,6 +18,7 @@ from slurmgpu.plan.binds import MANY_FOLDERS, MOST_BYTES, container_binds
 from slurmgpu.plan.container_spec import contain, packages_of
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.run.directory import Plan, Run
+from tests.support.nightly import by_night
 from tests.support.runs import report
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
@@ -31,12 +32,12 @@ class Reads:
     columns = {"found": Text()}
     batch_size = 4
 
-    def __init__(self, path: str = "", variable: str = ""):
-        self.path, self.variable = path, variable
+    def __init__(self, path: str = "", variables: str = ""):
+        self.path, self.variables = path, variables.split()
 
     def load(self, task):
-        folder = Path(os.environ[self.variable]) if self.variable else Path(self.path).expanduser()
-        self.found = (folder / "config.json").read_text() if self.path or self.variable else "nothing"
+        folders = [*([self.path] if self.path else []), *(os.environ[name] for name in self.variables)]
+        self.found = " ".join((Path(folder) / "config.json").read_text() for folder in folders)
         self.home = ",".join(sorted(os.listdir(Path.home()))) if Path.home().exists() else "none"
 
     def __call__(self, items):
@@ -46,7 +47,7 @@ class Reads:
 
 @pytest.fixture
 def reading(project, apptainer):
-    """A project whose workload reads `config.json` in a folder; its container shows nothing but what is bound."""
+    """A project whose workload reads `config.json` in folders; its container shows nothing but what is bound."""
 
     def make(settings=None, **changes):
         folder = project(8, settings=settings or {}, container=apptainer.table(**({"strict": True} | changes)))
@@ -104,18 +105,17 @@ def test_a_linked_run_directory_and_linked_input_are_found_inside(reading, slurm
     assert report(folder / "runs")["complete"]
 
 
-@pytest.mark.parametrize("way", ["setting", "variable", "bind"])
-def test_a_linked_folder_of_a_model_is_found_inside(reading, slurmgpu, big, tmp_path, way):
-    model = tmp_path / "project" / "cache" / "model"
-    settings = {"path": str(model)} if way == "setting" else {"variable": "HF_HOME" if way == "variable" else "MODEL"}
-    folder = reading(settings, env={"MODEL": True} if way == "bind" else {})
-    if way == "bind":
-        replace(folder, ("binds = [", f'binds = ["{model}", '))
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("weights")
-    moved(model, big / "model")
-    slurmgpu(*LOCAL, cwd=folder, expect=0, MODEL=str(model), **({"HF_HOME": str(model)} if way == "variable" else {}))
-    assert found(folder).startswith("weights")
+def test_a_linked_folder_of_a_setting_a_variable_and_a_bind_is_found_inside(reading, slurmgpu, big, tmp_path):
+    models = {name: tmp_path / "project" / "cache" / name for name in ("setting", "variable", "bind")}
+    settings = {"path": str(models["setting"]), "variables": "HF_HOME MODEL"}
+    folder = reading(settings, env={"MODEL": True})
+    replace(folder, ("binds = [", f'binds = ["{models["bind"]}", '))
+    for name, model in models.items():
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(f"weights of the {name}")
+        moved(model, big / "models" / name)
+    slurmgpu(*LOCAL, cwd=folder, expect=0, MODEL=str(models["bind"]), HF_HOME=str(models["variable"]))
+    assert found(folder).startswith("weights of the setting weights of the variable weights of the bind")
 
 
 def test_a_snapshot_of_links_to_blobs_is_found_inside(reading, slurmgpu, tmp_path):
@@ -163,7 +163,7 @@ def test_a_model_in_the_hubs_cache_in_home_is_found_inside_where_home_is_not(rea
     assert found(folder) == "llamaabc"
 
 
-@pytest.mark.parametrize("home", ["private", "none"])
+@pytest.mark.parametrize("home", ["private", by_night("none")])
 def test_input_that_lies_in_home_does_not_bring_home_in(reading, slurmgpu, home):
     folder = reading(strict=False, home=home)
     # In the true home: one below /tmp is seen with /tmp.
@@ -179,10 +179,11 @@ def test_input_that_lies_in_home_does_not_bring_home_in(reading, slurmgpu, home)
         assert Path(secret.name).name not in found(folder)
 
 
+@pytest.mark.nightly
 def test_a_setting_that_begins_with_a_tilde_is_no_path(reading, slurmgpu):
-    folder = reading({"variable": "HF_HOME"}, env={"HF_HOME": "."})
-    (folder / "config.json").write_text("here")
-    replace(folder, ('variable = "HF_HOME"', 'variable = "HF_HOME"\npath = "~5 words of a prompt"'))
+    folder = reading({"path": "~5 words of a prompt"})
+    (folder / "~5 words of a prompt").mkdir()
+    (folder / "~5 words of a prompt" / "config.json").write_text("here")
     slurmgpu(*LOCAL, cwd=folder, expect=0)
     assert report(folder)["complete"]
 
@@ -232,7 +233,7 @@ def source_layout(folder):
     return "mine:Wool", "../../project/src", "mine /opt/slurmgpu/mine/__init__.py"
 
 
-@pytest.mark.parametrize("kind", [namespace, linked, source_layout])
+@pytest.mark.parametrize("kind", [namespace, by_night(linked), by_night(source_layout)])
 def test_a_package_is_found_inside_by_the_name_by_which_it_is_imported(reading, slurmgpu, big, kind):
     folder = reading()
     use, paths, expected = kind(big)
@@ -307,7 +308,7 @@ def test_folders_of_files_that_are_items_are_bound_and_home_is_not(tmp_path, mon
 
 
 def test_of_thousands_of_input_folders_those_above_them_are_bound(tmp_path):
-    files = [f"/data/{day}/{hour}/{part}/i.txt" for day in range(5) for hour in range(24) for part in range(125)]
+    files = [f"/data/{day}/{hour}/{part}/i.txt" for day in range(5) for hour in range(24) for part in range(25)]
     run = make_run(tmp_path / "project", [*files, "/other/i.txt"])
     assert {bind.dst for bind in own(run)} == {*(f"/data/{day}" for day in range(5)), "/other"}
     assert len(own(run)) <= MANY_FOLDERS
@@ -365,3 +366,16 @@ def test_a_package_in_the_run_files_folder_needs_no_bind(tmp_path, monkeypatch):
         assert packages_of(f"{name}:X", tmp_path / "else") != ()
         del sys.modules[name]
     assert json.dumps(packages_of("json:X", tmp_path))
+
+
+def test_a_package_is_bound_by_the_name_by_which_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "real-1.0").mkdir()
+    (tmp_path / "real-1.0" / "__init__.py").touch()
+    (tmp_path / "mypkg").symlink_to("real-1.0")
+    (tmp_path / "project" / "src" / "mine").mkdir(parents=True)
+    (tmp_path / "project" / "src" / "mine" / "__init__.py").touch()
+    for name, folder, path in (("mypkg", ".", "real-1.0"), ("mine", "project/src", "project/src/mine")):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+        __import__(name)
+        assert packages_of(f"{name}:X", tmp_path / "project") == ((name, str(tmp_path / path)),)
+        del sys.modules[name]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import slurmgpu as package
+from tests.support.nightly import by_night
 from tests.support.runs import kill_workers, report, start, toml, wait_until
 
 SCRIPT = """
@@ -30,7 +31,7 @@ RUN = {"slice": ["{in}", "{out}"], "stream": []}
 TEXTS = ["a", "held", "bad", "dddd", "eeeee"]
 
 
-@pytest.mark.parametrize("mode", list(RUN))
+@pytest.mark.parametrize("mode", [by_night("slice"), "stream"])
 def test_a_command_runs_in_the_image_and_a_kill_there_changes_no_row(tmp_path, apptainer, mode):
     (tmp_path / "score.py").write_text(SCRIPT)
     (tmp_path / "items.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

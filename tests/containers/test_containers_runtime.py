@@ -159,13 +159,19 @@ def test_a_built_in_runtime_has_the_name_that_it_is_found_by(name):
     runtime.check(Container("/i.sif", name, binds=(Bind("/a", "/b"),), home="none", stage="unpack", strict=True))
 
 
+WORDS = ("apptainer", "singularity", "squashfuse")
+
+
 def test_nothing_outside_containers_names_a_runtime_in_its_code():
     """Docstrings may: they are for people."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.is_relative_to(PACKAGE / "containers"):
             continue
-        tree = ast.parse(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        if not any(word in text.lower() for word in WORDS):
+            continue
+        tree = ast.parse(text)
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
@@ -174,6 +180,6 @@ def test_nothing_outside_containers_names_a_runtime_in_its_code():
                 text = node.value if isinstance(node.value, str) and id(node) not in prose else ""
             else:
                 text = getattr(node, "id", "") or getattr(node, "attr", "")
-            if any(word in text.lower() for word in ("apptainer", "singularity", "squashfuse")):
+            if any(word in text.lower() for word in WORDS):
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {text[:60]}")
     assert found == []
