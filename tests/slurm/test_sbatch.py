@@ -74,8 +74,8 @@ def wait_for_holders(folder, *jobs):
 
 @pytest.mark.slurm
 def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu, sbatch):
-    tables = {"resources": {"gpus": 3, "array": True, "device": "cpu"}}
-    folder = project(200, **tables, slurm={"time": "00:10:00"})
+    tables = {"resources": {"gpus": 2, "array": True, "device": "cpu"}}
+    folder = project(80, **tables, slurm={"time": "00:10:00"})
     slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
     before = datasets(folder)
     (folder / "run").rename(folder / "local")
@@ -106,10 +106,10 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     outcome = report(folder)
     assert outcome["complete"]
     assert outcome["accounting"]
-    assert len(outcome["attempts"]) == 3
+    assert len(outcome["attempts"]) == 2
     [line] = outcome["submissions"]
     assert (line["by_hand"], line["executor"], line["device"]) == (True, "slurm", "cpu")
-    assert (line["array_job"], line["n_tasks"], line["gpus_per_task"]) == (array, 3, 1)
+    assert (line["array_job"], line["n_tasks"], line["gpus_per_task"]) == (array, 2, 1)
     assert all(record["n_gpus"] == 1 and len(record["gpus"]) == 1 for record in records(folder))
     assert all(record["memory_mb"] == 2000 for record in records(folder))
     wait_for_end(line["merge_job"])
@@ -124,10 +124,10 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
 
 
 @pytest.mark.slurm
-def test_ten_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbatch):
-    folder = project(160)
+def test_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbatch):
+    folder = project(80)
     slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
-    options = ("--array=0-9", "--gpus-per-node=0", "--cpus-per-task=1")
+    options = ("--array=0-4", "--gpus-per-node=0", "--cpus-per-task=1")
     array = sbatch(folder, *options, "--hold", SCRIPTS / "array.sbatch", "run")
     merges = sbatch(folder, SCRIPTS / "merge.sbatch", "run"), merge_behind(sbatch, folder, array)
     early = folder / f"slurmgpu-merge-{merges[0]}.out"
@@ -135,7 +135,7 @@ def test_ten_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbat
     subprocess.run(["scontrol", "release", array], check=True)
     for merge in merges:  # the one waits for the tasks, not for the other
         wait_for_end(merge)
-    check_rows(folder, 160)
+    check_rows(folder, 80)
     lines = (folder / "run" / "submissions.jsonl").read_text().splitlines()
     assert [json.loads(line)["submission"] for line in lines] == [1] * len(lines)
     assert sum("array_job" in json.loads(line) for line in lines) == 1
@@ -268,7 +268,7 @@ def test_a_planned_run_is_submitted_by_resubmit_as_well(project, slurmgpu, sbatc
 
 @pytest.mark.slurm
 def test_a_run_can_wait_for_one_that_was_submitted_by_hand(project, slurmgpu, sbatch):
-    folder = project(80, resources={"gpus": 1, "device": "cpu"})
+    folder = project(16, resources={"gpus": 1, "device": "cpu"})
     slurmgpu("plan", cwd=folder, expect=0)
     array = sbatch(folder, "--hold", SCRIPTS / "array.sbatch", "run")
     merge = merge_behind(sbatch, folder, array)
@@ -277,7 +277,7 @@ def test_a_run_can_wait_for_one_that_was_submitted_by_hand(project, slurmgpu, sb
     assert line["after"] == [merge]
     subprocess.run(["scontrol", "release", array], check=True)
     wait_for_end(line["merge_job"])
-    check_rows(folder, 80)
+    check_rows(folder, 16)
     assert (folder / "second" / "merged.h5").exists()
 
 
@@ -293,6 +293,7 @@ def test_a_model_parallel_task_holds_all_gpus_of_its_job(project, slurmgpu, sbat
     assert submissions(folder)[0]["gpus_per_task"] == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slurm
 def test_a_task_that_trains_has_a_process_for_each_gpu_of_its_node(project, slurmgpu, sbatch):
     pytest.importorskip("torch")
@@ -527,6 +528,7 @@ def test_jobs_by_hand_are_known_where_squeue_shows_no_arguments(project, slurmgp
         assert "run  planned" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slurm
 def test_a_job_that_an_array_task_submits_is_itself_and_not_that_array(project, slurmgpu, sbatch):
     folder = project(24, resources={"device": "cpu"})

@@ -21,6 +21,7 @@ from tests.support.runs import (
     holders,
     kill_workers,
     let_go,
+    make_project,
     published,
     queued_of,
     records,
@@ -40,10 +41,22 @@ SUBMIT = ("submit", "--device", "cpu", "--array")
 WAIT = (*SUBMIT, "--wait")
 
 
-def test_four_tasks_make_one_verified_file(project, slurmgpu):
-    folder = project(200, settings={"item_s": 0.01})
-    done = slurmgpu(*WAIT, "--gpus", "4", cwd=folder, expect=0)
-    check_rows(folder, 200)
+def test_four_tasks_by_the_scripts_of_the_dry_run_make_one_verified_file(project, slurmgpu):
+    folder = project(
+        80, settings={"item_s": 0.01}, slurm={"time": "00:05:00", "comment": "a, b"}, merge={"partition": "cpu"}
+    )
+    dry = slurmgpu(*SUBMIT, "--gpus", "4", "--dry-run", cwd=folder, expect=0)
+    assert not (folder / "run").exists()
+    assert "#SBATCH --array=0-3%4" in dry.stdout
+    assert "#SBATCH --time=00:05:00" in dry.stdout
+    # Typed within another job, the command does not hand that job on.
+    foreign = {"SLURM_JOB_ID": "99999", "SBATCH_PARTITION": "nowhere", "SLURM_CPUS_PER_TASK": "64", "SRUN_DEBUG": "7"}
+    done = slurmgpu(*WAIT, "--gpus", "4", cwd=folder, expect=0, **foreign)
+    texts = [path.read_text() for path in (folder / "run" / "logs").glob("*_submission.sh")]
+    [written] = [text for text in texts if "--array" in text]
+    shown = dry.stdout.partition("# ---- array.sbatch ----\n")[2].partition("\n# ---- merge.sbatch")[0]
+    assert shown.strip() == written.strip()
+    check_rows(folder, 80)
     outcome = report(folder)
     assert outcome["complete"]
     assert len(outcome["attempts"]) == 4
@@ -51,19 +64,6 @@ def test_four_tasks_make_one_verified_file(project, slurmgpu):
     assert "complete" in done.stdout
     files = [path for name in ("logs", "tasks", "telemetry") for path in (folder / "run" / name).iterdir()]
     assert len(files) <= 12 * 4
-
-
-def test_a_dry_run_prints_the_scripts_that_are_then_submitted_and_queues_nothing(project, slurmgpu, cluster):
-    folder = project(40, slurm={"time": "00:05:00", "comment": "a, b"}, merge={"partition": "cpu"})
-    done = slurmgpu(*SUBMIT, "--gpus", "2", "--dry-run", cwd=folder, expect=0)
-    assert not (folder / "run").exists()
-    assert "#SBATCH --array=0-1%2" in done.stdout
-    assert "#SBATCH --time=00:05:00" in done.stdout
-    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
-    texts = [path.read_text() for path in (folder / "run" / "logs").glob("*_submission.sh")]
-    [written] = [text for text in texts if "--array" in text]
-    shown = done.stdout.partition("# ---- array.sbatch ----\n")[2].partition("\n# ---- merge.sbatch")[0]
-    assert shown.strip() == written.strip()
 
 
 def test_a_killed_worker_and_a_killed_task_lose_nothing(project, slurmgpu):
@@ -105,7 +105,7 @@ def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
 
 
 def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project, slurmgpu, cluster):
-    folder = project(240, held_from=64, settings={"item_s": 0.1}, slurm={"no-requeue": True})
+    folder = project(160, held_from=64, settings={"item_s": 0.1}, slurm={"no-requeue": True})
     process = start(*WAIT, "--gpus", "8", cwd=folder)
     try:
         wait_until_held(folder, 8, 8)
@@ -115,7 +115,7 @@ def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project
     finally:
         cluster.start_node("gpu2")
     assert process.returncode == 0, output
-    check_rows(folder, 240)
+    check_rows(folder, 160)
     outcome = report(folder)
     failures = {a["failure"] for a in outcome["attempts"] if a["node"] == "gpu2"}
     assert failures <= {"node_fail"}
@@ -145,19 +145,35 @@ def test_host_memory_that_runs_out_is_named_and_raised_on_resubmission(project, 
     assert kept.items() <= shard_times(folder).items()
 
 
-def test_a_task_takes_no_shard_that_would_not_fit_in_the_walltime(project, slurmgpu):
-    folder = project(400, settings={"item_s": 0.2}, slurm={"time": "00:01:00"}, margin_s=48.0, auto_resubmit=9)
-    slurmgpu(*SUBMIT, "--gpus", "4", cwd=folder, expect=0)
-    wait_until(lambda: len(submissions(folder)) > 1, "the automatic resubmission")
-    wait_until(lambda: len(published(folder)) == 50, "the last shard")
-    wait_for_end(folder)
-    check_rows(folder, 400)
-    first = [r for r in records(folder) if r["submission"] == 1]
+def test_a_shard_that_outlasts_the_walltime_is_given_back_and_none_is_taken_that_would_not_fit(tmp_path, slurmgpu):
+    # Two runs at once: Slurm ends the task of the one, and those of the other end themselves, 12 s after their start.
+    minute = {"time": "00:01:00"}
+    outlasting = make_project(tmp_path / "outlasting", 40, settings={"faults": {"9": "hang"}}, slurm=minute)
+    tables = {"settings": {"item_s": 0.4}, "slurm": minute, "margin_s": 48.0, "auto_resubmit": 9}
+    fitting = make_project(tmp_path / "fitting", 64, **tables)
+    process = start(*WAIT, "--gpus", "1", cwd=outlasting)
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=fitting, expect=0)
+    wait_until(lambda: len(submissions(fitting)) > 1, "the automatic resubmission")
+    wait_until(lambda: len(published(fitting)) == 8, "the last shard")
+    wait_for_end(fitting)
+    check_rows(fitting, 64)
+    first = [r for r in records(fitting) if r["submission"] == 1]
     assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
-    logs = [(folder / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text() for r in first]
+    logs = [(fitting / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text() for r in first]
     assert all(log.splitlines()[-1].endswith("too little was left of the walltime") for log in logs)
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 3, output
+    assert report(outlasting)["failures"] == {"timeout": 1}
+    assert [hole["shard"] for hole in report(outlasting)["missing"]] == [1, 2, 3, 4]
+    shown = slurmgpu("status", "run", cwd=outlasting, expect=0).stdout
+    assert "timeout" in shown
+    assert "Shard 1 did not fit in the walltime" in shown
+    said = slurmgpu("logs", "run", "--class", "timeout", "-n", "1", cwd=outlasting, expect=0).stdout
+    assert " WARNING slurmgpu.task.supervisor: timeout: stopped by SIGTERM" in said
+    assert not any("Bypassing" in log.read_text() for log in (outlasting / "run" / "logs").glob("*_log.*"))
 
 
+@pytest.mark.nightly
 def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_submissions(project, slurmgpu):
     # Of a minute, about ten seconds are left for two items of thirteen: a third task begins neither.
     tables = {"settings": {"n": 130, "step_s": 0.1}, "slurm": {"time": "00:01:00"}, "margin_s": 48.0}
@@ -174,19 +190,6 @@ def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_s
     assert {(r["failure"], r["reason"], r["n_errors"], len(r["deaths"])) for r in first} == {
         ("timeout", "deadline", 0, 0)
     }
-
-
-def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, slurmgpu):
-    folder = project(40, settings={"faults": {"9": "hang"}}, slurm={"time": "00:01:00"})
-    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)
-    assert report(folder)["failures"] == {"timeout": 1}
-    assert [hole["shard"] for hole in report(folder)["missing"]] == [1, 2, 3, 4]
-    shown = slurmgpu("status", "run", cwd=folder, expect=0).stdout
-    assert "timeout" in shown
-    assert "Shard 1 did not fit in the walltime" in shown
-    said = slurmgpu("logs", "run", "--class", "timeout", "-n", "1", cwd=folder, expect=0).stdout
-    assert " WARNING slurmgpu.task.supervisor: timeout: stopped by SIGTERM" in said
-    assert not any("Bypassing" in log.read_text() for log in (folder / "run" / "logs").glob("*_log.*"))
 
 
 def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
@@ -216,6 +219,7 @@ def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, c
     assert sum(a["spent"]["loading"] > 0 for a in outcome["attempts"]) > 2  # also of the restart
 
 
+@pytest.mark.nightly
 def test_scancel_of_a_task_is_no_error_of_the_run(project, slurmgpu, cluster):
     folder = project(80, held_from=16)
     process = start(*WAIT, "--gpus", "2", cwd=folder)
@@ -284,17 +288,16 @@ def test_a_full_disk_loses_nothing_that_was_published(project, slurmgpu, tmp_pat
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_an_input_that_vanished_is_named_and_the_run_resumed_when_it_is_back(project, slurmgpu):
-    folder = project(80, settings={"load_s": 0.5})
+def test_an_input_that_vanished_is_named_and_the_run_resumed_when_it_is_back(project, slurmgpu, cluster):
+    folder = project(40)
+    slurmgpu(*SUBMIT, "--gpus", "1", "--slurm", "hold=true", cwd=folder, expect=0)
     (folder / "items.jsonl").rename(folder / "items.away")
-    (folder / "items.away").rename(folder / "items.jsonl")
-    slurmgpu(*SUBMIT, "--gpus", "1", "--slurm", "begin=now+10", cwd=folder, expect=0)
-    (folder / "items.jsonl").rename(folder / "items.away")
+    cluster.run("scontrol", "release", submissions(folder)[0]["array_job"])
     wait_for_end(folder)
     assert report(folder)["failures"] == {"input_error": 1}
     (folder / "items.away").rename(folder / "items.jsonl")
-    slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
-    check_rows(folder, 80)
+    slurmgpu("resubmit", "run", "--slurm", "hold=false", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 40)
 
 
 def test_a_gpu_that_cuda_cannot_use_is_a_fault_before_anything_is_claimed(project, slurmgpu):
@@ -349,26 +352,23 @@ def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(proje
     check_rows(folder, 40)
 
 
-def test_gpus_asked_for_by_gres_are_not_asked_for_twice(project, slurmgpu):
-    folder = project(40, slurm={"gres": "gpu:a100:1"})
+def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, slurmgpu):
+    asked = {"gres": "gpu:a100:1", "cpus-per-task": 3, "setup": ["export SHEEP=wool"]}
+    folder = project(16, slurm=asked)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))
+    shown = slurmgpu(*SUBMIT, "--gpus", "2", "--dry-run", cwd=folder, expect=0).stdout
+    assert "gpus-per-node" not in shown  # they are not asked for twice
+    assert "#SBATCH --cpus-per-task=3" in shown
+    assert "--cpus-per-task=3 " in shown.partition("srun")[2]
     slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
     assert all(len(record["gpus"]) == 1 for record in records(folder))
-    shown = slurmgpu(*SUBMIT, "--gpus", "2", "--run-dir", "other", "--dry-run", cwd=folder, expect=0).stdout
-    assert "gpus-per-node" not in shown
+    with open_merged(folder / "run" / "merged.h5") as merged:
+        assert set(merged["shout"][:]) == {"wool"}
 
 
-def test_each_core_that_was_asked_for_reaches_the_step(project, slurmgpu):
-    folder = project(40, slurm={"cpus-per-task": 3})
-    done = slurmgpu(*SUBMIT, "--gpus", "1", "--dry-run", cwd=folder, expect=0)
-    assert "#SBATCH --cpus-per-task=3" in done.stdout
-    assert "--cpus-per-task=3 " in done.stdout.partition("srun")[2]
-    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
-
-
-def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster, tmp_path):
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    folder = project(48, settings={"marks": str(marks)}, slurm={"time": "00:01:00"}, margin_s=45.0, auto_resubmit=9)
+def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster):
+    folder = project(40, held_from=16, auto_resubmit=9)
     text = (folder / "slurmgpu.toml").read_text().replace("items.jsonl", "run/merged.h5").replace('"run"', '"second"')
     (folder / "second.toml").write_text(text.replace("workloads.py:Rows", "second.py:Second").split("[settings]")[0])
     (folder / "second.py").write_text(
@@ -376,14 +376,20 @@ def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(projec
         "    def load(self, task):\n        pass\n\n"
         "    def __call__(self, items):\n        return [{'text': item.data['shout']} for item in items]\n"
     )
-    slurmgpu(*SUBMIT, "--gpus", "1", "--set", "item_s=0.4", cwd=folder, expect=0)
+    slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=0)
     slurmgpu("submit", "second.toml", *SUBMIT[1:], "--gpus", "1", "--after", "run", cwd=folder, expect=0)
+    wait_until_held(folder, 2)
+    job = submissions(folder)[0]["array_job"]
+    cluster.run("scancel", "--signal=USR2", job)
+    log = folder / "run" / "logs" / f"{job}_0_log.err"
+    wait_until(lambda: "takes no more shards" in log.read_text(), "the task to hear of its preemption")
+    let_go(folder)
     wait_until(lambda: (folder / "second" / "merged.h5").exists(), "the second run")
     assert len(submissions(folder)) > 1
-    check_rows(folder, 48)
+    check_rows(folder, 40)
     slurmgpu("export", "second", "-o", "rows.jsonl", cwd=folder, expect=0)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(48)]
+    assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(40)]
 
 
 def test_a_task_that_lost_the_file_system_is_known_by_its_exit_code(cluster):
@@ -415,13 +421,6 @@ def test_a_merge_job_that_slurm_refuses_takes_the_array_along(project, slurmgpu,
     slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
     assert not (folder / "run").exists()
     wait_until(lambda: not cluster.run("squeue", "--noheader", "--name", "slurmgpu:run").strip(), "an empty queue")
-
-
-def test_a_submission_from_within_a_job_does_not_inherit_that_job(project, slurmgpu, cluster):
-    folder = project(40)
-    foreign = {"SLURM_JOB_ID": "99999", "SBATCH_PARTITION": "nowhere", "SLURM_CPUS_PER_TASK": "64", "SRUN_DEBUG": "7"}
-    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0, **foreign)
-    check_rows(folder, 40)
 
 
 def test_a_run_goes_on_when_the_login_session_ends(project):
@@ -523,15 +522,6 @@ def test_types_of_gpus_nodes_and_setup_reach_the_script(project, slurmgpu, clust
     assert array.index("export SHEEP=wool") < array.index("srun")
 
 
-def test_setup_makes_the_environment_of_the_tasks(project, slurmgpu):
-    folder = project(8, slurm={"setup": ["export SHEEP=wool"]})
-    source = (folder / "workloads.py").read_text()
-    (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))
-    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
-    with open_merged(folder / "run" / "merged.h5") as merged:
-        assert merged["shout"][0] == "wool"
-
-
 def test_a_type_of_gpu_that_the_cluster_lacks_is_refused_and_nothing_stays(project, slurmgpu):
     folder = project(8)
     done = slurmgpu(*SUBMIT, "--gpus", "1", "--gpu-type", "h900", cwd=folder, expect=2)
@@ -565,10 +555,9 @@ def test_a_refusal_names_the_nodes_that_failures_have_excluded(project, slurmgpu
         file.write(json.dumps({"submission": last, "exclude": ["gpu1", "gpu2"]}) + "\n")
     done = slurmgpu("resubmit", "run", cwd=folder, expect=2)
     assert "not available. gpu1, gpu2 are excluded, because tasks failed there; `--slurm exclude=` " in done.stderr
-    for given in ("exclude=", "exclude=false"):
-        done = slurmgpu("resubmit", "run", "--slurm", given, "--wait", cwd=folder)
-        assert "refuses" not in done.stderr
-        assert done.returncode == 3
+    done = slurmgpu("resubmit", "run", "--slurm", "exclude=", "--wait", cwd=folder)
+    assert "refuses" not in done.stderr
+    assert done.returncode == 3
     assert submissions(folder)[-1]["exclude"] == []
 
 
@@ -598,6 +587,7 @@ def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
     assert sum(token in script.read_text() for script in scripts) == 2  # the arrays, and not the merges
 
 
+@pytest.mark.nightly
 def test_a_command_loses_nothing_by_kills(tmp_path, slurmgpu):
     texts = [*(f"item {i}" for i in range(40)), "deadly"]
     folder = make_command(tmp_path / "project", "one.py", texts=[*texts, "held"], executor="slurm")

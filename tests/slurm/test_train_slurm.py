@@ -226,7 +226,7 @@ def test_a_training_that_outlasts_its_walltime_goes_on_in_the_next_submission(tr
 
 
 def test_told_of_a_preemption_a_training_leaves_a_checkpoint_and_goes_on_with_twice_as_many(train, slurmgpu, cluster):
-    folder = train(FIRST, slow_s=0.5, dull="true")
+    folder = train(FIRST, slow_s=0.25, dull="true")
     process = start(*SUBMIT, "--wait", "--gpus", "2", cwd=folder)
     wait_for_steps(folder, 10)  # in the middle of an epoch, most likely
     cluster.run("scancel", "--signal=USR2", records(folder)[0]["job"])
