@@ -1,8 +1,5 @@
 """The engine stays within its memory, however many training and test examples there are."""
 
-import subprocess
-import sys
-
 import pytest
 
 MEASURE = """
@@ -62,14 +59,9 @@ print(megabytes("VmHWM") - before, engine.tests_at_once, engine.chunk_size)
 
 
 @pytest.mark.parametrize(("n_tests", "n_train"), [(50, 3000), (50, 100_000), (1000, 3000)])
-def test_memory_is_bounded(n_tests, n_train):
+def test_memory_is_bounded(n_tests, n_train, slurmgpu):
     memory_mb = 40
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, (n_tests, n_train, memory_mb * 10**6))],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = slurmgpu.code(MEASURE, n_tests, n_train, memory_mb * 10**6)
     peak, tests_at_once, chunk_size = map(float, done.stdout.split())
     assert 500 < chunk_size <= 1024
     assert 200 < tests_at_once < 1000

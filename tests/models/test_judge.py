@@ -26,7 +26,6 @@ else:
     import tomli as tomllib
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 
 # What the adder says of a claim: each digit, then Y or N.
 SUMS = {
@@ -295,12 +294,12 @@ def test_a_judge_of_sums_agrees_with_arithmetic_and_the_report_counts_it(project
     items = [*claims(64), {"question": "1+1", "text": "2"}]
     settings = {"model": str(adder), "rubric": SUMS, "final": "numeric", "truth": "right", "keep": ["question"]}
     folder = judged_project(project, items, **settings)
-    shown = slurmgpu(*LOCAL, "--tasks", 2, cwd=folder, expect=0, **ONE_THREAD).stdout
+    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ONE_THREAD).stdout
     workload = Judge(**settings, precision="fp32")
     workload.load(TaskContext("cpu", 0, Path()))
     alone = [row for number in (5, 40) for row in workload([Item(number, items[number], 3)])]
     with library.open(folder / "run/merged.h5") as found:
-        for row, number in zip(alone, (5, 40), strict=True):  # whichever task judged it, and beside which others
+        for row, number in zip(alone, (5, 40), strict=True):  # beside whichever others
             assert row["rationale"] == found["rationale"][number]
             assert row["verdict"] == found["verdict"][number]
         assert found.index.tolist() == list(range(65))

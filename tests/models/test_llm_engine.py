@@ -1,9 +1,6 @@
 import dataclasses
 import json
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -345,15 +342,9 @@ print(json.dumps({"equal": equal, "notes": notes}))
 """
 
 
-def survive(folder, left_mb):
-    command = [sys.executable, "-c", OUT_OF_MEMORY, str(folder), str(left_mb << 20)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
-
-
-def test_a_real_lack_of_memory_halves_the_batch_and_loses_nothing(folders):
-    found, log = survive(folders["llama"], 20)
+def test_a_real_lack_of_memory_halves_the_batch_and_loses_nothing(folders, slurmgpu):
+    done = slurmgpu.code(OUT_OF_MEMORY, folders["llama"], 20 << 20)
+    found, log = json.loads(done.stdout), done.stderr
     assert found["equal"] == [True, True]
     assert "out of memory with a batch of" in log
     names, budgets = zip(*found["notes"], strict=True)

@@ -1,9 +1,6 @@
 """A model that several processes share says what it says in one; and no process waits for one that has failed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,29 +51,11 @@ def cases(models):
 
 
 @pytest.fixture(scope="module")
-def ranks(cases, tmp_path_factory):
+def ranks(cases, tmp_path_factory, slurmgpu):
     """What each of two ranks got, by the cases' names."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "tests.support.llm_ranks",
-        str(folder),
-    ]
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    slurmgpu.module("tests.support.llm_ranks", folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

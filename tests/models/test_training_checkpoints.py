@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -473,22 +472,10 @@ def test_a_state_is_read_by_pages_of_the_file_which_nothing_keeps(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(tmp_path_factory, slurmgpu):
     """A folder and a function: what a case gave on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = ("plain", "damaged", "ddp", "fsdp")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.checkpoint_ranks", str(folder), str(rank), "2", *cases],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=280)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)[-4000:]
+    slurmgpu.module("tests.support.checkpoint_ranks", folder, "plain", "damaged", "ddp", "fsdp")
     return folder, lambda case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -3,10 +3,7 @@
 import contextlib
 import gc
 import random
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,12 +152,8 @@ except RuntimeError as error:
 """
 
 
-def test_a_real_shortage_is_found_and_memory_that_does_not_exist_is_not_promised():
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    of_memory_left, put_back, limited = done.stdout.split("\n", 2)
+def test_a_real_shortage_is_found_and_memory_that_does_not_exist_is_not_promised(slurmgpu):
+    of_memory_left, put_back, limited = slurmgpu.code(MEMORY).stdout.split("\n", 2)
     assert of_memory_left == "7"  # eighths, for a tenth stays free
     assert put_back == "True"
     found, said = limited.split(" ", 1)

@@ -1,6 +1,6 @@
-"""One of several ranks that write and read checkpoints, for tests/models/test_training_checkpoints.py.
+"""Two ranks that write and read checkpoints, for tests/models/test_training_checkpoints.py.
 
-`python -m tests.support.checkpoint_ranks FOLDER RANK WORLD_SIZE CASE…` writes what each case gave on this rank to
+`python -m tests.support.checkpoint_ranks FOLDER CASE…` writes what each case gave on a rank to
 FOLDER/<case>-<rank>.json.
 """
 
@@ -19,11 +19,14 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training import checkpoints, states
 from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.ranks import Place
+from tests.support.forks import fork_ranks
 
 try:
     from torch.distributed.fsdp import fully_shard
 except ImportError:
     from torch.distributed._composable.fsdp import fully_shard
+
+WORLD_SIZE = 2
 
 
 def make_model():
@@ -168,12 +171,12 @@ def resumed(folder, place, wrap, *, is_sharded):
     }
 
 
-def main(folder, rank, world_size, cases):
+def run_all(folder, cases, rank):
     """Run the cases as one rank of a group."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
-    place = Place("cpu", rank, world_size, rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=WORLD_SIZE)
+    place = Place("cpu", rank, WORLD_SIZE, rank)
     for case in cases:
         found = globals()[case](folder / case, place)
         (folder / f"{case}-{rank}.json").write_text(json.dumps(found))
@@ -181,4 +184,4 @@ def main(folder, rank, world_size, cases):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    fork_ranks(WORLD_SIZE, run_all, Path(sys.argv[1]), sys.argv[2:])

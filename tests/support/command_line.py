@@ -50,7 +50,7 @@ def answer(connection):
     os._exit(0)
 
 
-def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu"):
+def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=None):
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -66,7 +66,10 @@ def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu"):
     sys.path[0] = first or os.getcwd()
     sys.argv = [module, *argv]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if code is None:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            exec(code, {"__name__": "__main__"})
     except SystemExit as end:
         if isinstance(end.code, int):
             leave(end.code)
@@ -157,24 +160,28 @@ class CommandLine:
 
     def __call__(self, *argv, cwd=None, expect=None, umask=None, **env):
         """The finished process of `slurmgpu *argv`; AssertionError if it did not end with the code `expect`."""
-        return self._call("slurmgpu", argv, cwd, expect, umask, env)
+        return self._call({"module": "slurmgpu"}, argv, cwd, expect, umask, env)
 
     def module(self, name, *argv, cwd=ROOT, expect=0, **env):
         """The finished process of `python -m name *argv`, where modules of the tests are found."""
-        return self._call(name, argv, cwd, expect, None, env)
+        return self._call({"module": name}, argv, cwd, expect, None, env)
 
-    def _call(self, module, argv, cwd, expect, umask, env):
+    def code(self, code, *argv, cwd=ROOT, expect=0, **env):
+        """The finished process of `python -c code *argv`, where modules of the tests are found."""
+        return self._call({"code": code}, argv, cwd, expect, None, env)
+
+    def _call(self, program, argv, cwd, expect, umask, env):
         argv, env = [*map(str, argv)], {**os.environ, **self._env, **env}
         call = self._fork if read_by_imports(env) == self._own else self._start
         umask = own_umask() if umask is None else umask
-        done = call(module, argv, cwd=str(Path(cwd or ".").absolute()), env=env, umask=umask)
+        done = call(program, argv, cwd=str(Path(cwd or ".").absolute()), env=env, umask=umask)
         if expect is not None:
             assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def _fork(self, module, argv, cwd, env, umask):
+    def _fork(self, program, argv, cwd, env, umask):
         with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
-            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, "module": module}
+            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, **program}
             with socket.socket(socket.AF_UNIX) as connection, open(os.devnull) as nothing:
                 connection.settimeout(800)
                 connection.connect(self._address)
@@ -191,8 +198,9 @@ class CommandLine:
                 file.seek(0)
             return subprocess.CompletedProcess(argv, code, out.read(), err.read())
 
-    def _start(self, module, argv, **options):
-        command = [self._python, "-m", module, *argv]
+    def _start(self, program, argv, **options):
+        [(kind, given)] = program.items()
+        command = [self._python, {"module": "-m", "code": "-c"}[kind], given, *argv]
         return subprocess.run(command, **options, **self._identity, capture_output=True, text=True, timeout=800)
 
 

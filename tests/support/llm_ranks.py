@@ -1,10 +1,11 @@
-"""One of several processes that share a model: `torchrun -m tests.support.llm_ranks FOLDER`.
+"""Two processes that share a model: `python -m tests.support.llm_ranks FOLDER`.
 
-Reads cases.json, a list of [name, model, options, sampling, n_requests]; writes what this rank got as rank<R>.json.
+Each reads cases.json, a list of [name, model, options, sampling, n_requests]; rank R writes rank<R>.json.
 """
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import torch
 from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
+from tests.support.forks import fork_ranks
+
+WORLD_SIZE = 2
 
 
 def compute(case, place):
@@ -42,10 +46,19 @@ def compute(case, place):
 
 
 def main(folder):
-    """Compute all cases as one rank of the group that torchrun has made."""
+    """Compute all cases on both ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    fork_ranks(WORLD_SIZE, compute_all, folder, port)
+
+
+def compute_all(folder, port, rank):
+    """Compute all cases as one rank of a group, as torchrun would start it."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = Place("cpu", 1, rank, world_size)
+    place = Place("cpu", 1, rank, WORLD_SIZE)
     cases = json.loads((folder / "cases.json").read_text())
     found = {case[0]: compute(case, place) for case in cases}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

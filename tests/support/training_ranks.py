@@ -19,6 +19,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.loop import Training
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
+from tests.support.forks import fork_ranks
 
 N_TRAIN, N_VAL, N_TEST = 29, 7, 3
 SIZES = {"train": N_TRAIN, "val": N_VAL, "test": N_TEST}
@@ -202,22 +203,10 @@ def main(folder, names):
     """Run cases."""
     torch.set_num_threads(1)
     for world_size in (1, 2, 4):
-        ranks = []
-        for rank in range(world_size):
-            ranks.append(os.fork())
-            if not ranks[-1]:
-                code = 1
-                try:
-                    run_all(folder, names, rank, world_size)
-                    code = 0
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                finally:
-                    os._exit(code)
-        assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * world_size
+        fork_ranks(world_size, run_all, folder, names, world_size)
 
 
-def run_all(folder, names, rank, world_size):
+def run_all(folder, names, world_size, rank):
     """Cases as one rank."""
     if world_size > 1:
         group = f"file://{folder}/group-{os.getppid()}-{world_size}"
