@@ -418,7 +418,8 @@ def good(run):
     return {index for index, value in merged_rows(run).items() if value is not None} if run.merged.exists() else set()
 
 
-def test_a_merge_that_is_killed_at_any_step_loses_no_row(run):
+def test_a_merge_that_is_killed_at_any_step_loses_no_row(run, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # a killed process leaves what it has written without
     publish_all(run)
     publish(run, 1, failed={6, 8})
     merge(run)
@@ -442,8 +443,9 @@ def test_a_merge_that_is_killed_at_any_step_loses_no_row(run):
     assert number > 10
 
 
-def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_killed(run):
+def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_killed(run, monkeypatch):
     """From the first step of `resubmit --failed` to the last of the merge that ends it."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # a killed process leaves what it has written without
 
     def mend():
         at = Run.open(run.folder)

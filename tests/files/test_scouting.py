@@ -296,8 +296,8 @@ class Opens:
 
 @pytest.fixture
 def large(tmp_path):
-    """A run of 200,000 shards, as it looks from listings."""
-    return planned_run(tmp_path / "run", n_items=200_000, batch_size=1, shard_items=1, lease_s=LEASE_S)
+    """A run of 100,000 shards, as it looks from listings."""
+    return planned_run(tmp_path / "run", n_items=100_000, batch_size=1, shard_items=1, lease_s=LEASE_S)
 
 
 @pytest.fixture
@@ -319,12 +319,12 @@ def listings(large, monkeypatch):
 
 
 def test_a_worker_finds_its_first_shard_with_few_opens_however_many_claims_there_are(large, listings):
-    listings["claims"] = range(199_000)  # of as many dead or living tasks; none is published
+    listings["claims"] = range(99_000)  # of as many dead or living tasks; none is published
     with Opens(large.folder) as opens:
-        assert 199_000 <= Claimer(large, ME, pause=never).next() < 200_000
+        assert 99_000 <= Claimer(large, ME, pause=never).next() < 100_000
     assert opens.n < 50
-    listings["claims"], listings["shards"] = range(200_000), range(199_990)
-    large.claims.take(199_995, ME)
+    listings["claims"], listings["shards"] = range(100_000), range(99_990)
+    large.claims.take(99_995, ME)
     with Opens(large.folder) as opens:
         assert Claimer(large, ME, pause=never).look() == "work"
         assert opens.n < 50
@@ -346,7 +346,7 @@ def test_a_task_whose_listing_is_old_does_not_try_each_shard_of_it(large, monkey
     scout = Claimer(large, ME)
     assert scout.next() == 0
     tried, real = [], Claims.take
-    others = range(1, 150_000)  # have been taken since
+    others = range(1, 75_000)  # have been taken since
 
     def take(self, shard, claim):
         tried.append(shard)
@@ -354,13 +354,13 @@ def test_a_task_whose_listing_is_old_does_not_try_each_shard_of_it(large, monkey
 
     monkeypatch.setattr(Claims, "take", take)
     monkeypatch.setattr(Claims, "numbers", lambda self: set(others))
-    assert scout.next() >= 150_000
+    assert scout.next() >= 75_000
     assert len(tried) < 20
 
 
 def test_an_idle_task_reads_few_claims_a_second_and_finds_a_dead_owner_within_two_leases(large, listings, clock):
-    n_open, dead = 300, 42
-    listings["claims"], listings["shards"] = range(200_000), range(n_open, 200_000)
+    n_open, dead = 75, 42
+    listings["claims"], listings["shards"] = range(100_000), range(n_open, 100_000)
     holders = {shard: Claim(f"2_{shard}", f"2_{shard}.0", "there", 2) for shard in range(n_open)}
     for shard, claim in holders.items():
         large.claims.take(shard, claim)

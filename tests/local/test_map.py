@@ -22,6 +22,9 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+IN_PROCESS = {**HERE, "executor": "debug"}
+
+
 def values(run):
     return [(row.index, row.error, row.values) for row in run.rows()]
 
@@ -68,7 +71,7 @@ def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures()
             raise ValueError("a batch with a bad text")
         return [len(text) for text in texts]
 
-    run = slurmgpu.map(lengths, ["a", "bb", "bad", "cccc", "d"], batch_size=2, **HERE)
+    run = slurmgpu.map(lengths, ["a", "bb", "bad", "cccc", "d"], batch_size=2, **IN_PROCESS)
     assert [(error is None, v["result"]) for _, error, v in values(run)] == [
         (True, 1),
         (True, 2),
@@ -86,9 +89,9 @@ def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
     with pytest.raises(
         SlurmGPUError, match=r"Item 0 .*failed, so that .* nothing was submitted: .*not with this item .*\. Its log"
     ):
-        slurmgpu.map(fails, [1, 2, 3], **HERE)
+        slurmgpu.map(fails, [1, 2, 3], **IN_PROCESS)
     with pytest.raises(SlurmGPUError, match=r"nothing in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
-        slurmgpu.map(lambda item: {"a": None, "b": item}, [1, 2, 3], name="none", **HERE)
+        slurmgpu.map(lambda item: {"a": None, "b": item}, [1, 2, 3], name="none", **IN_PROCESS)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["fails-probe", "none-probe"]
 
 
@@ -162,7 +165,7 @@ def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_
 
 def test_a_row_of_a_table_is_an_item():
     frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
-    here = {**HERE, "overrides": {**HERE["overrides"], "keep": ["text"]}}
+    here = {**IN_PROCESS, "overrides": {**HERE["overrides"], "keep": ["text"]}}
 
     def add(row):
         return {"n": row["n"] + 1, "all": row}
@@ -218,7 +221,7 @@ def test_the_debug_executor_calls_the_function_in_this_process():
     def remember(item) -> int:
         return os.getpid()
 
-    run = slurmgpu.map(remember, [1, 2], **{**HERE, "executor": "debug"})
+    run = slurmgpu.map(remember, [1, 2], **IN_PROCESS)
     assert run["result"][:].tolist() == [os.getpid()] * 2
 
 

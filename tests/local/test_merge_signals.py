@@ -39,9 +39,17 @@ def check_that_nothing_is_left(run):
 
 @pytest.mark.parametrize(
     ("signum", "moment"),
-    [*((signal.SIGTERM, moment) for moment in MOMENTS), (signal.SIGINT, MOMENTS[2]), (signal.SIGHUP, MOMENTS[2])],
+    [
+        (signal.SIGTERM, MOMENTS[0]),
+        (signal.SIGINT, MOMENTS[1]),
+        (signal.SIGHUP, MOMENTS[2]),
+        (signal.SIGTERM, MOMENTS[3]),
+        (signal.SIGTERM, MOMENTS[4]),
+        by_night(signal.SIGTERM, MOMENTS[1]),
+        by_night(signal.SIGTERM, MOMENTS[2]),
+    ],
 )
-def test_a_signal_in_the_middle_of_a_merge_ends_it_with_all_as_it_was(run, tmp_path, signum, moment):
+def test_a_signal_in_the_middle_of_a_merge_ends_it_with_all_as_it_was(run, slurmgpu, tmp_path, signum, moment):
     publish_all(run, sign=-1)
     merge(run)
     before = run.merged.read_bytes()
@@ -56,7 +64,7 @@ def test_a_signal_in_the_middle_of_a_merge_ends_it_with_all_as_it_was(run, tmp_p
     assert "Traceback" not in done.stderr
     check_that_nothing_is_left(run)
     assert (run.merged.read_bytes() == before) is (moment != MOMENTS[-1])
-    assert subprocess.run(command, capture_output=True, timeout=280).returncode == 0
+    slurmgpu("merge", run.folder, expect=0)
     assert merged_rows(run)[3] == 6
 
 
@@ -65,7 +73,9 @@ SUBMITIT = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core
 
 @pytest.mark.parametrize("moment", [by_night("import numpy"), by_night("open run.json"), "open 00002.h5"])
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 0)], ids=["TERM", "INT", "USR2"]
+    ("signum", "code"),
+    [(signal.SIGTERM, 143), by_night(signal.SIGINT, 130), (signal.SIGUSR2, 0)],
+    ids=["TERM", "INT", "USR2"],
 )
 def test_a_merge_job_heeds_what_ends_it_and_passes_the_notice_over(run, tmp_path, moment, signum, code):
     publish_all(run)

@@ -20,6 +20,7 @@ from tests.support.runs import check_rows, records, start
 from tests.support.terminals import Terminal
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
+DEBUG = ("submit", "--executor", "debug", "--gpus", "0")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_a_probe_on_this_machine_foretells_and_queues_only_when_told_to(project,
     assert len(record["published"]) == 4
     plan = json.loads((folder / "run-probe" / "run.json").read_text())
     assert plan["input"]["ranges"] == [[12, 16], [36, 40], [60, 64], [84, 88]]
-    argv = (*LOCAL, "--tasks", "2", "--probe", "16", "--yes", "--json", "--set", "faults={}")
+    argv = (*DEBUG, "--probe", "16", "--yes", "--json", "--set", "faults={}")
     found = json.loads(slurmgpu(*argv, cwd=folder, expect=0).stdout)  # the earlier probe is replaced
     assert found["failure"] is None
     assert found["submitted"]["complete"] is True
@@ -230,7 +231,7 @@ def test_a_probe_on_this_machine_foretells_and_queues_only_when_told_to(project,
 
 def test_items_of_a_probe_bear_the_numbers_of_the_whole_input(project):
     folder = project(100, settings={"faults": {"73": "exception"}})
-    found = package.probe(folder / "slurmgpu.toml", 8, executor="local", gpus=0)
+    found = package.probe(folder / "slurmgpu.toml", 8, executor="debug", gpus=0)
     assert [(error["index"], error["class"]) for error in found["errors"]] == [(73, "item_error")]
     assert not (folder / "run").exists()
 
@@ -278,7 +279,7 @@ def test_a_probe_of_the_whole_run_is_refused_with_one_that_is_less_if_there_is_o
 
 def test_ctrl_c_at_the_question_queues_nothing_and_says_so(project):
     folder = project(6)
-    with Terminal(*LOCAL, "--probe", "5", cwd=folder, size=(200, 60)) as terminal:
+    with Terminal(*DEBUG, "--probe", "5", cwd=folder, size=(200, 60)) as terminal:
         terminal.see(lambda seen: "queue it? [y/N]" in seen.text)
         assert "probing 6 items of 6" in terminal.text
         assert "the whole run, as a batch has 4; the run computes them again" in terminal.text

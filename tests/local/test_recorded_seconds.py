@@ -70,7 +70,7 @@ class Waits(Long):
 
 
 def test_an_item_left_for_later_is_time_well_spent(project, slurmgpu):
-    folder = project(2, settings={"n": 20, "step_s": 0.05}, workload="Waits", batch_size=1, shard_items=1)
+    folder = project(1, settings={"n": 20, "step_s": 0.05}, workload="Waits", batch_size=1, shard_items=1)
     with open(folder / "workloads.py", "a") as file:
         file.write(WAITS)
     process = start(*LOCAL, cwd=folder)
@@ -82,9 +82,9 @@ def test_an_item_left_for_later_is_time_well_spent(project, slurmgpu):
     assert record["kept_s"] >= NEARLY * 9 * 0.05
     assert record["lost_s"] == 0
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
-    check_rows(folder, 2)
+    check_rows(folder, 1)
     check_ledger(report(folder))
     [first, second] = report(folder)["attempts"]
     assert first["spent"]["useful"] == record["kept_s"]
-    assert second["spent"]["useful"] >= NEARLY * (40 - 10) * 0.05
+    assert second["spent"]["useful"] >= NEARLY * (20 - 10) * 0.05
     assert first["spent"]["lost"] == second["spent"]["lost"] == 0

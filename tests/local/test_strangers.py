@@ -41,8 +41,8 @@ if uid is not None:
 pickled = pickle.dumps(Payload())
 
 def poison(host, port):
-    signal.alarm(10)  # what is no store answers nothing, whatever the timeout
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+    signal.alarm(5)  # what is no store answers nothing, whatever the timeout
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=4))
     for key in store.list_keys():
         if "slurmgpu" not in key and "init" not in key:  # numbers, and JSON
             store.set(key, pickled)
