@@ -240,9 +240,9 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     slurmgpu has queued do not say their `submission`; it is the last one with this merge job.
     """
     last = _submission_of(run, submission)
-    over, lives = True, lives_of(run, settled=True)
+    over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
-        report = merge.merge(run, lives, lock.check)
+        report = merge.merge(run, lives_of(run, settled=True), lock.check)
         forget_dead_tasks(run)
     log.info("%s", _in_words(report))
     try:

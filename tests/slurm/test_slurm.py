@@ -105,17 +105,19 @@ def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
 
 
 def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project, slurmgpu, cluster):
-    folder = project(160, held_from=64, settings={"item_s": 0.1}, slurm={"no-requeue": True})
-    process = start(*WAIT, "--gpus", "8", cwd=folder)
+    # Two tasks fill a node.
+    asked = {"no-requeue": True, "cpus-per-task": 8}
+    folder = project(80, held_from=32, settings={"item_s": 0.1}, slurm=asked)
+    process = start(*WAIT, "--gpus", "4", cwd=folder)
     try:
-        wait_until_held(folder, 8, 8)
+        wait_until_held(folder, 4, 4)
         cluster.kill_node("gpu2")
         let_go(folder)
         output, _ = process.communicate(timeout=250)
     finally:
         cluster.start_node("gpu2")
     assert process.returncode == 0, output
-    check_rows(folder, 160)
+    check_rows(folder, 80)
     outcome = report(folder)
     failures = {a["failure"] for a in outcome["attempts"] if a["node"] == "gpu2"}
     assert failures <= {"node_fail"}
