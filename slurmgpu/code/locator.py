@@ -101,7 +101,7 @@ class Locator:
             return there
         if there is None and here is not None:  # a namespace: a folder without __init__.py
             return here
-        if name not in sys.stdlib_module_names and not name.startswith(BY_PATH):
+        if name not in sys.stdlib_module_names:
             self.foreign.add(name)
         return None
 

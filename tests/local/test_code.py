@@ -524,9 +524,3 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
         (installed / "vanishing.py").unlink()
         (folder / "signed.py").write_text("try:\n    import vanishing\nexcept ImportError:\n    pass\n" + WORKLOAD)
         assert [file.name for file in snapshot_of(draft.plan, None, None, former=before).files] == NAMES
-
-
-def test_the_file_of_a_workload_is_not_looked_for_among_all_installed_distributions(project, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: pytest.fail("all of them were read"))
-    with draft_run(project(4) / "slurmgpu.toml", {}) as draft:
-        assert draft.code.about["distributions"]["numpy"]

@@ -56,12 +56,6 @@ def test_the_fingerprint_covers_what_the_rows_depend_on(project):
     assert plan(folder).fingerprint != before
 
 
-def test_a_workload_in_a_file_needs_no_list_of_all_that_is_installed(project, monkeypatch):
-    """It takes a third of a second here, and longer where Python lies on a shared file system."""
-    monkeypatch.delattr("importlib.metadata.packages_distributions")
-    assert plan(project(8)).n_shards == 1
-
-
 def test_the_last_shard_has_what_is_left(project):
     p = plan(project(100))
     assert (p.n_shards, p.bounds(0), p.bounds(12)) == (13, (0, 8), (96, 100))
