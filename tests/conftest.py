@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
-from tests.support.command_line import CommandLine
+from tests.support import command_line
 from tests.support.images import apptainer, normal_user  # noqa: F401
 from tests.support.reasoners import reasoners  # noqa: F401
 from tests.support.runs import make_project
@@ -62,12 +62,17 @@ def _plain_output(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_command_line_left():
+    yield
+    if command_line.shared.cache_info().currsize:
+        command_line.shared().close()
+
+
 @pytest.fixture(scope="session")
 def slurmgpu():
     """The command line as a user types it: `slurmgpu("submit", …)` gives the finished process."""
-    calls = CommandLine(imports=["slurmgpu.page.page"])
-    yield calls
-    calls.close()
+    return command_line.shared()
 
 
 @pytest.fixture

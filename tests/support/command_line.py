@@ -4,13 +4,18 @@ One process imports it, and forks for each command. What the imports themselves 
 a call with a variable of Python's, of the locale, of HDF5 or of the hub's, which PyTorch and transformers read as well.
 """
 
+import functools
 import json
 import os
 import re
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +55,9 @@ def answer(connection):
     os._exit(0)
 
 
-def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=None):
+def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=None, leads=False):
+    if leads:
+        os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -179,6 +186,23 @@ class CommandLine:
             assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
+    def start(self, *argv, cwd, stdin=None, **env):
+        """The command in the background, in a session of its own, output and errors together; `stdin` is a pipe."""
+        argv, env = [*map(str, argv)], {**os.environ, **self._env, **env}
+        if read_by_imports(env) != self._own:
+            return subprocess.Popen(
+                [self._python, "-m", "slurmgpu", *argv],
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                **self._identity,
+            )
+        return Started(self._address, argv, str(Path(cwd).absolute()), env, stdin is not None)
+
     def _fork(self, program, argv, cwd, env, umask):
         with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
             asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, **program}
@@ -202,6 +226,75 @@ class CommandLine:
         [(kind, given)] = program.items()
         command = [self._python, {"module": "-m", "code": "-c"}[kind], given, *argv]
         return subprocess.run(command, **options, **self._identity, capture_output=True, text=True, timeout=800)
+
+
+class Started:
+    """What `CommandLine.start` forks, as `subprocess.Popen` has it."""
+
+    def __init__(self, address, argv, cwd, env, has_stdin):
+        self.args, self.returncode, self.stdin, self.stderr = argv, None, None, None
+        theirs_in = os.open(os.devnull, os.O_RDONLY)
+        if has_stdin:
+            os.close(theirs_in)
+            theirs_in, mine = os.pipe()
+            self.stdin = os.fdopen(mine, "w")
+        mine, theirs_out = os.pipe()
+        self.stdout = os.fdopen(mine)
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address)
+        socket.send_fds(self._connection, [b"x"], [theirs_in, theirs_out, theirs_out])
+        os.close(theirs_in)
+        os.close(theirs_out)
+        asked = {"argv": argv, "cwd": cwd, "env": env, "umask": own_umask(), "leads": True}
+        self._connection.sendall(json.dumps(asked).encode() + b"\n")
+        self._answer = self._connection.makefile("rb", buffering=0)  # `select` sees what is left of it
+        self.pid = int(self._answer.readline())
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self._answer], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._answer.readline())
+            self._answer.close()
+            self._connection.close()
+        return self.returncode
+
+    def poll(self):
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def communicate(self, text=None, timeout=None):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self.stdin:
+            self.stdin.write(text or "")
+            self.stdin.close()
+        read = []
+        reader = threading.Thread(target=lambda: read.append(self.stdout.read()), daemon=True)
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        self.stdout.close()
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return read[0], None
+
+    def send_signal(self, signum):
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+
+@functools.cache
+def shared():
+    """The command line that all tests of this process share; a fixture of tests/conftest.py closes it."""
+    return CommandLine(imports=["slurmgpu.page.page"])
 
 
 def own_umask():

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import slurmgpu
 from slurmgpu.run.claims import Claims
 from slurmgpu.run.directory import Plan, create_run
 from slurmgpu.slurm import queue
+from tests.support import command_line
 
 
 def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, held_from=None, **tables):
@@ -68,16 +67,7 @@ def toml(value):
 
 def start(*argv, cwd, stdin=None, **env):
     """The command line in the background, in a process group of its own; `stdin` is there to be written."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "slurmgpu", *map(str, argv)],
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return command_line.shared().start(*argv, cwd=cwd, stdin=stdin, **env)
 
 
 def report(folder):
