@@ -26,8 +26,12 @@ StructureKind = Literal["schema", "choices", "regex", "grammar"]
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The precisions' names in PyTorch."""
 
-STRUCTURE_ENGINES = ("transformers", "vllm")
-"""The engines that keep answers to a `Structure`."""
+STRUCTURE_ENGINES: dict[str, tuple[StructureKind, ...]] = {
+    "transformers": ("schema", "choices", "regex", "grammar"),
+    "vllm": ("schema", "choices", "regex", "grammar"),
+    "server": ("schema", "choices", "regex"),
+}
+"""The engines that keep answers to a `Structure`, and the kinds that each knows."""
 
 
 class Composed(str):

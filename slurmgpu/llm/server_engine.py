@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
+from slurmgpu.llm import server_structures
 from slurmgpu.llm.answers import THINK, THOUGHT
 from slurmgpu.llm.engine import (
     EngineOptions,
@@ -284,6 +285,8 @@ class ServerEngine:
             body["seed"] = request.key % (1 << SEED_BITS)
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if sampling.structure is not None:
+            body |= server_structures.asked(sampling.structure)
         # Not all servers take these.
         body |= {name: value for name, value in {"top_k": sampling.top_k, "min_p": sampling.min_p}.items() if value}
         if self._options.chat is False:
@@ -321,6 +324,9 @@ class ServerEngine:
             reasoning, text = reasoning.strip().removeprefix(THINK).strip(), text.lstrip("\n")
         for each in request.sampling.stop:
             text, reasoning = text.split(each)[0], reasoning.split(each)[0]
+        structure = request.sampling.structure
+        if structure is not None and reason == "stop" and (ignored := server_structures.problem(structure, text)):
+            return Output(request.id, finish_reason="error", error=ignored)
         return Output(
             request.id,
             text,

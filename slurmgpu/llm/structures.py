@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
@@ -23,6 +24,9 @@ EXTRA = "slurmgpu[structured]"
 
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: JSON as Python's `json.dumps` writes it, which models have seen most."""
+
+OWN_KEYWORD = "x-guidance"
+"""The keyword of a schema by which llguidance has its options."""
 
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of JSON Schema whose values are schemas by name."""
@@ -89,15 +93,18 @@ def structure_of(
 
 def check_structure(structure: Structure, engine: str, stop: Sequence[str]) -> None:
     """Refuse what the engine or llguidance cannot do, in the library's words, and stop texts, which cut answers."""
-    if engine not in STRUCTURE_ENGINES:
+    able = [name for name, kinds in STRUCTURE_ENGINES.items() if structure.kind in kinds]
+    if engine not in able:
         raise SlurmGPUError(
             f"{structure.kind} is set, which engine = {engine!r} cannot follow; expected engine = "
-            f"{' or '.join(map(repr, STRUCTURE_ENGINES))}, or no {structure.kind}."
+            f"{' or '.join(map(repr, able))}, or no {structure.kind}."
         )
     if stop:
         raise SlurmGPUError(
             f"stop is set, and {structure.kind} says where an answer ends: a stop text would break it. Remove stop."
         )
+    if engine == "server" and find_spec("llguidance") is None:
+        return  # the server has a library of its own
     is_own = structure.kind == "grammar"  # whose lines are the user's
     lark = _as_lark(structure.text) if is_own else lark_of(structure)
     is_wrong, said = library().LLMatcher.validate_grammar_with_warnings(lark)
@@ -164,7 +171,7 @@ def _read_schema(schema: str | Mapping[str, Any]) -> Mapping[str, Any]:
             ) from error
     if not isinstance(found, Mapping):
         raise SlurmGPUError(f"schema is {found!r:.80}; expected a JSON schema, which is a table.")
-    return {**found, "x-guidance": LAYOUT}
+    return {**found, OWN_KEYWORD: LAYOUT}
 
 
 def _strict(schema: Any) -> Any:

@@ -16,6 +16,14 @@ from slurmgpu.shards.columns import Array, Column, Json, Text
 TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 """JSON Schema's names of the types of values."""
 
+PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+}
+"""The types of JSON's values in Python by JSON Schema's names; true is no integer."""
+
 DTYPES = {"integer": "int64", "number": "float64", "boolean": "bool"}
 
 MOST_REFERENCES = 32
@@ -40,7 +48,13 @@ class Property:
         return Text() if self.type == "string" and n == 1 and not self.is_optional else Json()
 
     def value(self, name: str, found: Any) -> Any:
-        """A value for the column; ItemError for one that it cannot hold."""
+        """A value for the column; ItemError for one of another type, or that the column cannot hold."""
+        if self.type == "integer" and isinstance(found, float) and found.is_integer():
+            found = int(found)  # in JSON Schema 5.0 is an integer
+        if (found is not None or not self.is_optional) and type(found) not in PYTHON_TYPES.get(
+            self.type, (type(found),)
+        ):
+            raise ItemError(f"property {name!r} of the answer is {found!r:.40}; expected a value of type {self.type}")
         if self.type == "number":
             if found is None:
                 return math.nan

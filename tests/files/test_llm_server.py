@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
+from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm import http_client, server_engine, server_process
-from slurmgpu.llm.engine import Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.engine import Output, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.settings import engine_options
+from slurmgpu.llm.structures import structure_of
 from slurmgpu.util import socket_paths
 from slurmgpu.util.process_tree import living
 from slurmgpu.workload import Share
@@ -23,6 +24,7 @@ from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
+from slurmgpu.workloads.structured import Answers
 from tests.support.runs import datasets, report, wait_until
 from tests.support.tiny_models import make_unloadable
 
@@ -336,7 +338,7 @@ def test_what_a_server_cannot_give_is_refused_at_planning(folder, make, settings
     assert make(model=folder, **given)
 
 
-def test_examples_are_turns_of_a_chat_or_in_the_text_and_a_structure_is_refused(opened, folder):
+def test_examples_are_turns_of_a_chat_or_in_the_text_and_a_grammar_is_refused(opened, folder):
     prompt = Prompt("Q3", system="S", shots=(("Q1", " A1"), ("Q2", " A2")), between="|")
     _, text = opened(chat=False)._body(Request(0, prompt, Sampling()))
     assert text["prompt"] == "S\n\nQ1 A1|Q2 A2|Q3"
@@ -344,9 +346,42 @@ def test_examples_are_turns_of_a_chat_or_in_the_text_and_a_structure_is_refused(
     turns = [(turn["role"][0], turn["content"]) for turn in chat["messages"]]
     assert turns == [("s", "S"), ("u", "Q1"), ("a", " A1"), ("u", "Q2"), ("a", " A2"), ("u", "Q3")]
     with pytest.raises(
-        SlurmGPUError, match="regex is set, which engine = 'server' cannot follow; expected engine = 'tr"
+        SlurmGPUError, match="grammar is set, which engine = 'server' cannot follow; expected engine = 'tr"
     ):
-        Generate(model=folder, prompt="{text}", engine="server", serve=BY_PORT, regex="a").place(Share(0))
+        Generate(model=folder, prompt="{text}", engine="server", serve=BY_PORT, grammar="a").place(Share(0))
+
+
+@pytest.mark.parametrize(
+    ("form", "asked"),
+    [
+        ({"choices": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
+        ({"regex": "y.*s"}, {"structured_outputs": {"regex": "y.*s"}}),
+    ],
+)
+def test_a_server_is_asked_for_a_form_and_one_that_ignores_it_is_seen(opened, form, asked):
+    sampling = Sampling(structure=structure_of(**form))
+    engine = opened()
+    assert asked.items() <= engine._body(Request(0, Prompt("a"), sampling))[1].items()
+    good, bad = Request(0, Prompt("yes"), sampling), Request(1, Prompt("maybe"), sampling)
+    found = {each.id: each for each in engine.generate([good, bad])}
+    assert (found[0].text, found[0].error) == ("yes", None)
+    kind = next(iter(form))
+    assert found[1].error == f"the answer is 'maybe', which {kind} does not allow: the server does not follow it"
+
+
+def test_a_schema_goes_as_the_response_format_and_answers_of_other_types_are_errors(opened, folder):
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    structure = structure_of(schema=schema)
+    _, body = opened()._body(Request(0, Prompt("a"), Sampling(structure=structure)))
+    told = body["response_format"]["json_schema"]
+    assert (body["response_format"]["type"], told["strict"]) == ("json_schema", True)
+    assert told["schema"]["properties"] == schema["properties"]
+    assert "x-guidance" not in told["schema"]
+    answers = Answers(structure, 1, 16)
+    assert answers.values([Output(0, text='{"age": 5.0}')]) == {"age": 5}
+    for wrong, said in (('{"age": "5"}', "is '5'; expected a value of type integer"), ("5 years", "is not JSON of")):
+        with pytest.raises(ItemError, match=said):
+            answers.values([Output(0, text=wrong)])
 
 
 def test_what_it_can_give_is_planned_with_a_line_and_one_process(folder, tmp_path):

@@ -1,6 +1,7 @@
 """The engine on a server, with two real ones: `vllm serve` and `transformers serve`; in `make test-vllm`."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from slurmgpu.llm.engine import Place, Prompt, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.server_engine import KEY_VARIABLE
 from slurmgpu.llm.settings import engine_options
+from slurmgpu.llm.structures import structure_of
 from slurmgpu.util.process_tree import living
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.collect.workload import Collect
@@ -73,6 +75,21 @@ def test_samples_depend_on_their_keys_alone_and_a_wrong_request_is_its_own_error
     assert found[0].text == together[0]
     assert found[99].error.startswith("the server refuses it: ")
     assert "1024" in found[99].error
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"choices": ["12", "345"]}, "12|345"),
+        ({"regex": "[0-9]{3}a"}, "[0-9]{3}a"),
+        ({"schema": {"type": "integer", "minimum": 100, "maximum": 999}}, "[0-9]{3}"),
+    ],
+)
+def test_vllm_serve_keeps_answers_to_a_form(vllm_server, form, pattern):
+    asked = requests_of([*texts(6, seed=3), "12+3="], structure=structure_of(**form), max_tokens=16)
+    for output in vllm_server.generate(asked):
+        assert (output.error, output.finish_reason) == (None, "stop")
+        assert re.fullmatch(pattern, output.text), output.text
 
 
 def test_a_server_that_is_killed_is_started_again_and_no_answer_is_lost(vllm_server):
