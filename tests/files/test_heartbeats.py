@@ -222,6 +222,7 @@ def in_another_namespace(argv, **options):
     return subprocess.Popen([*words, *argv], start_new_session=True, **options)
 
 
+@pytest.mark.nightly  # as of another user's
 def test_a_task_that_loads_for_long_elsewhere_keeps_merge_and_resubmit_away(project, slurmgpu, tmp_path):
     """Of another user, too, nothing more is known than its heartbeat: no claim is held, no process is numbered here."""
     folder = project(16, "LoadsLong", settings={"until": str(tmp_path / "loaded")})
@@ -244,7 +245,7 @@ def test_a_task_that_loads_for_long_elsewhere_keeps_merge_and_resubmit_away(proj
     slurmgpu("merge", "run", cwd=folder, expect=0)
 
 
-def test_a_task_of_another_user_that_loads_keeps_merge_from_clearing_claims(somebody, project, slurmgpu):
+def test_a_task_of_another_user_that_loads_keeps_merge_and_resubmit_from_clearing_claims(somebody, project, slurmgpu):
     """Started on what is another machine to us; not even its claims are, before it has loaded."""
     own = project(16, "LoadsLong", settings={"until": str(somebody.folder / "loaded")})
     folder = somebody.folder / "project"
@@ -258,8 +259,11 @@ def test_a_task_of_another_user_that_loads_keeps_merge_from_clearing_claims(some
         try:
             wait_until(lambda: any(r["state"] == "loading" for r in _records(folder)), "a task that loads")
             (folder / "run" / "claims" / "00001").touch()
-            done = slurmgpu("merge", "run", cwd=folder, expect=2)
-            assert "still at work: task local1_0.0 of " in done.stderr
+            for command in (("merge", "run"), ("resubmit", "run", "--trust")):
+                done = slurmgpu(*command, cwd=folder, expect=2)
+                assert "waiting up to 30 s to see whether task local1_0.0" in done.stderr
+                assert "still at work: task local1_0.0 of " in done.stderr
+            assert not (folder / "run" / "report.json").exists()
             assert (folder / "run" / "claims" / "00001").exists()
             (folder / "run" / "claims" / "00001").unlink()
             (somebody.folder / "loaded").touch()

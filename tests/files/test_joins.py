@@ -17,6 +17,7 @@ from slurmgpu.run.lock import LockLostError
 from slurmgpu.shards import shard_file as shards
 from slurmgpu.shards.columns import Array, Text
 from slurmgpu.shards.names import shard_name
+from tests.support.nightly import by_night
 from tests.support.shard_files import (
     FINGERPRINT,
     assert_same_datasets,
@@ -327,7 +328,7 @@ def test_a_full_disk_leaves_the_old_file_alone_and_nothing_beside_it(tmp_path, s
     assert target.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("limit", [500, 5000, 50_000])
+@pytest.mark.parametrize("limit", [500, by_night(5000), 50_000])
 def test_a_file_that_cannot_grow_leaves_the_old_file_alone(tmp_path, old, limit):
     parts = write_parts(tmp_path, [0, 2000, 4000])
     target = old(tmp_path)

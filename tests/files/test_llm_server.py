@@ -415,17 +415,8 @@ def test_a_run_on_a_server_whose_worker_is_killed_has_all_rows(project, slurmgpu
         where = project(items=items, batch_size=4, settings=settings)
         text = (where / "slurmgpu.toml").read_text().replace("workloads.py:Rows", "generate")
         (where / "slurmgpu.toml").write_text(text)
-        run = [
-            "submit",
-            "--executor",
-            "local",
-            "--gpus",
-            "0",
-            "--tasks",
-            2,
-            *(["--inject", "kill@1"] if deadly else []),
-        ]
-        slurmgpu(*run, cwd=where, expect=0, MODEL=folder)
+        how = ("local", "--tasks", 2, "--inject", "kill@1") if deadly else ("debug",)
+        slurmgpu("submit", "--gpus", "0", "--executor", *how, cwd=where, expect=0, MODEL=folder)
         folders.append(datasets(where))
         assert report(where)["summary"]["n_answers"] == 48
         (where / "run").rename(where / f"run-{deadly}")

@@ -87,24 +87,31 @@ def read_plan(path: Path) -> tuple[Any, list[str]] | str:
 JSONL = [f'{{"id": {i}, "text": "tëxt {i % 9}"}}'.encode() for i in range(3000)]
 
 
-@pytest.mark.parametrize("compressed", ["gz", "zst", by_night("bz2"), by_night("xz")])
+CONTENTS = [
+    ("jsonl", b"\n".join(JSONL)),
+    ("jsonl", b"\xef\xbb\xbf" + b"\r\n".join(JSONL) + b"\r\n\n\n"),
+    ("jsonl", b"\n".join([*JSONL[:2500], b"not json", *JSONL[2500:]]) + b"\n"),
+    ("jsonl", b"\n".join([*JSONL[:20], b"not json"])),
+    ("jsonl", b"\n".join([*JSONL, b'{"cut": '])),
+    ("jsonl", b"\n" * 100),
+    ("jsonl", b""),
+    ("csv", b'id,text\r\n1,"a\r\nb"\r\n2,"say ""x"""\r\n\r\n'),
+    ("csv", b"id,text\n" + b'7,"two\nlines"\n' * 30_000 + b"8\n" + b"9,x\n" * 10_000),
+    ("csv", b"id,text\n" + b"1,x\n" * 30_000 + b'2,x"y\n'),
+    ("csv", b"id,text\n\n"),
+    ("txt", b"a\n\nb\n\n"),
+    ("txt", b"\n"),
+    ("txt", b"x" * 3_000_000 + b"\n" + b"y" * 70_000 + b"\n"),
+]
+
+
 @pytest.mark.parametrize(
-    ("suffix", "content"),
+    ("suffix", "content", "compressed"),
     [
-        ("jsonl", b"\n".join(JSONL)),
-        ("jsonl", b"\xef\xbb\xbf" + b"\r\n".join(JSONL) + b"\r\n\n\n"),
-        ("jsonl", b"\n".join([*JSONL[:2500], b"not json", *JSONL[2500:]]) + b"\n"),
-        ("jsonl", b"\n".join([*JSONL[:20], b"not json"])),
-        ("jsonl", b"\n".join([*JSONL, b'{"cut": '])),
-        ("jsonl", b"\n" * 100),
-        ("jsonl", b""),
-        ("csv", b'id,text\r\n1,"a\r\nb"\r\n2,"say ""x"""\r\n\r\n'),
-        ("csv", b"id,text\n" + b'7,"two\nlines"\n' * 30_000 + b"8\n" + b"9,x\n" * 10_000),
-        ("csv", b"id,text\n" + b"1,x\n" * 30_000 + b'2,x"y\n'),
-        ("csv", b"id,text\n\n"),
-        ("txt", b"a\n\nb\n\n"),
-        ("txt", b"\n"),
-        ("txt", b"x" * 3_000_000 + b"\n" + b"y" * 70_000 + b"\n"),
+        *((*each, "gz") for each in CONTENTS),
+        *((*each, "zst") for each in CONTENTS[:3]),
+        *(by_night(*each, "zst") for each in CONTENTS[3:]),
+        *(by_night(*each, other) for each in CONTENTS for other in ("bz2", "xz")),
     ],
 )
 def test_a_compressed_file_is_read_as_the_plain_one(

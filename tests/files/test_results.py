@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -282,44 +283,48 @@ def test_an_open_file_is_not_pickled(merged):
 
 CUT = """
 import os, sys
+from pathlib import Path
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.results.published import FileRows
 
-path, how = sys.argv[1:]
-with results.open(path, verify=how != "check") as opened:
-    column, blocks = opened["logits"], FileRows(opened).blocks(n_bytes=1)
-    next(blocks).rows()
-    os.truncate(path, 4096)
-    try:
-        {
-            "check": lambda: opened.check_rows(0, len(opened)),
-            "blocks": lambda: [block.rows() for block in blocks],
-            "rows": opened.rows,
-            "column": lambda: column[:],
-            "text": lambda: opened["shout"][3000],
-            "arrow": opened.to_arrow,
-        }[how]()
-    except SlurmGPUError as error:
-        print(error)
+for path in sys.argv[1:]:
+    how = Path(path).stem
+    with results.open(path, verify=how != "check") as opened:
+        column, blocks = opened["logits"], FileRows(opened).blocks(n_bytes=1)
+        next(blocks).rows()
+        os.truncate(path, 4096)
+        try:
+            {
+                "check": lambda: opened.check_rows(0, len(opened)),
+                "blocks": lambda: [block.rows() for block in blocks],
+                "rows": opened.rows,
+                "column": lambda: column[:],
+                "text": lambda: opened["shout"][3000],
+                "arrow": opened.to_arrow,
+            }[how]()
+        except SlurmGPUError as error:
+            print(error)
 """
 
 
-@pytest.mark.parametrize("how", ["check", "blocks", "rows", "column", "text", "arrow"])
-def test_a_file_that_is_cut_while_it_is_read_gets_a_sentence_and_no_signal(tmp_path, how):
-    if how == "arrow":
-        pytest.importorskip("pyarrow")
-    path = tmp_path / "merged.h5"
-    join_parts(write_parts(tmp_path, [0, 2000, 4000]), path)
+def test_a_file_that_is_cut_while_it_is_read_gets_a_sentence_and_no_signal(tmp_path):
+    pytest.importorskip("pyarrow")
+    merged = tmp_path / "merged.h5"
+    join_parts(write_parts(tmp_path, [0, 2000, 4000]), merged)
+    paths = [tmp_path / f"{how}.h5" for how in ("check", "blocks", "rows", "column", "text", "arrow")]
+    for path in paths:
+        shutil.copy(merged, path)
     done = subprocess.run(
-        [sys.executable, "-c", CUT, path, how], capture_output=True, text=True, env={"PYTHONPATH": str(DOCS.parents[2])}
+        [sys.executable, "-c", CUT, *paths], capture_output=True, text=True, env={"PYTHONPATH": str(DOCS.parents[2])}
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(
-        rf"{path} was cut while it was open: it ends before byte \d+\. `slurmgpu merge RUN` writes merged\.h5 again"
-        r" from the run's shards\.\n",
-        done.stdout,
-    )
+    for path, said in zip(paths, done.stdout.splitlines(), strict=True):
+        assert re.fullmatch(
+            rf"{path} was cut while it was open: it ends before byte \d+\. `slurmgpu merge RUN` writes merged\.h5 again"
+            r" from the run's shards\.",
+            said,
+        )
 
 
 @pytest.fixture
@@ -541,19 +546,19 @@ def test_the_examples_of_the_reference_read_a_merged_file(path, tmp_path):
 
 
 def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
-    bounds = [0, 3, 7, 8, 12]
+    bounds = [0, 2, 3, 6]
     path = tmp_path / "merged.h5"
     join_parts(write_parts(tmp_path, bounds, failed=(5,)), path)
     with results.open(path) as file:
         whole = [repr(row) for row in file.rows()]
-        file.check_rows(0, 12)
-        file.check_rows(4, 4)
+        file.check_rows(0, 6)
+        file.check_rows(2, 2)
     n_refused = 0
     for name, _, in_block in one_bit_everywhere(path):
         if in_block or name == "metadata":
             continue
         hit = set()
-        for row in range(12):
+        for row in range(6):
             with results.open(path) as file:
                 try:
                     file.check_rows(row, row + 1)
@@ -571,7 +576,7 @@ def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
             # The first value of the next shard begins where the last offset says.
             assert hit == own or "/offsets" in name
         n_refused += len(hit)
-    assert n_refused > 100
+    assert n_refused > 50
     with Reader(path) as reader:
         directory, _, _ = read_userblock(reader)
     for name, _, _, offset, _, _ in directory["datasets"]:
@@ -581,4 +586,4 @@ def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
                     results.open(path) as file,
                     pytest.raises(SlurmGPUError, match=f"the first entry of {name} differs"),
                 ):
-                    file.check_rows(9, 10)
+                    file.check_rows(4, 5)
