@@ -77,6 +77,13 @@ def test_a_run_in_an_image_has_the_same_bytes_as_one_without(project, slurmgpu, 
     assert {record["image"] for record in worked} == {str(apptainer.sif)}
     assert {record["surroundings"]["image"] for record in worked} == {apptainer.sif.name}
     wait_until_gone(folder, before)
+    # The image is frozen in the run, and named by the report.
+    frozen = json.loads((folder / "run" / "run.json").read_text())["container"]
+    assert frozen["image"] == str(apptainer.sif)
+    assert len(frozen["identity"]["sha256"]) == len(frozen["identity"]["partition_sha256"]) == 64
+    assert report(folder)["image"]["sha256"] == frozen["identity"]["sha256"]
+    shown = slurmgpu("report", "run", cwd=folder, expect=0).stdout
+    assert frozen["identity"]["sha256"][:12] in shown
 
 
 def test_an_unpacked_image_serves_as_well(project, slurmgpu, apptainer):
@@ -91,17 +98,6 @@ def test_a_relative_scratch_lies_beside_the_run_file(project, slurmgpu, apptaine
     slurmgpu(*LOCAL, cwd=folder, expect=0)
     [record] = records(folder)
     assert Path(record["image"]).is_relative_to(folder / "scratch")
-
-
-def test_the_image_is_frozen_in_the_run_and_named_by_the_report(project, slurmgpu, apptainer):
-    folder = project(20, container=apptainer.table())
-    slurmgpu(*LOCAL, cwd=folder, expect=0)
-    frozen = json.loads((folder / "run" / "run.json").read_text())["container"]
-    assert frozen["image"] == str(apptainer.sif)
-    assert len(frozen["identity"]["sha256"]) == len(frozen["identity"]["partition_sha256"]) == 64
-    assert report(folder)["image"]["sha256"] == frozen["identity"]["sha256"]
-    shown = slurmgpu("report", "run", cwd=folder, expect=0).stdout
-    assert frozen["identity"]["sha256"][:12] in shown
 
 
 def test_a_task_refuses_another_image_and_loses_nothing(project, slurmgpu, apptainer, tmp_path):

@@ -199,7 +199,7 @@ def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, c
     folder = project(100, held_from=24, settings=settings, slurm={"qos": "normal", "requeue": True})
     process = start(*WAIT, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 3, 2)
-    urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "sleep 3"]
+    urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "true"]
     cluster.run("sbatch", "--parsable", "--output=/dev/null", *urgent)
     array = submissions(folder)[0]["array_job"]
     wait_until(lambda: any(r["failure"] == "preempted" for r in records(folder)), "the preemption")
