@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -37,6 +38,7 @@ from slurmgpu.workloads.tracin.planning import Planned
 from slurmgpu.workloads.tracin.workload import Tracin
 from slurmgpu.workloads.train import rows as train_rows
 from slurmgpu.workloads.train import summary as train_summary
+from tests.support.nightly import by_night
 from tests.unit.test_layers import FLOORS
 
 ROOT = Path(__file__).parents[2]
@@ -428,17 +430,23 @@ def test_the_examples_of_a_page_print_what_it_shows(page, tmp_path, slurmgpu):
 
 
 @pytest.mark.model
-def test_the_demo_prints_what_the_readme_shows():
-    done = subprocess.run([sys.executable, DOCS / "examples" / "embed" / "demo.py"], capture_output=True, text=True)
+@pytest.mark.parametrize("every", [10, by_night(1)])
+def test_the_demo_prints_what_the_readme_shows(tmp_path, every):
+    """By day with the definitions that the page shows, and a tenth of those that are less near to them."""
+    folder = tmp_path / "embed"
+    shutil.copytree(DOCS / "examples" / "embed", folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    [whole] = re.findall(r"^```\n( +bank .*?)^```$", (folder / "README.md").read_text(), re.M | re.S)
+    words = set(re.findall(r"^[\d. ]{4}  (\S+)", whole, re.M))
+    lines = (folder / "glosses.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for n, line in enumerate(lines) if n % every == 0 or json.loads(line)["word"] in words]
+    (folder / "glosses.jsonl").write_text("".join(kept))
+    done = subprocess.run([sys.executable, folder / "demo.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     run, neighbours = done.stdout.split("$ python neighbours.py\n")
-    assert "glosses  complete  4,000 of 4,000 rows, 0 of them failed" in run
+    assert f"glosses  complete  {len(kept):,} of {len(kept):,} rows, 0 of them failed" in run
     [shown] = [text for _, note, text in blocks(ROOT / "README.md") if note == "demo"]
     beginning = shown.split("$ python neighbours.py\n")[1].split("…")[0]
     assert neighbours.startswith(beginning)
-    [whole] = re.findall(
-        r"^```\n( +bank .*?)^```$", (DOCS / "examples" / "embed" / "README.md").read_text(), re.M | re.S
-    )
     assert neighbours.rstrip() == whole.rstrip()
 
 

@@ -30,7 +30,8 @@ def run(folder, *command):
 
 
 def test_the_example_reaches_97_percent_on_digits_that_it_has_not_seen(folder):
-    printed = run(folder, "demo.py", "--set", "epochs=8")  # of the 12 that the page shows
+    # Of the 12 epochs that the page shows; and a second task would be another process that imports PyTorch.
+    printed = run(folder, "demo.py", "--set", "epochs=5", "--tasks", "1")
     assert "digits  complete  4 of 4 rows, 0 of them failed" in printed
     assert len(TABLE.findall(printed)) == 1
     found = re.search(r"^width 32, lr 0\.01: (\d+) of 360 digits of the test split$", printed, re.M)
