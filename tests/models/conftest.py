@@ -26,6 +26,12 @@ def _imported():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _frozen():
+    """So is what was imported and made before this test: to free memory, an engine collects all garbage."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def slurmgpu(_imported):
     """The command line as that of the other tests, by a Python that has imported PyTorch and transformers as well."""

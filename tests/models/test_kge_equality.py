@@ -11,6 +11,7 @@ from slurmgpu.influence.engine import Checkpoint, Influences, Options
 from slurmgpu.influence.generic import of_module
 from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
+from tests.support.nightly import by_night
 from tests.support.tiny_graphs import (
     LOSSES,
     N_ENTITIES,
@@ -108,6 +109,8 @@ CASES = [
     for loss in (LOSSES if name != "own" else ["bce-pos"])
     for directions in (("tail", "both") if name not in ("own", "conve-width") else ["tail"])
 ]
+# Each model by day with each loss; both directions, which are two queries with the same loss, with one.
+CASES = [case if case[2] == "tail" or case[1] == "bce-1n" else by_night(*case) for case in CASES]
 
 
 @pytest.mark.parametrize(("name", "loss", "directions"), CASES)

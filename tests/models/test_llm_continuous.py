@@ -21,6 +21,7 @@ from slurmgpu.llm.continuous import Needs
 from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
+from tests.support.nightly import by_night
 from tests.support.tiny_models import make_gpt_oss, make_llama, make_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,7 +97,11 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [*(("llama", way) for way in WAYS), ("qwen3", "sampled"), ("gpt_oss", "greedy"), ("gpt_oss", "sampled")],
+    [
+        *(("llama", way) for way in ("greedy", "narrowed", "stopped")),
+        ("gpt_oss", "sampled"),
+        *map(by_night, ("llama", "qwen3", "gpt_oss"), ("sampled", "sampled", "greedy")),
+    ],
 )
 def test_answers_are_those_of_static_batches(opened, caplog, kind, way):
     asked = requests(**WAYS[way])
@@ -120,7 +125,6 @@ def rest(request):
 
 
 def test_requests_are_fed_as_others_finish_and_share_what_their_prompts_begin_with(opened, caplog, monkeypatch):
-    monkeypatch.setattr(continuous, "MOST_REQUESTS", 2)
     monkeypatch.setattr(continuous, "MOST_REQUESTS", 2)
     engine = opened("llama", "continuous")
     engine._continuous.release()
