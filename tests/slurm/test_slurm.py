@@ -83,6 +83,7 @@ def test_a_killed_worker_and_a_killed_task_lose_nothing(project, slurmgpu):
     assert dead["failure"] in ("crash", "lost")
 
 
+@pytest.mark.nightly
 def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
     folder = project(80, settings={"faults": {"17": "segfault", "33": "hard_exit", "50": "exception"}})
     slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
@@ -196,7 +197,7 @@ def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_s
 
 def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
     settings = {"item_s": 0.15, "load_s": 0.1}
-    folder = project(100, held_from=24, settings=settings, slurm={"qos": "normal", "requeue": True})
+    folder = project(56, held_from=24, settings=settings, slurm={"qos": "normal", "requeue": True})
     process = start(*WAIT, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 3, 2)
     urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "true"]
@@ -209,7 +210,7 @@ def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, c
     cluster.run("scontrol", "update", f"JobId={array}", "StartTime=now")
     output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
-    check_rows(folder, 100)
+    check_rows(folder, 56)
     outcome = report(folder)
     assert outcome["failures"].get("preempted", 0) >= 1
     assert any(record["restart"] == 1 for record in records(folder))

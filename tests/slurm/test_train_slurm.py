@@ -225,6 +225,7 @@ def test_a_training_that_outlasts_its_walltime_goes_on_in_the_next_submission(tr
     check_equal(folder, by_two, 1)
 
 
+@pytest.mark.nightly
 def test_told_of_a_preemption_a_training_leaves_a_checkpoint_and_goes_on_with_twice_as_many(train, slurmgpu, cluster):
     folder = train(FIRST, slow_s=0.25, dull="true")
     process = start(*SUBMIT, "--wait", "--gpus", "2", cwd=folder)
