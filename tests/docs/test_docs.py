@@ -405,13 +405,15 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
 RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md", "how-to/run-a-command.md"]
-RUNNING += ["how-to/map-a-folder.md", "how-to/sweep-over-runs.md"]
-
-
+RUNNING += ["how-to/sweep-over-runs.md"]
+# What these do is shown by day: in tests/files by test_inputs_files.py and test_inputs_tar.py, in tests/local by
+# test_groups.py, in tests/models by test_training_throughput.py and test_training_fitting.py.
+BY_NIGHT = [by_night("how-to/map-a-folder.md")]
 WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]
+BY_NIGHT += [pytest.param(page, marks=[pytest.mark.model, pytest.mark.nightly]) for page in WITH_TORCH]
 
 
-@pytest.mark.parametrize("page", [*RUNNING, *(pytest.param(page, marks=pytest.mark.model) for page in WITH_TORCH)])
+@pytest.mark.parametrize("page", [*RUNNING, *BY_NIGHT])
 def test_the_examples_of_a_page_print_what_it_shows(page, tmp_path, slurmgpu):
     """A block that begins with the comment `# NAME` is a file; a block `console` is typed, one with a note is not."""
     folder = tmp_path / "sheep"
