@@ -24,7 +24,7 @@ from tests.support.images import Apptainer
 USER = pwd.getpwnam("games")
 """Of every Debian and Ubuntu. Not nobody: Slurm 26.05 takes that uid for a user whom it does not know."""
 
-NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "ensurepip", "tkinter")
+NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "ensurepip", "tkinter", "lib2to3", "config-*")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _python(world: Path) -> tuple[str, dict[str, str]]:
     packages.mkdir()
     for distribution in _needed("slurmgpu", {}).values():
         for file in distribution.files or ():
-            if ".." not in file.parts and file.locate().exists():
+            if not {"..", "tests"} & set(file.parts) and file.locate().exists():
                 target = packages / file
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(file.locate(), target)  # with its time, by which Python knows what it has compiled
