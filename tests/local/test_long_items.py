@@ -222,7 +222,7 @@ def test_progress_that_finds_no_room_ends_the_task_and_is_the_fault_of_no_item(p
     assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
     assert counts(folder) == {0: [1, 2, 3, 4, 5, 6]}
     (folder / "also").unlink()
-    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    slurmgpu("resubmit", "run", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
     check_counts(folder, 2, 12)
 
 

@@ -62,7 +62,7 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(capl
     assert "def triple(item, words):" in (run.folder / "function.py").read_text()
     assert not (run.folder.parent / "triple-probe").exists()
     # Of the same name, the next run has a directory of its own.
-    assert slurmgpu.map(triple, [{"n": 1}], load=lambda: "ab", **HERE).folder.name == "triple-2"
+    assert slurmgpu.map(triple, [{"n": 1}], load=lambda: "ab", **IN_PROCESS).folder.name == "triple-2"
 
 
 def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures():
