@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -17,7 +18,7 @@ from tests.support import pretend_runs
 from tests.support.command_line import CommandLine
 from tests.support.packages import install
 from tests.support.pretend_runs import pretend_run
-from tests.support.runs import check_rows, let_go, records, report, start, submissions, wait_until, wait_until_held
+from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
 
 SPOOL = '''
 """A queue of one job: a process that stays behind, computes one task after another, and merges."""
@@ -126,8 +127,8 @@ def site(tmp_path, monkeypatch):
 
 
 def test_help_lists_the_executors_that_are_installed(site):
-    shown, _ = start("submit", "--help", cwd=site).communicate(timeout=200)  # they are looked up as it is imported
-    assert "slurm, local, debug, spool." in shown
+    argv = [sys.executable, "-m", "slurmgpu", "submit", "--help"]  # a new Python: it looks for them at its first import
+    assert "slurm, local, debug, spool." in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_run_by_an_executor_of_another_package_is_complete_and_shown(project, slurmgpu):
