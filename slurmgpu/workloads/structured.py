@@ -51,9 +51,8 @@ class Property:
         """A value for the column; ItemError for one of another type, or that the column cannot hold."""
         if self.type == "integer" and isinstance(found, float) and found.is_integer():
             found = int(found)  # in JSON Schema 5.0 is an integer
-        if (found is not None or not self.is_optional) and type(found) not in PYTHON_TYPES.get(
-            self.type, (type(found),)
-        ):
+        types = PYTHON_TYPES.get(self.type)
+        if types is not None and type(found) not in types and not (found is None and self.is_optional):
             raise ItemError(f"property {name!r} of the answer is {found!r:.40}; expected a value of type {self.type}")
         if self.type == "number":
             if found is None:
