@@ -8,7 +8,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test test-gpu test-vllm nightly check packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test test-gpu test-vllm nightly check environments packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -37,6 +37,9 @@ nightly: packages lint types
 check: lint types
 	$(BIN)/python -m pytest -n 3 tests/unit tests/files
 
+# What both kinds of tests need, made side by side.
+environments: packages $(VENV)/test $(VLLM)/test
+
 packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi
 
@@ -62,16 +65,19 @@ dist: $(VENV)/release
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
+# Python compiles a module when it is first imported: to compile all of PyTorch's would take a minute more. The tests'
+# modules are collected once, so that not each of several processes compiles the same.
 $(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml tests/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint tests/constraints.txt --editable '.[$*]'
+	$(if $(filter test,$*),-$(BIN)/python -m pytest --collect-only --quiet >/dev/null)
 	touch $@
 
 # Three packages that vLLM asks for, and does not need for text, may be built for another PyTorch: then it cannot be
 # imported.
 $(VLLM)/test: pyproject.toml tests/vllm/constraints.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt --editable '.[test-vllm]'
+	$(VLLM)/bin/python -m pip install --quiet --no-compile --constraint tests/vllm/constraints.txt --editable '.[test-vllm]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
