@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from slurmgpu.llm.engine import Engine, EngineOptions, Place
+from slurmgpu.llm.interface.engine import Engine, EngineOptions, Place
 
 
 def open_engine(options: EngineOptions, place: Place) -> Engine:
     """The engine of the options, with its model loaded."""
     if options.engine == "vllm":
-        from slurmgpu.llm.vllm_engine import VllmEngine
+        from slurmgpu.llm.vllm_engine.engine import VllmEngine
 
         return VllmEngine(options, place)
     if options.engine == "server":
-        from slurmgpu.llm.server_engine import ServerEngine
+        from slurmgpu.llm.server_engine.engine import ServerEngine
 
         return ServerEngine(options, place)
-    from slurmgpu.llm.transformers_engine import TransformersEngine
+    from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
     return TransformersEngine(options, place)

@@ -7,19 +7,17 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
-from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling, TruncationSide
-from slurmgpu.llm.fewshot import fewshot_of
-from slurmgpu.llm.jinja_templates import TemplateFormat, template_class
-from slurmgpu.llm.models import find_model, served_model
-from slurmgpu.llm.prompts import NOTHING, Last, Prompts
-from slurmgpu.llm.server_settings import check_server
-from slurmgpu.llm.sizes import context_of
+from slurmgpu.llm.interface.engine import Batching, EngineOptions, Precision, Sampling, TruncationSide
+from slurmgpu.llm.models.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
+from slurmgpu.llm.models.sizes import context_of
+from slurmgpu.llm.models.source import find_model, served_model
+from slurmgpu.llm.prompts.fewshot import fewshot_of
+from slurmgpu.llm.prompts.jinja_templates import TemplateFormat, template_class
+from slurmgpu.llm.prompts.templates import NOTHING, Last, Prompts
+from slurmgpu.llm.server_engine.settings import check_server
+from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 
 EngineName = Literal["transformers", "vllm", "server"]
-
-VLLM_TEMPERATURES = (0.01, 2.0)
-"""The range of temperatures that vLLM computes with, beside 0: `SamplingParams` raises lower ones to its beginning."""
 
 
 class PromptSettings(TypedDict, total=False):
@@ -136,14 +134,6 @@ def check_temperature(name: str, value: float, settings: Mapping[str, Any]) -> N
     """Refuse a temperature that the engine of the settings does not compute with."""
     if settings.get("engine") == "vllm" and (problem := vllm_refuses(value)) is not None:
         raise SlurmGPUError(problem.replace("temperature", name, 1) + ".")
-
-
-def vllm_refuses(temperature: float) -> str | None:
-    """Why vLLM cannot sample at a temperature; None if it can."""
-    low, high = VLLM_TEMPERATURES
-    if not temperature or low <= temperature <= high:
-        return None
-    return f"temperature is {temperature:g}; vLLM computes with 0, or with {low:g} to {high:g}"
 
 
 def check_max_tokens(max_tokens: int, options: EngineOptions) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from slurmgpu import workload
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.final_answers import Number, marked, number_in, reference_number
-from slurmgpu.llm.parsing import Pattern, compile_pattern, search_last
+from slurmgpu.llm.answers.final_answers import Number, marked, number_in, reference_number
+from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
 from slurmgpu.workloads.sandbox import Sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located

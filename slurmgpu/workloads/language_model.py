@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm import models, placement
-from slurmgpu.llm.adapters import choice_of, pinned, refuse_missing
-from slurmgpu.llm.decoders import check_decoder, check_tokenizer
-from slurmgpu.llm.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.metrics import ratio
-from slurmgpu.llm.prompts import Prompts
-from slurmgpu.llm.server_settings import describe, refuse_beyond
+from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing
+from slurmgpu.llm.models.decoders import check_decoder, check_tokenizer
+from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
+from slurmgpu.llm.placement.place import place
+from slurmgpu.llm.prompts.templates import Prompts
+from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.progress import Telling
@@ -71,7 +72,7 @@ class LanguageModelWorkload:
         model = self.options.model
         if model.repository is not None:
             return {"revision": model.revision, **self._frozen_adapters}
-        files = models.digests_of(model)
+        files = digests_of(model)
         return self._frozen_adapters if files is None else {"model_files": files, **self._frozen_adapters}
 
     @property
@@ -79,7 +80,7 @@ class LanguageModelWorkload:
         """The settings of adapters, with the hub's commits in their names, and digests of the files of the others."""
         adapters = self.options.adapters
         names = {name: pinned(source) for name, source in adapters.sources.items()}
-        digests = {name: models.digests_of(source) for name, source in adapters.sources.items()}
+        digests = {name: digests_of(source) for name, source in adapters.sources.items()}
         found: dict[str, Any] = {"adapters": names} if adapters.choice is not None else {}
         found |= {"adapter": names[""]} if "" in names else {}
         files = {name: each for name, each in digests.items() if each is not None}
@@ -89,7 +90,7 @@ class LanguageModelWorkload:
     def environ(self) -> dict[str, str]:
         """Environment variables of workers: the hub's cache in which planning found the model, and no network."""
         sources = [self.options.model, *self.options.adapters.sources.values()]
-        cache = next((cache for cache in map(models.cache_of, sources) if cache is not None), None)
+        cache = next((cache for cache in map(cache_of, sources) if cache is not None), None)
         found = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return found if cache is None else {**found, "HF_HUB_CACHE": str(cache)}
 
@@ -99,7 +100,7 @@ class LanguageModelWorkload:
         if self.options.url:
             return []
         adapters = self.options.adapters.sources.values()
-        return [path for source in (self.options.model, *adapters) for path in models.files_of(source)]
+        return [path for source in (self.options.model, *adapters) for path in files_of(source)]
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
@@ -112,7 +113,7 @@ class LanguageModelWorkload:
             return Placement("one", (describe(self.options, share.gpus),))
         check_decoder(self.options.model)
         check_max_tokens(self._max_tokens, self.options)
-        found = Placement(*placement.place(self.options, share))
+        found = Placement(*place(self.options, share))
         refuse_missing(self.options.adapters)
         check_tokenizer(self.options.model)  # after the weights, with which the hub's tokenizer is downloaded
         return found
@@ -122,7 +123,7 @@ class LanguageModelWorkload:
         if self.options.url:
             return f"the model is on the server at {self.options.url}: there is nothing to download"
         adapters = self.options.adapters.sources.values()
-        return "; ".join(map(models.fetch, (self.options.model, *adapters)))
+        return "; ".join(map(fetch, (self.options.model, *adapters)))
 
     def sort_key(self, item: Item) -> int | tuple[str, int]:
         """Long prompts first; where items choose an adapter, those of one beside each other."""
@@ -139,9 +140,9 @@ class LanguageModelWorkload:
     def check_files(self) -> None:
         """Refuse a model whose files changed since the run was planned."""
         if planned := self._model[1].get("model_files"):
-            models.check_unchanged(self.options.model, planned)
+            check_unchanged(self.options.model, planned)
         for name, planned in self._model[1].get("adapter_files", {}).items():
-            models.check_unchanged(self.options.adapters.sources[name], planned)
+            check_unchanged(self.options.adapters.sources[name], planned)
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""

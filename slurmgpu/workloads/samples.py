@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.metrics import ratio, wilson_interval
-from slurmgpu.llm.prompts import take
-from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.answers.metrics import ratio, wilson_interval
+from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.llm.prompts.templates import take
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import Checker

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output, Structure
+from slurmgpu.llm.interface.engine import Output, Structure
 from slurmgpu.shards.columns import Array, Column, Json, Text
 
 TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.transformers_engine import TransformersEngine
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 from tests.benchmarks import judge, print_table
 
 N_WORDS = 8192

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Request, Sampling, Structure
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.structures import structure_of
-from slurmgpu.llm.transformers_engine import TransformersEngine
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Request, Sampling, Structure
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts.structures import structure_of
+from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 from tests.benchmarks import judge
 from tests.benchmarks.bench_llm import N_ROUNDS, N_WORDS, show
 

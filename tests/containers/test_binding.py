@@ -131,7 +131,7 @@ def test_a_snapshot_of_links_to_blobs_is_found_inside(reading, slurmgpu, tmp_pat
 
 ASKS = """
 from slurmgpu import Text
-from slurmgpu.llm.models import cache_of, files_of, find_model
+from slurmgpu.llm.models.source import cache_of, files_of, find_model
 
 class Reads:
     columns = {"found": Text()}

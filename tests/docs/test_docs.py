@@ -19,7 +19,7 @@ import typer
 from slurmgpu import api, workload
 from slurmgpu.cli.app import app
 from slurmgpu.llm import settings
-from slurmgpu.llm.engine import Sampling
+from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.plan.run_file import ContainerTable, Resources, RunFile, TrackTable, WorkloadTable
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
-from slurmgpu.llm import http_client, server_engine, server_process
-from slurmgpu.llm.engine import Output, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.interface.engine import Output, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.prompts.structures import structure_of
+from slurmgpu.llm.server_engine import engine as server_engine
+from slurmgpu.llm.server_engine import http_client
+from slurmgpu.llm.server_engine import process as server_process
 from slurmgpu.llm.settings import engine_options
-from slurmgpu.llm.structures import structure_of
 from slurmgpu.util import socket_paths
 from slurmgpu.util.process_tree import living
 from slurmgpu.workload import Share
@@ -266,7 +268,7 @@ def test_log_probabilities_are_given_where_the_server_tells_them(opened, monkeyp
 def test_the_server_ends_with_its_worker_however_that_ends(tmp_path, folder):
     code = f"""
 import os, signal
-from slurmgpu.llm.engine import Place
+from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.settings import engine_options
 engine = open_engine(engine_options({folder!r}, {{"engine": "server", "serve": {BY_SOCKET!r}}}), Place("cpu"))

@@ -16,9 +16,9 @@ import numpy as np
 from tests.gpu.findings import Machine, NotToBeHad, best_of, finding, hold, seconds_of
 
 if TYPE_CHECKING:
-    from slurmgpu.llm.answers import Encoded, Finished
-    from slurmgpu.llm.engine import EngineOptions, Place, Request
-    from slurmgpu.llm.transformers_engine import TransformersEngine
+    from slurmgpu.llm.interface.engine import EngineOptions, Place, Request
+    from slurmgpu.llm.prompts.codec import Encoded, Finished
+    from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
 SHAPE_SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
 SHAPE_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -46,7 +46,7 @@ def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int) 
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from slurmgpu.llm.batching import free_memory
+    from slurmgpu.llm.interface.batching import free_memory
 
     folder.mkdir()
     vocabulary = {"<pad>": 0, **{f"w{i}": i for i in range(1, n_words)}}
@@ -95,14 +95,14 @@ def _options(folder: Path | str, **settings: Any) -> EngineOptions:
 
 
 def _place(machine: Machine) -> Place:
-    from slurmgpu.llm.engine import Place
+    from slurmgpu.llm.interface.engine import Place
 
     return Place(machine.device, gpus=min(1, machine.n_gpus))
 
 
 @functools.cache
 def _engine(machine: Machine, **settings: Any) -> TransformersEngine:
-    from slurmgpu.llm.transformers_engine import TransformersEngine
+    from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
     return TransformersEngine(_options(_model(machine), **settings), _place(machine))
 
@@ -114,7 +114,7 @@ def _texts(machine: Machine, rng: np.random.Generator, lengths: Sequence[int]) -
 
 
 def _requests(texts: Sequence[str], lengths: Sequence[int], **sampling: Any) -> list[Request]:
-    from slurmgpu.llm.engine import Prompt, Request, Sampling
+    from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
 
     pairs = enumerate(zip(texts, lengths, strict=True))
     return [Request(i, Prompt(text), Sampling(max_tokens=n, **sampling), key=1000 + i) for i, (text, n) in pairs]
@@ -139,7 +139,7 @@ def _free(machine: Machine) -> int:
 
 def _forget(machine: Machine) -> None:
     """Close the engines and free the card."""
-    from slurmgpu.llm.batching import free_memory
+    from slurmgpu.llm.interface.batching import free_memory
 
     _engine.cache_clear()
     free_memory()
@@ -153,7 +153,7 @@ def the_usable_share_can_be_allocated(machine: Machine) -> str:
     """Of an empty card weights and cache can fill what placement counts with: 92 % less 1.5 GB."""
     import torch
 
-    from slurmgpu.llm.needs import usable
+    from slurmgpu.llm.placement.needs import usable
 
     machine.needs_gpu()
     total, held = torch.cuda.get_device_properties(machine.device).total_memory, []
@@ -173,8 +173,8 @@ def _foretold(machine: Machine, folder: Path) -> str:
     """The weights and the planned batch of a model: foretold, and used."""
     import torch
 
-    from slurmgpu.llm.needs import look_at, usable
-    from slurmgpu.llm.transformers_engine import TransformersEngine
+    from slurmgpu.llm.placement.needs import look_at, usable
+    from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
     model = look_at(_options(folder, batching="static"))
     before = _free(machine) if machine.on_gpu else 0
@@ -220,7 +220,7 @@ def _by_continuous(engine: TransformersEngine, encoded: Sequence[Encoded]) -> li
     said: list[str] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("slurmgpu.llm.continuous")
+    log = logging.getLogger("slurmgpu.llm.transformers_engine.continuous")
     log.addHandler(listener)
     try:
         found = list(engine._continuous.generate(encoded))
@@ -234,7 +234,7 @@ def _within(
     machine: Machine, way: Callable[[TransformersEngine, Sequence[Encoded]], list[Finished]], **how: Any
 ) -> str:
     """Compare bf16 greedy answers of a way with those in fp32, by the product's own measure."""
-    from slurmgpu.llm.selfcheck import TOLERANCE, difference
+    from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE, difference
 
     requests = _some(machine, **how)
     reference = _engine(machine, precision="fp32", batching="static")
@@ -276,7 +276,7 @@ def continuous_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
 @finding()
 def scores_in_bf16_are_fp32s(machine: Machine) -> str:
     """Log-probabilities of four labels in bf16 are fp32's to 0.1, and the best label is the same for 9 in 10."""
-    from slurmgpu.llm.engine import Question
+    from slurmgpu.llm.interface.engine import Question
 
     labels = (" w11", " w222", " w33", " w44")
     questions = [Question(each.id, each.prompt, labels) for each in _some(machine, shared=True)]
@@ -293,8 +293,8 @@ def scores_in_bf16_are_fp32s(machine: Machine) -> str:
 @finding()
 def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
     """Samples in fp32 are the same in small and in large batches; the docs say that in bf16 some are not."""
-    from slurmgpu.llm.batching import Budget
-    from slurmgpu.llm.static import StaticBatches
+    from slurmgpu.llm.interface.batching import Budget
+    from slurmgpu.llm.transformers_engine.static import StaticBatches
 
     requests, shares = _some(machine, temperature=1.0, top_p=0.9), {}
     for precision in ("fp32", "bf16"):
@@ -380,8 +380,8 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step of 64 rows, and the CPU's tokens."""
     import torch
 
-    from slurmgpu.llm.engine import Sampling
-    from slurmgpu.llm.sampling import Rules, choose
+    from slurmgpu.llm.interface.engine import Sampling
+    from slurmgpu.llm.interface.sampling import Rules, choose
 
     n_tokens, n_rows = machine.pick(N_LARGE, N_TOY_LARGE), machine.pick(64, 4)
     logits = torch.randn(n_rows, n_tokens, generator=torch.Generator().manual_seed(0)) * 3
@@ -418,9 +418,9 @@ def quantised_variants_have_their_size(machine: Machine) -> str:
     """-8bit, -4bit and -fp8 load, answer, and have the weights that placement foretells, to 10 %."""
     import torch
 
-    from slurmgpu.llm.needs import look_at
-    from slurmgpu.llm.quantising import package_for
-    from slurmgpu.llm.transformers_engine import TransformersEngine
+    from slurmgpu.llm.placement.needs import look_at
+    from slurmgpu.llm.transformers_engine.engine import TransformersEngine
+    from slurmgpu.llm.transformers_engine.quantising import package_for
 
     packages = {variant: package_for(variant, tensor_parallel=False) or "" for variant in ("8bit", "4bit", "fp8")}
     machine.needs_gpu()

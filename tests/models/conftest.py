@@ -7,7 +7,7 @@ import pytest
 from tests.support.command_line import CommandLine
 
 MODULES = (
-    "slurmgpu.llm.transformers_engine",
+    "slurmgpu.llm.transformers_engine.engine",
     "slurmgpu.page.page",
     "torch",
     "transformers.generation",

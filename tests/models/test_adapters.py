@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.models.source import find_model
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.final_answers import number_in, reference_number
-from slurmgpu.llm.steps import Tree, split_steps
+from slurmgpu.llm.answers.final_answers import number_in, reference_number
+from slurmgpu.llm.answers.steps import Tree, split_steps
 from slurmgpu.workloads.checkers import open_checker
 
 
@@ -163,7 +163,7 @@ def test_a_long_answer_without_an_end_is_read_all_the_same(text):
 
 
 def test_a_pattern_that_takes_for_ever_is_the_items_error(monkeypatch):
-    monkeypatch.setattr("slurmgpu.llm.parsing.TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr("slurmgpu.llm.answers.parsing.TIME_LIMIT_S", 0.05)
     for kind in ("numeric", "exact", "regex"):
         with pytest.raises(ItemError, match=r"pattern .* to search a text"):
             open_checker(kind, pattern="(?:a|aa)+$").is_correct("a" * 60 + "!", {"answer": 4})

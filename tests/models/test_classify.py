@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm import parsing
-from slurmgpu.llm.engine import Output, Scores
+from slurmgpu.llm.answers import parsing
+from slurmgpu.llm.interface.engine import Output, Scores
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.classify.workload import Classify

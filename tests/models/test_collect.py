@@ -13,7 +13,7 @@ import pytest
 
 import slurmgpu as library
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output
+from slurmgpu.llm.interface.engine import Output
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.collect.totals import pass_rates
@@ -175,7 +175,7 @@ def test_a_rambling_path_costs_so_many_completions_and_is_counted(nothing):
 
 
 def test_a_pattern_that_takes_for_ever_is_its_items_error(nothing, monkeypatch):
-    monkeypatch.setattr("slurmgpu.llm.parsing.TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr("slurmgpu.llm.answers.parsing.TIME_LIMIT_S", 0.05)
     texts = {"1+5": "a\n" + "a" * 60 + "!", "1+6": "a\n7"}
 
     def answer(request):

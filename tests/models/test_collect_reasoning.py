@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.llm.engine import Prompt, Request
+from slurmgpu.llm.interface.engine import Prompt, Request
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.collect.workload import Collect
 from tests.support.reasoners import TEMPLATES

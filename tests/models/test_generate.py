@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output
+from slurmgpu.llm.interface.engine import Output
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import progress

@@ -10,8 +10,8 @@ import pytest
 
 import slurmgpu as library
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output, Scores
-from slurmgpu.llm.metrics import wilson_interval
+from slurmgpu.llm.answers.metrics import wilson_interval
+from slurmgpu.llm.interface.engine import Output, Scores
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext, settings_hints
 from slurmgpu.workloads.collect.workload import Collect

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
-from slurmgpu.llm.engine import EngineOptions, Prompt, Request, Sampling
-from slurmgpu.llm.prompts import Template
+from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request, Sampling
+from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.prompts.templates import Template
 from tests.support.tiny_models import TEMPLATE, make_tokenizer
 
 

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from transformers import DynamicCache, MistralConfig  # noqa: E402
 
-from slurmgpu.llm import caches  # noqa: E402
-from slurmgpu.llm.cache_layers import GROWTH  # noqa: E402
+from slurmgpu.llm.transformers_engine import caches  # noqa: E402
+from slurmgpu.llm.transformers_engine.cache_layers import GROWTH  # noqa: E402
 
 WINDOW = 7
 KINDS = pytest.mark.parametrize("window", [None, WINDOW], ids=["full", "sliding"])

@@ -16,11 +16,11 @@ pytest.importorskip("transformers")
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import continuous, continuous_sampling, selfcheck
-from slurmgpu.llm.continuous import Needs
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
+from slurmgpu.llm.transformers_engine.continuous import Needs
 from tests.support.nightly import by_night
 from tests.support.tiny_models import make_gpt_oss, make_llama, make_qwen3
 
@@ -348,7 +348,7 @@ def test_on_a_cpu_static_batches_are_chosen_and_a_reason_is_logged(folders, capl
 def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(
     folders, monkeypatch, attribute, value, reason
 ):
-    from slurmgpu.llm import transformers_engine
+    from slurmgpu.llm.transformers_engine import engine as transformers_engine
 
     load = transformers_engine.load_model
 

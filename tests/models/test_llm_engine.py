@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.batching import Budget, Load, common_prefix, n_that_fit
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.scoring import ROUNDING, exclusive
+from slurmgpu.llm.interface.batching import Budget, Load, common_prefix, n_that_fit
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine.scoring import ROUNDING, exclusive
 from tests.support.tiny_models import (
     CHARACTERS,
     _save,
@@ -312,9 +312,9 @@ def test_an_encoder_decoder_model_is_refused_with_a_sentence(tmp_path):
 OUT_OF_MEMORY = """
 import json, resource, sys
 import torch
-from slurmgpu.llm.engine import *
+from slurmgpu.llm.interface.engine import *
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.models.source import find_model
 
 torch.set_num_threads(1)
 notes = []
@@ -429,7 +429,7 @@ def test_so_many_choices_are_read_together_that_their_logits_have_room(folders, 
     ours = engine(folders["llama"])
     (expected,) = ours.score([question])
     n_logits = 2 * ours._loaded.model.config.vocab_size
-    monkeypatch.setattr("slurmgpu.llm.scoring.MOST_LOGITS", 5 * n_logits)
+    monkeypatch.setattr("slurmgpu.llm.transformers_engine.scoring.MOST_LOGITS", 5 * n_logits)
     seen = with_seen_rows(ours, monkeypatch)
     (found,) = ours.score([question])
     assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5)
@@ -478,7 +478,7 @@ def test_a_common_prefix_leaves_each_row_a_token():
 def test_layers_are_spread_evenly_over_devices(folders, tmp_path):
     from transformers import AutoConfig
 
-    from slurmgpu.llm.loading import even_device_map
+    from slurmgpu.llm.transformers_engine.loading import even_device_map
 
     config = AutoConfig.from_pretrained(make_llama(tmp_path / "deep", num_hidden_layers=8))
     placed = even_device_map(config, 4, torch.float32)

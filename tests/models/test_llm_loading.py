@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engine import EngineOptions, Place
-from slurmgpu.llm.loading import _distributed, load_model
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.interface.engine import EngineOptions, Place
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine.loading import _distributed, load_model
 from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_qwen3, make_tokenizer
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"

@@ -11,10 +11,10 @@ import textwrap
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import hub
-from slurmgpu.llm.decoders import ENCODERS, GENERATES, check_decoder, check_tokenizer
-from slurmgpu.llm.models import cache_of, check_unchanged, digests_of, fetch, files_of, find_model
-from slurmgpu.llm.reading import read_ahead
+from slurmgpu.llm.models import hub
+from slurmgpu.llm.models.decoders import ENCODERS, GENERATES, check_decoder, check_tokenizer
+from slurmgpu.llm.models.reading import read_ahead
+from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of, find_model
 from slurmgpu.plan.planner import draft_run
 from tests.support.hubs import COMMIT, serving
 from tests.support.tiny_models import make_llama
@@ -199,7 +199,7 @@ def ask(code, address, cache, **more):
 ASK = """
     import sys
     from slurmgpu.errors import SlurmGPUError
-    from slurmgpu.llm.models import fetch, find_model
+    from slurmgpu.llm.models.source import fetch, find_model
     for name, revision in {names}:
         try:
             source = find_model(name, revision=revision)

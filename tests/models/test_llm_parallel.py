@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 
 import slurmgpu as library
-from slurmgpu.llm.engine import Place
+from slurmgpu.llm.interface.engine import Place
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.generate.workload import Generate
 from tests.support.llm_ranks import compute

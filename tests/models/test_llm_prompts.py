@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm import metrics
-from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
-from slurmgpu.llm.prompts import Prompts, Template
+from slurmgpu.llm.answers import metrics
+from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, json_field, search_last
+from slurmgpu.llm.prompts.templates import Prompts, Template
 
 DATA = {"text": "cats", "n": 3, "half": 0.5, "choices": ["a", "b"], "meta": {"title": "T", "ids": [7, 8]}, "no": None}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "so?"}]

@@ -9,11 +9,11 @@ pytest.importorskip("transformers")
 
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import quantising
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.quantising import package_for, quantization_config
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine import quantising
+from slurmgpu.llm.transformers_engine.quantising import package_for, quantization_config
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from slurmgpu.llm.engine import Sampling
-from slurmgpu.llm.sampling import (
+from slurmgpu.llm.interface.engine import Sampling
+from slurmgpu.llm.interface.sampling import (
     NOISE_ROWS,
     Rules,
     _noise,
@@ -117,10 +117,10 @@ def test_few_rows_are_hashed_at_a_time_and_the_noise_is_the_same(monkeypatch):
         n_hashed.append(numbers.numel())
         return _splitmix_tensor(numbers)
 
-    monkeypatch.setattr("slurmgpu.llm.sampling._splitmix_tensor", see)
+    monkeypatch.setattr("slurmgpu.llm.interface.sampling._splitmix_tensor", see)
     found = _noise(keys, positions, n_tokens)
     assert max(n_hashed) == NOISE_ROWS * n_tokens
-    monkeypatch.setattr("slurmgpu.llm.sampling.NOISE_ROWS", len(keys))
+    monkeypatch.setattr("slurmgpu.llm.interface.sampling.NOISE_ROWS", len(keys))
     assert torch.equal(_noise(keys, positions, n_tokens), found)
 
 

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("transformers")
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import vllm_node
-from slurmgpu.llm.engine import EngineOptions, Place
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.vllm_engine import llm_arguments
-from slurmgpu.llm.vllm_node import NodePlace, start_with_port
+from slurmgpu.llm.interface.engine import EngineOptions, Place
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.vllm_engine import node as vllm_node
+from slurmgpu.llm.vllm_engine.engine import llm_arguments
+from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
 from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workloads.judge.workload import Judge
 from tests.support.tiny_models import make_llama
@@ -156,7 +156,7 @@ def test_an_engine_that_fails_for_another_reason_is_not_started_again(environ):
 KILLED = """
 import multiprocessing, os, signal, sys, tempfile
 from multiprocessing import shared_memory
-from slurmgpu.llm.vllm_node import NodePlace
+from slurmgpu.llm.vllm_engine.node import NodePlace
 
 tempfile.tempdir = sys.argv[1]
 place = NodePlace()

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, Mamba
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import token_scoring
-from slurmgpu.llm.engine import EngineOptions, Passage, Place, Prompt
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.windows import windows_of
+from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine import token_scoring
+from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
 from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_qwen3

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("transformers")
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers import Codec
-from slurmgpu.llm.engine import Composed, EngineOptions, Prompt
-from slurmgpu.llm.jinja_templates import JinjaTemplate
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.prompts import Prompts, Template
-from slurmgpu.llm.truncation import shorten
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.jinja_templates import JinjaTemplate
+from slurmgpu.llm.prompts.templates import Prompts, Template
+from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate

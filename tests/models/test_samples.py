@@ -10,7 +10,7 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output
+from slurmgpu.llm.interface.engine import Output
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.checkers import open_checker

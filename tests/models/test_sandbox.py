@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output
+from slurmgpu.llm.interface.engine import Output
 from slurmgpu.shards.columns import Array
 from slurmgpu.workload import Item
 from slurmgpu.workloads import sandbox

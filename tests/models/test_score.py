@@ -331,7 +331,7 @@ def test_the_layers_of_a_model_with_a_head_are_spread_over_gpus(reward_model):
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from slurmgpu.llm.loading import even_device_map
+    from slurmgpu.llm.transformers_engine.loading import even_device_map
 
     found = even_device_map(
         AutoConfig.from_pretrained(reward_model), 2, torch.float32, auto=AutoModelForSequenceClassification

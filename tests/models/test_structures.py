@@ -16,12 +16,12 @@ import torch
 
 import slurmgpu as slurmgpu_package
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers import Codec, Encoded
-from slurmgpu.llm.engine import EngineOptions, Output, Place, Prompt, Request, Sampling
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.grammars import Grammars, Matcher
-from slurmgpu.llm.models import find_model
-from slurmgpu.llm.structures import check_structure, lark_of, structure_of
+from slurmgpu.llm.interface.engine import EngineOptions, Output, Place, Prompt, Request, Sampling
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts.codec import Codec, Encoded
+from slurmgpu.llm.prompts.structures import check_structure, lark_of, structure_of
+from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
 from slurmgpu.shards.columns import Array, Json, Text, convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.generate.workload import Generate

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output
+from slurmgpu.llm.interface.engine import Output
 from slurmgpu.workload import Item
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.workload import Collect

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError
-from slurmgpu.llm import parsing
-from slurmgpu.llm.answers import Codec
-from slurmgpu.llm.engine import EngineOptions, Output
-from slurmgpu.llm.scoring import ask, scores_of
+from slurmgpu.llm.answers import parsing
+from slurmgpu.llm.interface.engine import EngineOptions, Output
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.transformers_engine.scoring import ask, scores_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize

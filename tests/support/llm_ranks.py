@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.models.source import find_model
 from tests.support.forks import fork_ranks
 
 WORLD_SIZE = 2

@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ FOREIGN = {
     "pandas": {"results"},
     "pynvml": {"util.nvml"},
     "matplotlib": {"page"},
-    "jinja2": {"page", "llm.jinja_templates"},
+    "jinja2": {"page", "llm.prompts.jinja_templates"},
     "llguidance": {"llm"},
     "tensorboard": {"trackers"},
     "wandb": {"trackers"},
@@ -192,6 +193,17 @@ def test_no_two_modules_of_a_room_import_each_other():
             if name not in seen:
                 seen.add(name)
                 todo += graph.get(name, set()) - {name}
+
+
+def test_no_two_rooms_of_the_language_models_import_each_other():
+    inside = [path for path in modules() if room(path) == "llm" and dotted(path).count(".") == 2]
+    graph = {}
+    for path in inside:
+        here = dotted(path).split(".")[1]
+        theirs = {name.split(".")[2] for name in imports(path) if name.startswith("slurmgpu.llm.")}
+        graph.setdefault(here, set()).update(theirs - {here})
+    assert set().union(*graph.values()) <= graph.keys(), "a room imports what stands on all of them"
+    assert [*TopologicalSorter(graph).static_order()]  # a circle raises
 
 
 NAMES = {*EXECUTORS.built_in, "manual"}

@@ -6,9 +6,9 @@ import pytest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from slurmgpu.llm.engine import EngineOptions, Place
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.models import find_model
+from slurmgpu.llm.interface.engine import EngineOptions, Place
+from slurmgpu.llm.models.source import find_model
 from tests.support.tiny_models import make_wide_adder
 
 

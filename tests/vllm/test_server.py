@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Place, Prompt, Request, Sampling
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.server_engine import KEY_VARIABLE
+from slurmgpu.llm.interface.engine import Place, Prompt, Request, Sampling
+from slurmgpu.llm.prompts.structures import structure_of
+from slurmgpu.llm.server_engine.engine import KEY_VARIABLE
 from slurmgpu.llm.settings import engine_options
-from slurmgpu.llm.structures import structure_of
 from slurmgpu.util.process_tree import living
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.collect.workload import Collect

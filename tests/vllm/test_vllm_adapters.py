@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engine import Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.settings import engine_options
 from tests.support.tiny_adapters import write_adapter
 from tests.support.tiny_models import CHARACTERS, make_llama

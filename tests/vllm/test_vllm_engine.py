@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm import vllm_engine, vllm_node
-from slurmgpu.llm.engine import Passage, Prompt, Question, Request, Sampling
-from slurmgpu.llm.structures import structure_of
+from slurmgpu.llm.interface.engine import Passage, Prompt, Question, Request, Sampling
+from slurmgpu.llm.prompts.structures import structure_of
+from slurmgpu.llm.vllm_engine import engine as vllm_engine
+from slurmgpu.llm.vllm_engine import node as vllm_node
 from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import language_model
@@ -331,7 +332,7 @@ def test_a_context_that_the_cache_has_no_room_for_is_shortened_or_refused_in_a_s
 SPLIT = """
     import os, signal, sys
     from tests.vllm.conftest import open_on_cpu
-    from slurmgpu.llm.engine import Prompt, Request, Sampling
+    from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
 
     if __name__ == "__main__":
         engine = open_on_cpu("vllm", sys.argv[1], gpus=2)

@@ -13,13 +13,13 @@ import numpy.typing as npt
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm import metrics
-from slurmgpu.llm.adapters import choice_of
-from slurmgpu.llm.engine import Output, Prompt, Question, Request, Scores
-from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
-from slurmgpu.llm.prompts import Last, take, text_of
-from slurmgpu.llm.sampling import mix
-from slurmgpu.llm.server_settings import uses_chat
+from slurmgpu.llm.answers import metrics
+from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, json_field, search_last
+from slurmgpu.llm.interface.engine import Output, Prompt, Question, Request, Scores
+from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.llm.models.adapters import choice_of
+from slurmgpu.llm.prompts.templates import Last, take, text_of
+from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.metrics import ratio, wilson_interval
+from slurmgpu.llm.answers.metrics import ratio, wilson_interval
 from slurmgpu.workloads.language_model import blocks
 
 if TYPE_CHECKING:

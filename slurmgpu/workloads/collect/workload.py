@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output, Prompt, Request
-from slurmgpu.llm.prompts import Last, Prompts
-from slurmgpu.llm.sampling import mix
-from slurmgpu.llm.server_settings import uses_chat
+from slurmgpu.llm.answers.steps import ROOT, Path, Tree, prefix_key
+from slurmgpu.llm.interface.engine import Output, Prompt, Request
+from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.llm.prompts.templates import Last, Prompts
+from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import SamplingSettings, sampling
-from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker

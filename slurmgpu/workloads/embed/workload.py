@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.engine import TORCH_NAMES
-from slurmgpu.llm.head_engine import n_positions
-from slurmgpu.llm.models import fetch_files, locate, read_json
+from slurmgpu.llm.heads.engine import n_positions
+from slurmgpu.llm.interface.engine import TORCH_NAMES
+from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.progress import Telling

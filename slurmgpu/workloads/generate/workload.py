@@ -12,13 +12,13 @@ import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Prompt, Request
-from slurmgpu.llm.metrics import ratio
-from slurmgpu.llm.prompts import Last
-from slurmgpu.llm.sampling import mix
-from slurmgpu.llm.server_settings import uses_chat
+from slurmgpu.llm.answers.metrics import ratio
+from slurmgpu.llm.interface.engine import Prompt, Request
+from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.llm.prompts.structures import check_structure, structure_of
+from slurmgpu.llm.prompts.templates import Last
+from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
-from slurmgpu.llm.structures import check_structure, structure_of
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, Template
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, n_truncated

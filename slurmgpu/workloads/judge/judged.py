@@ -10,8 +10,8 @@ import numpy as np
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.final_answers import number_of
-from slurmgpu.llm.prompts import take, text_of
+from slurmgpu.llm.answers.final_answers import number_of
+from slurmgpu.llm.prompts.templates import take, text_of
 from slurmgpu.shards.columns import Json, columns_from_json
 from slurmgpu.workloads.judge.opponents import kept_columns, plan_beside
 from slurmgpu.workloads.judge.rubrics import Rubric

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import ItemError
-from slurmgpu.llm.engine import Prompt, Scores
+from slurmgpu.llm.interface.engine import Prompt, Scores
 from slurmgpu.workload import Row
 from slurmgpu.workloads.judge.rubrics import TIE, Rubric
 

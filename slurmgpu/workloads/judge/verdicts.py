@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
+from slurmgpu.llm.answers.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
 from slurmgpu.workloads.judge.rubrics import Rubric
 from slurmgpu.workloads.language_model import blocks, ends_summary
 from slurmgpu.workloads.samples import flat

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Composed, Question, Request
-from slurmgpu.llm.prompts import Prompts, take
-from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.interface.engine import Composed, Question, Request
+from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.llm.prompts.templates import Prompts, take
 from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, check_temperature, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template

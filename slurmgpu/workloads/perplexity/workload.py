@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Likelihood, Passage
-from slurmgpu.llm.prompts import Prompts, Template
+from slurmgpu.llm.interface.engine import Likelihood, Passage
+from slurmgpu.llm.prompts.templates import Prompts, Template
 from slurmgpu.llm.settings import ModelSettings, check_range
 from slurmgpu.shards.columns import Array, Column, Ragged
 from slurmgpu.workload import FETCH, Item, Row

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.llm.heads import Activation
+from slurmgpu.llm.heads.head import Activation
 
 PathScore = Literal["min", "product", "mean", "last"]
 

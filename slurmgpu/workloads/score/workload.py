@@ -12,12 +12,12 @@ import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.engine import Place, Prompt
-from slurmgpu.llm.head_engine import HeadEngine, HeadScores
-from slurmgpu.llm.heads import Activation, Head, HeadInput, HeadKind, has_chat_template, place_head, read_head
-from slurmgpu.llm.prompts import Last, Prompts, Template, take
+from slurmgpu.llm.answers.steps import split_steps
+from slurmgpu.llm.heads.engine import HeadEngine, HeadScores
+from slurmgpu.llm.heads.head import Activation, Head, HeadInput, HeadKind, has_chat_template, place_head, read_head
+from slurmgpu.llm.interface.engine import Place, Prompt
+from slurmgpu.llm.prompts.templates import Last, Prompts, Template, take
 from slurmgpu.llm.settings import ModelSettings
-from slurmgpu.llm.steps import split_steps
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal

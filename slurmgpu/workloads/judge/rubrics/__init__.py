@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, search_all
-from slurmgpu.llm.prompts import Template
+from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
+from slurmgpu.llm.prompts.templates import Template
 
 FOLDER = Path(__file__).parent
 METHODS = ("parse", "score")

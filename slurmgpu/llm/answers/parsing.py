@@ -1,0 +1,144 @@
+"""Parse a model's free answer by a regular expression, as JSON, or for labels."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.answers.final_answers import Number, number_of
+
+TIME_LIMIT_S = 10.0
+"""The most time of one search: some patterns need exponential time."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A setting's regular expression, with one group or none; `name` is the setting's."""
+
+    text: str
+    name: str
+    n_groups: int
+
+
+def compile_pattern(pattern: str, name: str = "pattern") -> Pattern:
+    """A setting's regular expression, with `^` and `$` for lines; SlurmGPUError for more than one group."""
+    try:
+        n_groups = re.compile(pattern, re.MULTILINE).groups
+    except re.error as error:
+        raise SlurmGPUError(f"{name} is {pattern!r}, which is not a regular expression: {error}.") from error
+    if n_groups > 1:
+        raise SlurmGPUError(
+            f"{name} is {pattern!r}, which has {n_groups} groups; expected one, around the answer. Write (?:…) for the "
+            f"others."
+        )
+    return Pattern(pattern, name, n_groups)
+
+
+def search_all(pattern: Pattern, text: str) -> list[str]:
+    """The pattern's group in each match, or the whole match without a group; ItemError after TIME_LIMIT_S."""
+    # A dependency of transformers, which login nodes may lack; the standard library's re has no time limit.
+    import regex
+
+    matches = regex.finditer(pattern.text, text, regex.MULTILINE, timeout=TIME_LIMIT_S)
+    try:
+        found = [match[pattern.n_groups] for match in matches]
+    except TimeoutError as error:
+        raise ItemError(
+            f"{pattern.name} {pattern.text!r:.200} took more than {TIME_LIMIT_S:g} s to search a text of {len(text)} "
+            f"characters; expected a pattern without overlapping repetitions such as (a+)+"
+        ) from error
+    return [each for each in found if each is not None]
+
+
+def search_last(pattern: Pattern, text: str) -> str | None:
+    """The last result of `search_all`; None without a match."""
+    found = search_all(pattern, text)
+    return found[-1] if found else None
+
+
+def json_field(text: str, field: str) -> Any:
+    """The value of `field` in the last JSON object in a text that has it; None without one."""
+    found = None
+    for value in _objects(text):
+        if field in value:
+            found = value[field]
+    return found
+
+
+class Labels:
+    """Finds a label in a text, ignoring case unless labels differ only in case; numbers by their value: 1.0 is 1."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        folded = {name.casefold(): name for name in self.names}
+        self._folds = len(folded) == len(self.names)
+        self._known = folded if self._folds else {name: name for name in self.names}
+        self._by_number: dict[tuple[Fraction, bool], list[str]] = {}
+        for name in self.names:
+            if number := number_of(name):
+                self._by_number.setdefault(_value(number), []).append(name)
+        # The longest first: "hate speech" before "hate".
+        longest_first = "|".join(map(re.escape, sorted(self.names, key=lambda name: -len(name))))
+        # Before them a number as a whole, so that 1.5 is not read as a 1.
+        longer = r"\d+(?:[.,]\d+)+|" if self._by_number else ""
+        flags = re.IGNORECASE if self._folds else 0
+        self._pattern = re.compile(rf"(?<![\w-])(?:{longer}{longest_first})(?![\w-])", flags)
+
+    def exactly(self, text: str) -> str | None:
+        """The label that a text is, without white space and punctuation at its ends; else None."""
+        for stripped in (text.strip(), text.strip(" \t\r\n.,;:!?\"'`*()[]{}<>")):
+            found = self._known.get(stripped.casefold() if self._folds else stripped)
+            if found is not None:
+                return found
+            number = number_of(stripped) if self._by_number else None
+            named = self._by_number.get(_value(number), []) if number else []
+            if len(named) == 1:
+                return named[0]
+        return None
+
+    def within(self, text: str) -> str | None:
+        """The label that is a text or its last line, or the only one named in these; None if it is ambiguous."""
+        lines = [line for line in text.splitlines() if line.strip()]
+        for part in (text, *lines[-1:]):
+            found = self.exactly(part)
+            if found is not None:
+                return found
+        for part in (*lines[-1:], text):
+            if texts := self._pattern.findall(part):
+                named = {self.exactly(each) for each in texts} - {None}
+                return named.pop() if len(named) == 1 else None
+        return None
+
+
+def _value(number: Number) -> tuple[Fraction, bool]:
+    return number.value, number.is_percent
+
+
+def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+    decoder, position = json.JSONDecoder(), text.find("{")
+    while position >= 0:
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            end = position + 1
+        else:
+            yield value
+        position = text.find("{", end)
+
+
+def check_labels(labels: Sequence[str], name: str = "labels") -> tuple[str, ...]:
+    """The labels; SlurmGPUError for too few, an empty one, or a repeated one."""
+    found = tuple(labels)
+    if len(found) < 2:
+        raise SlurmGPUError(f"{name} has {len(found)}: {list(found)}; expected at least 2.")
+    for number, label in enumerate(found):
+        if not label.strip():
+            raise SlurmGPUError(f"{name} holds {label!r}; expected a text to choose.")
+        if label in found[:number]:
+            raise SlurmGPUError(f"{name} holds {label!r} twice; remove one.")
+    return found

@@ -1,0 +1,4 @@
+"""Models with a trained head: classifiers, reward models, rerankers.
+
+May import: transformers_engine, for loading, and what that may.
+"""

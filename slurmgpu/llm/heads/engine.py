@@ -1,0 +1,230 @@
+"""The outputs of a trained head for texts, in batches of like length."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.heads.head import Head, HeadInput
+from slurmgpu.llm.heads.inputs import Encoded, HeadCodec
+from slurmgpu.llm.interface.batching import (
+    CPU_PADDING,
+    GPU_PADDING,
+    Budget,
+    Load,
+    attempt,
+    default_tokens,
+    free_memory,
+    n_that_fit,
+    of_like_length,
+)
+from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
+from slurmgpu.llm.prompts.codec import PromptError
+from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+PROBES = ("It was not so at all, they said, and went on.", "It is so.")
+"""Texts of two lengths, of which the outputs alone are compared with those in one batch when a model is loaded."""
+
+EXACT, ROUNDED = 1e-3, 0.05
+"""The relative difference of an output alone and in a batch that is rounding, in fp32 and in fewer bits."""
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """The head's outputs for an input, float64: (label,), or (step, label) of an answer in steps."""
+
+    id: int
+    logits: npt.NDArray[np.float64]
+    n_tokens: int = 0
+    n_cut: int = 0
+    error: str | None = None
+
+
+class HeadEngine:
+    """A loaded model with a head; `step_end` and `cut` are those of `HeadCodec`."""
+
+    def __init__(
+        self, options: EngineOptions, place: Place, head: Head, *, step_end: str = "\n", cut: bool = False
+    ) -> None:
+        self._loaded, self._head, self._place = load_head(options, place, head), head, place
+        tokenizer = self._loaded.tokenizer
+        self.has_chat_template = bool(tokenizer.chat_template)
+        self._codec = HeadCodec(tokenizer, options, self._loaded.context, cut=cut, step_end=step_end)
+        self._choices = self._choice_tokens() if head.kind == "choices" else []
+        self._config = self._loaded.model.config.get_text_config()
+        self._pad_id: int | None = self._config.pad_token_id
+        self._budget = Budget(options.batch_tokens or default_tokens(self._loaded, place), place)
+        self._padding = CPU_PADDING if self._loaded.device.type == "cpu" else GPU_PADDING
+        if not self._takes_padding(EXACT if options.precision == "fp32" else ROUNDED):
+            self._padding = 0
+        log.info("batches of at most %d tokens%s", self._budget.tokens, "" if self._padding else ", without padding")
+
+    def score(self, inputs: Sequence[HeadInput]) -> Iterator[HeadScores]:
+        """Each input's outputs or error, long ones first."""
+        encoded: list[Encoded] = []
+        for asked in inputs:
+            try:
+                encoded.append(self._codec.encode(asked))
+            except PromptError as error:
+                yield HeadScores(asked.id, np.empty(0), error=str(error))
+        encoded.sort(key=lambda each: (-len(each.tokens), each.tokens))
+        while encoded:
+            alike = encoded[: of_like_length([each.tokens for each in encoded], self._padding)]
+            n_taken, load = n_that_fit(Load(), [(len(each.tokens), 0) for each in alike], self._budget.tokens)
+            batch = encoded[:n_taken]
+            found = attempt(lambda batch=batch: self._read(batch), self._place)  # type: ignore[misc]
+            if found is None:
+                free_memory()
+                if n_taken > 1:
+                    self._budget.reduce(load.tokens)
+                    continue
+            encoded = encoded[n_taken:]
+            if found is None:
+                n_tokens = len(batch[0].tokens)
+                problem = f"out of memory for this text alone, which has {n_tokens} tokens"
+                yield HeadScores(batch[0].id, np.empty(0), n_tokens, error=problem)
+                continue
+            self._budget.succeed()
+            for each, logits in zip(batch, found, strict=True):
+                yield HeadScores(each.id, logits, len(each.tokens), each.n_cut)
+
+    def close(self) -> None:
+        """Free memory."""
+        free_memory()
+
+    def _read(self, batch: Sequence[Encoded]) -> list[npt.NDArray[np.float64]]:
+        import torch
+
+        with torch.inference_mode():
+            ids, mask, types = self._pad(batch)
+            more = {} if types is None else {"token_type_ids": types}
+            if self._head.kind == "sequence":
+                logits = self._loaded.model(input_ids=ids, attention_mask=mask, **more).logits
+                return list(logits.double().cpu().numpy())
+            # Of a decoder, only the columns that end a step in any row: a vocabulary of logits for each is large.
+            columns = sorted({end for each in batch for end in each.ends})
+            if self._head.kind == "choices":
+                # On the CPU, since the hidden states may be on another GPU than the tokens.
+                more["logits_to_keep"] = torch.tensor(columns)
+            logits = self._loaded.model(input_ids=ids, attention_mask=mask, **more).logits
+            logits = logits[..., self._choices] if self._head.kind == "choices" else logits[:, columns]
+            found, places = logits.double().cpu().numpy(), {column: place for place, column in enumerate(columns)}
+            return [found[row, [places[end] for end in each.ends]] for row, each in enumerate(batch)]
+
+    def _pad(self, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Token ids padded at the right, their mask, and the segments of pairs if there are any.
+
+        Without a padding token of the model's own, a classifier finds the end of a text by whatever is set, so that
+        it has to be one that no text of the batch has.
+        """
+        import torch
+
+        longest = max(len(each.tokens) for each in batch)
+        pad = self._pad_id
+        if pad is None:
+            used = {token for each in batch for token in each.tokens}
+            pad = self._config.pad_token_id = next(number for number in itertools.count() if number not in used)
+        fill = [longest - len(each.tokens) for each in batch]
+        device = self._loaded.device
+        ids = torch.tensor([[*each.tokens, *[pad] * n] for each, n in zip(batch, fill, strict=True)], device=device)
+        mask = torch.tensor([[1] * (longest - n) + [0] * n for n in fill], device=device)
+        if not any(each.types for each in batch):
+            return ids, mask, None
+        types = [[*(each.types or [0] * len(each.tokens)), *[0] * n] for each, n in zip(batch, fill, strict=True)]
+        return ids, mask, torch.tensor(types, device=device)
+
+    def _takes_padding(self, tolerance: float) -> bool:
+        """Whether the model's outputs are the same in a batch with padding as alone, but for rounding."""
+        tokenizer, context = self._loaded.tokenizer, self._loaded.context
+        rows = [tuple(tokenizer(text)["input_ids"][:context]) for text in PROBES]
+        probes = [Encoded(number, row, ends=(len(row) - 1,)) for number, row in enumerate(rows) if row]
+        if len({len(each.tokens) for each in probes}) < len(PROBES):
+            return False
+        together = self._read(probes)
+        for probe, found in zip(probes, together, strict=True):
+            [alone] = self._read([probe])
+            if np.abs(found - alone).max() > tolerance * max(1.0, float(np.abs(alone).max())):
+                log.warning(
+                    "%s: outputs of a text are not the same beside a longer one, whose length it is padded to; batches "
+                    "have texts of equal length, which is slower",
+                    type(self._loaded.model).__name__,
+                )
+                return False
+        return True
+
+    def _choice_tokens(self) -> list[int]:
+        """The token of each choice; SlurmGPUError for a choice of several."""
+        found = []
+        for choice in self._head.labels:
+            tokens = self._loaded.tokenizer(choice, add_special_tokens=False)["input_ids"]
+            # Tokenizers of words put a mark of the beginning before a text, perhaps as a token of its own.
+            known = self._loaded.tokenizer.convert_tokens_to_ids(choice)
+            one = tokens[0] if len(tokens) == 1 else known
+            if one is None or one == self._loaded.tokenizer.unk_token_id:
+                raise SlurmGPUError(
+                    f"choices has {choice!r}, which is {len(tokens)} tokens of the model; expected one."
+                )
+            found.append(int(one))
+        return found
+
+
+def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
+    """Load a model with its head, and its tokenizer, on the device or the GPUs of `place`."""
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from slurmgpu.llm.models.reading import read_ahead
+
+    started = time.monotonic()
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
+    source |= {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(**source)
+    if options.precision == "fp32":
+        torch.set_float32_matmul_precision("highest")  # as `loading.load_model` does
+    read_ahead(options.model.folder)
+    disable_progress_bar()  # logs are files
+    # Absolute positions are counted from the left.
+    tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="right")
+    dtype = getattr(torch, TORCH_NAMES[options.precision])
+    auto = {
+        "sequence": transformers.AutoModelForSequenceClassification,
+        "token": transformers.AutoModelForTokenClassification,
+        "choices": transformers.AutoModelForCausalLM,
+    }[head.kind]
+    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config, auto)}
+    model, report = from_pretrained(arguments, auto)
+    check_whole(model, report, options, "a model without a trained head cannot score texts")
+    model.eval()
+    model.config.use_cache = False
+    context = min(options.max_context or sys.maxsize, n_positions(model), tokenizer.model_max_length)
+    loaded = Loaded(model, tokenizer, frozenset(), context, 0, model.device)
+    log_loaded(loaded, place, dtype, time.monotonic() - started)
+    return loaded
+
+
+def n_positions(model: Any) -> int:
+    """The number of tokens that a model has positions for; sys.maxsize if unlimited."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not found or found < 0:  # -1 in XLNet
+        return sys.maxsize
+    # RoBERTa, MPNet and similar models count from after the padding index: 514 positions hold 512 tokens.
+    base = getattr(model, "base_model", model)
+    table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
+    padding_idx = getattr(table, "padding_idx", None)
+    return int(found) if padding_idx is None else int(found) - padding_idx - 1

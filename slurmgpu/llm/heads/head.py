@@ -1,0 +1,172 @@
+"""What a trained head says of a text: its classes by config.json, and its place on GPUs; without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.engine import EngineOptions, Prompt
+from slurmgpu.llm.models.decoders import GENERATES, check_tokenizer
+from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
+from slurmgpu.llm.models.source import ModelSource, read_json
+from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Memory, look_at, usable
+from slurmgpu.llm.placement.place import gb, refuse_missing
+
+HeadKind = Literal["sequence", "token", "choices"]
+Activation = Literal["none", "sigmoid", "softmax"]
+
+CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
+"""The end of the name of the class with a head of each kind."""
+
+USUAL_WIDTH = 4096
+"""The hidden size of a model whose config.json does not tell."""
+
+N_GPUS = (2, 4, 8)
+"""GPUs of a task that are proposed."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head's outputs.
+
+    `kind` says of what: one for each text ("sequence"), one for each step ("token"), or the logits of given texts as
+    the token behind each step ("choices"). `activation` is what the model was trained with.
+    """
+
+    kind: HeadKind
+    labels: tuple[str, ...]
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """What is scored: a `prompt`, and what follows it.
+
+    `answer` is the assistant's turn, `second` the second text of a pair, `steps` are those of an answer; each is None
+    if there is none. `chat` says whether the prompt goes into the chat template.
+    """
+
+    id: int
+    prompt: Prompt
+    answer: str | None = None
+    second: str | None = None
+    steps: tuple[str, ...] | None = None
+    chat: bool = False
+
+    @property
+    def length(self) -> int:
+        """Its length in characters."""
+        texts = (self.prompt.system, self.prompt.text, self.answer or "", self.second or "", *(self.steps or ()))
+        return sum(map(len, texts)) + sum(len(each["content"]) for each in self.prompt.messages)
+
+
+def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) -> Head:
+    """The head of a model, from its config.json; SlurmGPUError for a model that has none of the kind that is needed."""
+    config = source.config
+    named = [str(name) for name in config.get("architectures") or ()]
+    if choices:
+        if not any(GENERATES.search(name) for name in named):
+            raise SlurmGPUError(
+                f"choices is set, and model {source.name!r} is a {_said(source)} by its config.json; expected a "
+                f"decoder, which says one of the choices behind each step. Remove choices."
+            )
+        return Head("choices", tuple(choices), "softmax")
+    kind: HeadKind = "token" if steps else "sequence"
+    if not any(name.endswith(CLASSES[kind]) for name in named):
+        raise SlurmGPUError(f"model {source.name!r} is a {_said(source)} by its config.json{_expected(kind, named)}")
+    labels = config.get("id2label")
+    if isinstance(labels, Mapping):
+        names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    else:
+        # Two are transformers' default, and not written.
+        names = tuple(f"LABEL_{number}" for number in range(int(config.get("num_labels") or 2)))
+    if len(names) == 1:
+        return Head(kind, names, "none")
+    return Head(kind, names, "sigmoid" if config.get("problem_type") == "multi_label_classification" else "softmax")
+
+
+def _said(source: ModelSource) -> str:
+    return " and ".join(map(str, source.config.get("architectures") or (source.config.get("model_type"),)))
+
+
+def _expected(kind: HeadKind, named: Sequence[str]) -> str:
+    if kind == "sequence" and any(name.endswith(CLASSES["token"]) for name in named):
+        return "; it scores tokens, not texts. Set steps to the field with the steps of an answer."
+    if kind == "token" and any(name.endswith(CLASSES["sequence"]) for name in named):
+        return "; it scores texts, not steps. Remove steps, and set answer to score an answer as a whole."
+    if kind == "token" and any(GENERATES.search(name) for name in named):
+        return (
+            '. If it says how good a step is by the token behind it, set choices to what it says, such as ["+", "-"]; '
+            "else expected a model with ForTokenClassification."
+        )
+    return (
+        f"; expected a model with a trained head ({CLASSES[kind]}): a classifier, a reward model or a reranker. "
+        f"A model that generates text classifies with the workload classify, and judges with judge."
+    )
+
+
+def has_chat_template(source: ModelSource) -> bool | None:
+    """Whether the tokenizer has a chat template; None if its files are not here yet."""
+    if (source.folder / "chat_template.jinja").is_file():
+        return True
+    own = source.folder / "tokenizer_config.json"
+    return bool(read_json(own).get("chat_template")) if own.is_file() else None
+
+
+def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tuple[str, ...]:
+    """Lines that say how a model with a head uses a task's GPUs; SlurmGPUError if it does not fit, with numbers."""
+    if options.model.quantization is not None:
+        raise SlurmGPUError(
+            f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
+            f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
+        )
+    memory, tokens = _memory(options, options.batch_tokens)
+    refuse_missing(look_at(options))
+    check_tokenizer(options.model)
+    weights = f"{options.model.name}, {options.precision}: {gb(memory.weights)} of weights"
+    batch = f"{gb(memory.cache)} for a batch of {tokens:,} tokens"
+    if gpus == 0:
+        return (f"{weights}. On CPUs: each task needs about {gb(_total(memory, 1) + RUNTIME_BYTES)} of memory.",)
+    how = "On one GPU" if gpus == 1 else f"Spread by layers over {gpus} GPUs"
+    needed = _total(memory, gpus)
+    if gpu_memory is None:
+        return (f"{weights}, and {batch}.", f"{how}: needs GPUs of {gb((needed + RUNTIME_BYTES) / USABLE)}.")
+    if needed > usable(gpu_memory):
+        more = [n for n in N_GPUS if n > gpus and _total(memory, n) <= usable(gpu_memory)]
+        advice = f"--gpus {more[0]} (gpus_per_task = {more[0]} with --array), or larger GPUs" if more else "larger GPUs"
+        if options.batch_tokens is not None and options.batch_tokens > ROW_TOKENS:
+            advice += ", or fewer batch_tokens"
+        raise SlurmGPUError(
+            f"{weights}, and {batch}. That does not fit {'one GPU' if gpus == 1 else f'{gpus} GPUs'} of "
+            f"{gb(gpu_memory)}: on each, {gb(needed)} are needed, and {gb(usable(gpu_memory))} can "
+            f"be used. What fits: {advice}."
+        )
+    lines = [
+        f"{weights}, and {batch}.",
+        f"{how} of {gb(gpu_memory)}: {gb(needed)} of the {gb(usable(gpu_memory))} that can be used on each.",
+    ]
+    if gpus > 1 and _total(memory, 1) <= usable(gpu_memory):
+        lines.append(f"One GPU suffices: --array makes {gpus} replicas, which is faster than one copy on {gpus} GPUs.")
+    return tuple(lines)
+
+
+def _memory(options: EngineOptions, batch_tokens: int | None) -> tuple[Memory, int]:
+    """The bytes of a model, with the activations of a batch in place of a cache, and the tokens of the batch."""
+    model = look_at(options)
+    config = text_config(options.model.config)
+    tokens = batch_tokens or min(ROW_TOKENS, context_of(options.model, options.max_context) or ROW_TOKENS)
+    hidden = int(config.get("hidden_size") or config.get("dim") or config.get("d_model") or USUAL_WIDTH)
+    inner = config.get("intermediate_size") or 4 * hidden
+    inner = int(max(inner) if isinstance(inner, list) else inner)
+    # As `batching.default_tokens` counts a token, without keys and values.
+    activations = math.ceil(tokens * (6 * hidden + 3 * inner) * ITEM_BYTES[options.precision])
+    return Memory(model.memory.split, model.memory.whole, float(activations), model.memory.layers), tokens
+
+
+def _total(memory: Memory, n_gpus: int) -> float:
+    """Weights and activations on the fullest of `n_gpus`; a batch is on one of them at a time."""
+    weights, _ = memory.on_each(n_gpus, tensor_parallel=False)
+    return weights + memory.cache

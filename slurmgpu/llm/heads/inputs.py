@@ -1,0 +1,166 @@
+"""Tokens of what a trained head scores: texts, pairs, chats, and answers in steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.llm.heads.head import HeadInput
+from slurmgpu.llm.interface.engine import Composed, EngineOptions
+from slurmgpu.llm.prompts.codec import MARK, Codec, PromptError
+
+STEP, END = "\ufdd1", "\ufdd2"
+"""Marks before and after the text that ends a step; see `answers.MARK`."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An input's `tokens`, the number of those that were cut, and the places of tokens that end steps.
+
+    `types` are the segments of a pair, for models that tell them apart; else empty.
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    n_cut: int = 0
+    ends: tuple[int, ...] = ()
+    types: tuple[int, ...] = ()
+
+
+class HeadCodec:
+    """Converts inputs to tokens.
+
+    `cut` cuts texts that exceed the `context`, at their end; else they are errors. `step_end` is put behind each step.
+    """
+
+    def __init__(self, tokenizer: Any, options: EngineOptions, context: int, *, cut: bool, step_end: str) -> None:
+        self._tokenizer, self._context, self._cut, self._step_end = tokenizer, context, cut, step_end
+        self._codec = Codec(tokenizer, options, context)
+        self._before, self._after = _own_tokens(tokenizer)
+
+    def encode(self, asked: HeadInput) -> Encoded:
+        """The input's tokens; PromptError for one that the model cannot take."""
+        if asked.steps is not None:
+            found = self._steps(asked, asked.steps)
+        elif asked.second is not None:
+            found = self._pair(asked, asked.second)
+        elif asked.chat:
+            found = Encoded(asked.id, self._chat_tokens(self._codec.render_chat(_messages(asked, asked.answer))))
+        else:
+            found = self._single(asked)
+        if len(found.tokens) > self._context:
+            raise PromptError(f"the text has {len(found.tokens)} tokens, and the model takes {self._context}")
+        return found
+
+    def _single(self, asked: HeadInput) -> Encoded:
+        text = _with_system(asked)
+        body = self._pieces(self._codec.cut(text))
+        room = self._context - len(self._before) - len(self._after)
+        n_cut = max(0, len(body) - room) if self._cut else 0
+        body = body[: len(body) - n_cut]
+        return Encoded(asked.id, (*self._before, *body, *self._after), n_cut)
+
+    def _pair(self, asked: HeadInput, second: str) -> Encoded:
+        # Both texts are plain, also where they look like special tokens.
+        first = _with_system(asked)
+        _check_unicode(first + second)
+        whole = self._tokenizer(first, second, split_special_tokens=True, return_token_type_ids=True)
+        n_cut = max(0, len(whole["input_ids"]) - self._context) if self._cut else 0
+        if n_cut:
+            room = len(self._tokenizer(second, split_special_tokens=True, add_special_tokens=False)["input_ids"])
+            if n_cut >= room:
+                raise PromptError(
+                    f"the first text of the pair leaves no room for the second: both have {len(whole['input_ids'])} "
+                    f"tokens, and the model takes {self._context}"
+                )
+            whole = self._tokenizer(
+                first,
+                second,
+                split_special_tokens=True,
+                return_token_type_ids=True,
+                truncation="only_second",
+                max_length=self._context,
+            )
+        types = whole["token_type_ids"] if "token_type_ids" in self._tokenizer.model_input_names else ()
+        return Encoded(asked.id, tuple(whole["input_ids"]), n_cut, types=tuple(types))
+
+    def _steps(self, asked: HeadInput, steps: Sequence[str]) -> Encoded:
+        """Tokens of an answer in steps; without a chat template as TRL's PRMTrainer has them (5.x, `tokenize_row`)."""
+        if asked.chat:
+            answer, quoted, length = [], [], 0
+            for step in steps:
+                quoted.append((length, length + len(step)))
+                answer.append(f"{step}{STEP}{self._step_end}{END}")
+                length += len(answer[-1])
+            text = self._codec.render_chat(_messages(asked, Composed("".join(answer), tuple(quoted))))
+            tokens: list[int] = []
+            ends: list[int] = []
+            for piece in re.split(f"({STEP}|{END})", text):
+                if piece == END:
+                    ends.append(len(tokens) - 1)
+                elif piece and piece != STEP:
+                    tokens += self._chat_tokens(piece)
+            if len(ends) != len(steps):
+                raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
+            return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
+        bos, end = self._tokenizer.bos_token_id, self._pieces(self._step_end)
+        tokens = [*([] if bos is None else [bos]), *self._pieces(self._codec.cut(_with_system(asked)))]
+        ends = []
+        for step in steps:
+            tokens += [*self._pieces(self._codec.cut(step)), *end]
+            ends.append(len(tokens) - 1)
+        return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
+
+    def _chat_tokens(self, text: str) -> tuple[int, ...]:
+        return self._codec.tokens_of((text, True))
+
+    def _pieces(self, text: str) -> list[int]:
+        """The tokens of a text with marks, without the tokenizer's own at its ends."""
+        _check_unicode(text)
+        return [
+            token
+            for piece in text.split(MARK)
+            for token in self._tokenizer(piece, add_special_tokens=False)["input_ids"]
+        ]
+
+
+def _own_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a tokenizer puts before and after a text."""
+    bare, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if bare and whole[start : start + len(bare)] == bare:
+            return tuple(whole[:start]), tuple(whole[start + len(bare) :])
+    return (), ()
+
+
+def _messages(asked: HeadInput, answer: str | None) -> list[dict[str, Any]]:
+    prompt = asked.prompt
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    messages = [*prompt.messages] or [*system, {"role": "user", "content": prompt.text}]
+    last = [] if answer is None else [{"role": "assistant", "content": answer}]
+    return [dict(each) for each in (*messages, *last)]
+
+
+def _with_system(asked: HeadInput) -> str:
+    """The prompt as plain text, with a system text before it."""
+    prompt = asked.prompt
+    if not prompt.system:
+        return prompt.text
+    moved = len(prompt.system) + 2
+    quoted = (*_quoted(prompt.system), *((start + moved, stop + moved) for start, stop in _quoted(prompt.text)))
+    return Composed(f"{prompt.system}\n\n{prompt.text}", quoted)
+
+
+def _quoted(text: str) -> tuple[tuple[int, int], ...]:
+    return text.quoted if isinstance(text, Composed) else ((0, len(text)),)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
+        ) from error

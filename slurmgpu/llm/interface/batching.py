@@ -1,0 +1,166 @@
+"""Batches by tokens: how many fit, and smaller batches when memory runs out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any, TypeVar
+
+from slurmgpu.llm.interface.engine import Place
+from slurmgpu.util.out_of_memory import is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+CPU_TOKENS, MOST_CPU_TOKENS, CPU_CACHE = 8192, 16384, 2**29
+"""The default batch on CPUs: twice as many tokens as long as their keys and values take at most so many bytes."""
+MOST_TOKENS = 65536
+"""The largest default batch on GPUs."""
+MOST_ROWS = 256
+CPU_PADDING, GPU_PADDING = 128, 2048
+"""The most padding tokens in a forward pass over prompts; with more, another pass is faster."""
+SHARE_OF_FREE = 0.8
+PATIENCE = 20
+"""Successful batches before a larger one is tried again."""
+LEAST_PREFIX, LEAST_SHARE = 32, 0.25
+"""The tokens, and the share of the prompts, from which on a prefix is computed once."""
+
+T = TypeVar("T")
+
+
+class Budget:
+    """The most tokens of a batch: rows times the longest prompt and answer."""
+
+    def __init__(self, tokens: int, place: Place) -> None:
+        self.tokens = tokens
+        self._whole = tokens
+        self._place = place
+        self._n_clean = 0
+        self._grown = False
+
+    def reduce(self, used: int) -> None:
+        """Reduce the budget after a batch of `used` tokens ran out of memory."""
+        self.tokens = max(1, min(self.tokens, used) // 2)
+        self._n_clean, self._grown = 0, False
+        log.warning("out of memory with a batch of %d tokens; going on with %d", used, self.tokens)
+
+    def succeed(self) -> None:
+        """Count a successful batch; after many of them raise the budget once."""
+        if self.tokens >= self._whole:
+            return
+        self._place.note("batch_tokens", self.tokens)
+        self._n_clean += 1
+        if self._n_clean >= PATIENCE and not self._grown:
+            self.tokens, self._grown = min(self._whole, self.tokens * 5 // 4), True
+
+
+def attempt(work: Callable[[], T], place: Place) -> T | None:
+    """The result of `work`; None if it ran out of memory, when nothing refers to its tensors any more.
+
+    In a group, whose processes must all do the same, the exception is raised.
+    """
+    try:
+        return work()
+    except Exception as error:
+        if place.world_size > 1 or not is_out_of_memory(error):
+            raise
+    # After the except block: its traceback referred to the tensors.
+    return None
+
+
+def free_memory() -> None:
+    """Free unreferenced memory."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def cpu_tokens(kv_bytes: int) -> int:
+    """The default batch on CPUs, for a cache of so many bytes a token.
+
+    A step reads all weights, however few rows it has: more rows are fewer steps.
+    """
+    return max(CPU_TOKENS, min(MOST_CPU_TOKENS, CPU_CACHE // max(1, kv_bytes)))
+
+
+def default_tokens(loaded: Any, place: Place) -> int:
+    """A budget for the memory that is free after loading the model; the same on all ranks of a group."""
+    if place.device == "cpu":
+        return cpu_tokens(loaded.kv_bytes)
+    import torch
+
+    free_memory()
+    devices = range(place.gpus) if place.world_size == 1 else [loaded.device]
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+    if place.world_size > 1:
+        shared = torch.tensor(free, device=loaded.device)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+        free = int(shared)
+    config = loaded.model.config.get_text_config()
+    # Activations of a token in a prompt, beside its keys and values; the growing cache copies a layer.
+    widths = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    token_bytes = 1.25 * loaded.kv_bytes + widths * loaded.model.dtype.itemsize
+    return int(min(MOST_TOKENS, max(256, SHARE_OF_FREE * free / token_bytes)))
+
+
+@dataclass(frozen=True)
+class Load:
+    """The size of a batch: `n_rows`, the `columns` now, and at most so many `more`."""
+
+    n_rows: int = 0
+    columns: int = 0
+    more: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the batch when it ends."""
+        return self.n_rows * (self.columns + self.more)
+
+    def add(self, prompt: int, answer: int) -> Load:
+        """The load with one more row."""
+        return Load(self.n_rows + 1, max(self.columns, prompt), max(self.more, answer))
+
+
+def n_that_fit(load: Load, lengths: Sequence[tuple[int, int]], budget: int) -> tuple[int, Load]:
+    """How many of the next rows (tokens of prompt and of answer) fit beside a load, and the load with them.
+
+    At least one row fits into an empty batch.
+    """
+    taken = 0
+    for prompt, answer in lengths:
+        grown = load.add(prompt, answer)
+        if grown.n_rows > 1 and (grown.tokens > budget or grown.n_rows > MOST_ROWS):
+            break
+        load, taken = grown, taken + 1
+    return taken, load
+
+
+def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:
+    """How many prompts, sorted by length, can be read together with at most `padding` tokens of padding."""
+    longest, n_padding = len(prompts[0]), 0
+    for place, (before, prompt) in enumerate(pairwise(prompts), 1):
+        if prompt != before:  # equal prompts are read once
+            n_padding += longest - len(prompt)
+        if n_padding > padding:
+            return place
+    return len(prompts)
+
+
+def n_common(rows: Sequence[tuple[int, ...]]) -> int:
+    """The number of tokens that all rows begin with."""
+    # All rows between the least and the greatest begin as both do.
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(rows), max(rows), strict=False)))
+
+
+def common_prefix(rows: Sequence[tuple[int, ...]]) -> int:
+    """The number of tokens that all rows begin with, less than the shortest row has."""
+    return min(n_common(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0
+
+
+def is_worthwhile(n_prefix: int, rows: Sequence[Sequence[int]]) -> bool:
+    """Whether a prefix is long enough to be computed once for all rows."""
+    return n_prefix >= LEAST_PREFIX and n_prefix * len(rows) >= LEAST_SHARE * sum(map(len, rows))

@@ -1,0 +1,280 @@
+"""The interface of engines, which complete prompts and score given answers.
+
+No torch here: settings are also checked on login nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.llm.models.adapters import Adapters
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.models.source import ModelSource
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Batching = Literal["auto", "static", "continuous"]
+FinishReason = Literal["stop", "length", "error"]
+TruncationSide = Literal["left", "right"]
+StructureKind = Literal["schema", "choices", "regex", "grammar"]
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The precisions' names in PyTorch."""
+
+STRUCTURE_ENGINES: dict[str, tuple[StructureKind, ...]] = {
+    "transformers": ("schema", "choices", "regex", "grammar"),
+    "vllm": ("schema", "choices", "regex", "grammar"),
+    "server": ("schema", "choices", "regex"),
+}
+"""The engines that keep answers to a `Structure`, and the kinds that each knows."""
+
+
+class Composed(str):
+    """A template's text; `quoted` are the (start, stop) of the parts that come from the item."""
+
+    quoted: tuple[tuple[int, int], ...]
+
+    def __new__(cls, text: str, quoted: tuple[tuple[int, int], ...] = ()) -> Composed:
+        """The text."""
+        made = super().__new__(cls, text)
+        made.quoted = quoted
+        return made
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The tokens of an answer that a model generated: its `thoughts`, with the marks around them, then its `answer`.
+
+    `mark` is a special token among the answer, whose text does not show it.
+    """
+
+    thoughts: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    mark: str = ""
+
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        """Tokens in which answers of the same text may differ, and by which the model goes on in another way."""
+        return (*self.thoughts, *self.answer) if self.mark else self.thoughts
+
+
+NOTHING = Generated()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chat `messages`, or plain `text`, and perhaps the beginning of the `answer`.
+
+    If that beginning is given, the model goes on from there without reasoning. It goes on from an answer of its own,
+    reasoning included, if that is given as `generated`, at the end of `so_far`, with which that answer's text begins.
+    `adapter` is the name of one of the model's adapters; "" is its only one, or the model itself if it has several.
+
+    `shots` are examples before a plain text, each a question and its answer: turns of a chat if the model has a chat
+    template, else texts with `between` behind each. With a `truncation_side` a prompt that is too long is shortened
+    there, in what comes from the item.
+
+    The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
+    message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
+    all of these, except in the unquoted parts of a `Composed`.
+    """
+
+    text: str = ""
+    system: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    answer: str = ""
+    so_far: str = ""
+    generated: Generated | None = None
+    adapter: str = ""
+    shots: tuple[tuple[str, str], ...] = ()
+    between: str = "\n\n"
+    truncation_side: TruncationSide | None = None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer must be, reasoning aside: JSON of a schema, one of some choices, or a match of a regex or grammar.
+
+    `text` is the schema or the list of choices as JSON, else the regex or the grammar itself. An engine that supports
+    structures is one of `STRUCTURE_ENGINES`.
+    """
+
+    kind: StructureKind
+    text: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 exclude no token.
+
+    A text of `stop` ends an answer and is not part of it. `logprobs` asks for each token's log-probability. If the
+    context has no room for the answer, that is an error; with `fit` the answer is cut instead. With a `structure`, only
+    tokens that it allows are chosen, and the log-probabilities are still the model's own over all tokens.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    fit: bool = False
+    structure: Structure | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A wanted completion. `id` is the caller's; random numbers depend on `key` (63 bits) alone."""
+
+    id: int
+    prompt: Prompt
+    sampling: Sampling
+    key: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """A completion: `text` is the answer, `reasoning` the text before it if the model marks that.
+
+    `generated` has the tokens of both, behind those that the prompt gave, to go on from a beginning of the answer.
+    `tokens` (int32) are all generated tokens with the end-of-sequence token. `logprobs` (float32, one for each token)
+    are the model's own, before temperature and filters; None unless requested. `finish_reason` is "stop" (the model
+    ended, or a stop text came), "length", or "error" with a sentence in `error`. An engine that does not know the
+    tokens gives their `count`. `n_truncated` tokens of the prompt were cut off.
+    """
+
+    id: int
+    text: str = ""
+    reasoning: str = ""
+    generated: Generated = NOTHING
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: npt.NDArray[np.float32] | None = None
+    n_prompt_tokens: int = 0
+    finish_reason: FinishReason = "stop"
+    error: str | None = None
+    count: int | None = None
+    n_truncated: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of generated tokens."""
+        return len(self.tokens) if self.count is None else self.count
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt with the answers to choose from.
+
+    Each group of `n_ways` choices are spellings of one answer. Choices of different answers must not have the same
+    tokens; spellings of one answer may.
+    """
+
+    id: int
+    prompt: Prompt
+    choices: tuple[str, ...]
+    n_ways: int = 1
+
+
+@dataclass(frozen=True)
+class Scores:
+    """log p(choice | prompt) (natural logarithm) and the token count of each choice of a question.
+
+    The choices exclude each other: answers that continue as a longer choice count for that one only, so that "1" means
+    1 but not 10. A spelling with the tokens of an earlier one gets -inf.
+    """
+
+    id: int
+    logprobs: npt.NDArray[np.float64]
+    n_tokens: npt.NDArray[np.int64]
+    n_prompt_tokens: int = 0
+    error: str | None = None
+    n_truncated: int = 0
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text of which each token's probability is wanted: the prompt's `answer` behind the prompt.
+
+    Without an answer it is the prompt's plain `text`, in no chat template. If that is longer than the model's context,
+    it is read in windows, which score `stride` tokens each after the first; None means as many as a window has.
+    """
+
+    id: int
+    prompt: Prompt
+    stride: int | None = None
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """ln p of each token of a passage, given all before it in its window (float32), and the tokens themselves (int32).
+
+    `n_prompt_tokens` come before, those of a tokenizer's beginning included.
+    """
+
+    id: int
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    n_prompt_tokens: int = 0
+    error: str | None = None
+
+
+class Engine(Protocol):
+    """A loaded model. A failed request or question has an `error`; an exception concerns all of them."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, in the order in which they finish."""
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores, in any order."""
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """The log-probabilities of each passage's tokens, in any order."""
+
+    def close(self) -> None:
+        """End threads and free memory."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The model and the settings of an engine.
+
+    `batch_tokens` is the most tokens (prompt and answer) of a static batch; None lets the engine choose. `max_context`
+    reduces the model's context. `chat` says whether plain prompts are put into the chat template; None if there is
+    one. `chat_options` go to the template: enable_thinking, reasoning_effort …
+
+    For the engine "server" either `serve` is the command that starts one, or `url` that of one that runs;
+    `concurrency` is the most requests that it has at a time.
+    """
+
+    model: ModelSource
+    engine: str = "transformers"
+    precision: Precision = "bf16"
+    batching: Batching = "auto"
+    batch_tokens: int | None = None
+    max_context: int | None = None
+    chat: bool | None = None
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    adapters: Adapters = field(default_factory=Adapters)
+    serve: tuple[str, ...] = ()
+    url: str = ""
+    concurrency: int = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine computes: the `device` in PyTorch, the GPUs that this process sees, and its rank in a group.
+
+    `note(name, value)` records changes of batching in the shard.
+    """
+
+    device: str
+    gpus: int = 0
+    rank: int = 0
+    world_size: int = 1
+    note: Callable[[str, int], None] = lambda name, value: None

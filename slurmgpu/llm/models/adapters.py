@@ -1,0 +1,157 @@
+"""LoRA adapters of a model, in the format of the library peft: found, checked and pinned without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.models import hub
+from slurmgpu.llm.models.source import ADAPTER_CONFIG, ModelSource, digests_of, locate, read_json
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+VLLM_RANK = 512
+
+_FIELD = re.compile(r"\{([^{}]+)\}")
+_PINNED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chooses an item's adapter, by name, out of its `field`."""
+
+    field: str
+    names: tuple[str, ...]
+
+    def of(self, data: Mapping[str, Any]) -> str:
+        """The name of the item's adapter; "", which is the model itself, where the field is empty."""
+        if self.field not in data:
+            raise ItemError(f"no field {self.field!r}, which names the adapter.{did_you_mean(self.field, data)}")
+        name = data[self.field]
+        if name is None or name == "":
+            return ""
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise ItemError(f"field {self.field!r} holds {name!r:.80}, which is no name of adapters: {known}")
+        return str(name)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A model's adapters: one for all items, named "", or those of which the items' `choice` is one."""
+
+    sources: Mapping[str, ModelSource] = field(default_factory=dict)
+    choice: Choice | None = None
+
+
+def choice_of(settings: Mapping[str, Any]) -> Choice | None:
+    """How items choose among the adapters of the settings `adapter` and `adapters`; None if there is one, or none.
+
+    SlurmGPUError if the two do not belong together.
+    """
+    adapter, adapters = settings.get("adapter"), settings.get("adapters") or {}
+    found = None if adapter is None else _FIELD.fullmatch(adapter)
+    if adapters and found is None:
+        raise SlurmGPUError(
+            f"adapters has {len(adapters)} adapters by name, and adapter is {adapter!r}; expected the field of items "
+            f'that names one of them, such as adapter = "{{language}}".'
+        )
+    if found is not None and not adapters:
+        raise SlurmGPUError(
+            f"adapter is {adapter!r}, a field of items, and adapters is not set; expected a table of the names that "
+            f'this field has, such as adapters = {{de = "lora/de", fr = "lora/fr"}}.'
+        )
+    return None if found is None else Choice(found[1], tuple(adapters))
+
+
+def find_adapters(settings: Mapping[str, Any]) -> Adapters:
+    """The adapters of the settings; SlurmGPUError for one that is not there, or is no LoRA adapter."""
+    choice = choice_of(settings)
+    if settings.get("adapter") is None:
+        return Adapters()
+    named = {"": settings["adapter"]} if choice is None else settings["adapters"]
+    return Adapters({name: _find(where) for name, where in named.items()}, choice)
+
+
+def pinned(source: ModelSource) -> str:
+    """The name of an adapter with the commit of the hub, if it is from there."""
+    return source.name if source.repository is None else f"{source.repository}@{source.revision}"
+
+
+def check_adapted(model: ModelSource, adapters: Adapters) -> None:
+    """Refuse adapters of a quantised model, and of one that is known to be another."""
+    if not adapters.sources:
+        return
+    if model.quantization is not None or "quantization_config" in model.config:
+        raise SlurmGPUError(
+            f"adapter is set, and model {model.name!r} is quantised; expected a model in bf16, fp16 or fp32, to which "
+            f"an adapter is added. Remove the suffix of its name, or merge the adapter into the model beforehand."
+        )
+
+
+def _find(where: str) -> ModelSource:
+    named = _PINNED.fullmatch(where)
+    name, revision = (where, None) if named is None else (named["name"], named["revision"])
+    try:
+        folder, repository = locate(name, revision, marker=ADAPTER_CONFIG)
+    except SlurmGPUError as error:
+        raise SlurmGPUError(f"adapter {where!r}: {error}") from error
+    config = read_json(folder / ADAPTER_CONFIG)
+    if not config:
+        advice = (
+            "; it is a whole model: set model to it, without adapter." if (folder / "config.json").is_file() else "."
+        )
+        raise SlurmGPUError(
+            f"adapter {where!r}: {folder} has no {ADAPTER_CONFIG}; expected the folder of a LoRA adapter, as peft's "
+            f"`save_pretrained` writes it{advice}"
+        )
+    if config.get("peft_type") != "LORA":
+        raise SlurmGPUError(
+            f"adapter {where!r} is of the kind {config.get('peft_type')}; expected LORA. Merge it into its model with "
+            f"peft, and set model to the result."
+        )
+    if repository is None and not any((folder / each).is_file() for each in WEIGHTS):
+        raise SlurmGPUError(f"adapter {where!r}: {folder} lacks {WEIGHTS[0]}. Copy the whole folder again.")
+    return ModelSource(
+        where, folder, revision if repository is None else folder.name, None, config, repository, revision
+    )
+
+
+def rank_of(source: ModelSource) -> int:
+    """The greatest rank of an adapter's matrices."""
+    ranks = [source.config.get("r") or 1, *(source.config.get("rank_pattern") or {}).values()]
+    return max(map(int, ranks))
+
+
+def digest_of_adapter(source: ModelSource) -> str:
+    """A name for an adapter's content: the hub's commit, or a digest of its files."""
+    files = digests_of(source)
+    told = source.revision if files is None else json.dumps(sorted(files.items()))
+    return hashlib.blake2b(f"{source.repository} {told}".encode(), digest_size=16).hexdigest()
+
+
+def check_for_vllm(adapters: Adapters) -> None:
+    """Refuse what vLLM does not compute: adapters with larger matrices than it has, with biases, or by DoRA."""
+    for source in adapters.sources.values():
+        config = source.config
+        if rank_of(source) > VLLM_RANK or config.get("use_dora") or config.get("bias", "none") != "none":
+            found = "DoRA" if config.get("use_dora") else f"a rank of {rank_of(source)} and bias {config.get('bias')!r}"
+            raise SlurmGPUError(
+                f"adapter {source.name!r} has {found}; vLLM takes a rank of at most {VLLM_RANK}, without biases and "
+                f'DoRA. Remove engine = "vllm", or merge the adapter into its model with peft.'
+            )
+
+
+def refuse_missing(adapters: Adapters) -> None:
+    """Refuse adapters of the hub whose weights are not in its cache."""
+    for source in adapters.sources.values():
+        if not any((source.folder / each).is_file() for each in WEIGHTS):
+            raise SlurmGPUError(
+                f"adapter {source.name!r}: its weights are not in the hub's cache, {hub.cache_folder()}, and tasks do "
+                f"not download. {hub.FETCH}."
+            )

@@ -1,0 +1,61 @@
+"""Check by its small files that a model can generate text: a decoder with a tokenizer."""
+
+from __future__ import annotations
+
+import re
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.models import hub
+from slurmgpu.llm.models.source import VOCABULARIES, ModelSource, read_json
+
+GENERATES = re.compile(r"CausalLM|LMHead|ConditionalGeneration|Decoder")
+"""Parts of the names of classes that generate text."""
+
+OTHER_HEADS = re.compile(
+    "For(MaskedLM|PreTraining|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|"
+    "NextSentencePrediction|ImageClassification|CTC)$"
+)
+
+ENCODERS = (
+    *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm"),
+    *("eurobert", "fnet", "funnel", "ibert", "longformer", "luke", "mobilebert", "modernbert", "mpnet", "mra"),
+    *("nomic_bert", "nystromformer", "roberta", "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod", "yoso"),
+)
+"""Values of model_type of encoders, unless `architectures` has a generating class. From transformers 5.23."""
+
+WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+"""Tokenizers of bytes and code points."""
+
+
+def check_decoder(source: ModelSource) -> None:
+    """Refuse an encoder or a classifier, whose generated text would be random."""
+    named = [str(name) for name in source.config.get("architectures") or ()]
+    if any(GENERATES.search(name) for name in named):
+        return
+    kind = str(source.config.get("model_type"))
+    if kind in ENCODERS or (named and all(OTHER_HEADS.search(name) for name in named)):
+        raise SlurmGPUError(
+            f"model {source.name!r} is a {' and '.join(named) or kind} by its config.json, which does not generate "
+            f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. For "
+            f"vectors of texts use the workload embed."
+        )
+
+
+def check_tokenizer(source: ModelSource) -> None:
+    """Refuse a folder without a tokenizer."""
+    folder = source.folder
+    if any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+        return
+    own = read_json(folder / "tokenizer_config.json")
+    if "auto_map" in own or own.get("tokenizer_class") in WITHOUT_VOCABULARY:
+        return
+    advice = (
+        "Copy it from the base model, in Python with tokenizer.save_pretrained(folder)."
+        if source.repository is None
+        else f"{hub.FETCH}, if the repository has one."
+    )
+    raise SlurmGPUError(
+        f"model {source.name!r}: there is no tokenizer in {folder}; expected tokenizer.json, tokenizer.model or "
+        f"vocab.json beside the weights. {advice}"
+    )

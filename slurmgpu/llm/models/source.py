@@ -1,0 +1,264 @@
+"""Find models by name, and read, check and fetch their files, without torch and transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.models import hub
+from slurmgpu.util.hashing import digest_of
+
+QUANTIZATIONS = ("8bit", "4bit", "fp8")
+"""Suffixes of a model's name, after a hyphen."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of the folder of a LoRA adapter."""
+
+PACKAGE = "package:"
+
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "*.tiktoken", "tokenization_*.py")
+"""Every tokenizer has at least one of these files; some have their own code."""
+
+MATTERS = (
+    *("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "preprocessor_config.json", "*.py"),
+    *("*.safetensors", "*.index.json", "pytorch_model*", "adapter_*"),
+)
+"""Files that `from_pretrained` reads; others in the folder may change."""
+
+N_READERS = 8
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model and its small files.
+
+    `folder` has at least config.json, whose content is `config`; `quantization` is the suffix of the name ("8bit",
+    "4bit", "fp8") or None. For a model of the hub, `repository` is its name there, `revision` the commit, and `asked`
+    the revision in the settings.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None
+    quantization: str | None
+    config: Mapping[str, Any]
+    repository: str | None = None
+    asked: str | None = None
+
+
+def find_model(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
+    """The model of that name: a folder, a name on the hub, or "package:NAME"; SlurmGPUError if there is none.
+
+    A name may end in -8bit, -4bit or -fp8, unless the whole name is that of a folder or a model of the hub.
+    """
+    stem, _, quantization = model.rpartition("-")
+    if quantization not in QUANTIZATIONS or _as_named(model, revision) is not None:
+        stem, quantization = model, ""
+    try:
+        folder, repository = locate(stem, revision)
+    except hub.UnknownRepositoryError:
+        if not quantization:
+            raise
+        quantization = ""  # some names on the hub end like this
+        folder, repository = locate(model, revision)
+    config = read_json(folder / "config.json")
+    _check(model, folder, config, quantization, trust_remote_code=trust_remote_code)
+    commit = revision if repository is None else folder.name
+    return ModelSource(model, folder, commit, quantization or None, config, repository, revision)
+
+
+def served_model(model: str, revision: str | None, *, is_here: bool) -> ModelSource:
+    """The model of a server: by the name that the server gives it, or if it `is_here` a file or as in `find_model`."""
+    path = Path(model).expanduser()
+    if not is_here:
+        return ModelSource(model, path, None, None, {})
+    if path.is_file():  # a GGUF
+        return ModelSource(model, path.absolute(), None, None, {})
+    source = find_model(model, revision=revision)
+    if source.quantization is not None:
+        raise SlurmGPUError(
+            f'model {model!r}: with engine = "server" the server quantises; remove -{source.quantization}, and give '
+            f"the command in serve an option for that."
+        )
+    return source
+
+
+def _as_named(model: str, revision: str | None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None] | None:
+    folder = Path(model).expanduser()
+    if model and folder.is_dir():
+        return folder.absolute(), None
+    if _is_path(model) or model.startswith(PACKAGE):
+        return None
+    snapshot = hub.cached(model, revision, marker)
+    return None if snapshot is None else (snapshot, model)
+
+
+def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None]:
+    """The folder with a model's small files, and its name on the hub if it is from there; without suffixes.
+
+    A snapshot in the hub's cache is one that has the file `marker`.
+    """
+    if model.startswith(PACKAGE):
+        return _in_package(model.removeprefix(PACKAGE)), None
+    found = _as_named(model, revision, marker)
+    if found is not None:
+        return found
+    if "://" in model:
+        *_, name = model.partition("://")
+        short = "/".join(name.split("/")[1:3])
+        raise SlurmGPUError(f"model {model!r} is a URL; expected the model's name on the hub, here {short!r}.")
+    if _is_path(model):
+        raise SlurmGPUError(
+            f"there is no folder {model!r} in {Path.cwd()};"
+            ' expected the folder of a model, its name on the hub, or "package:NAME".'
+        )
+    return hub.download(model, revision), model
+
+
+def _is_path(model: str) -> bool:
+    return not model or model.startswith(("/", ".", "~")) or model.count("/") > 1
+
+
+def _in_package(name: str) -> Path:
+    """The model's folder in an installed package, found without importing it: its imports may be slow."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None:
+        raise SlurmGPUError(f"there is no package {name!r} here; install it, or use the name for `import`.")
+    roots = spec.submodule_search_locations or ()
+    configs = [path for root in roots for path in Path(root).rglob("config.json")]
+    folders = sorted(str(path.parent) for path in configs if "model_type" in read_json(path))
+    if len(folders) != 1:
+        raise SlurmGPUError(
+            f"package {name!r} has {len(folders)} folders of models: {', '.join(folders) or 'none'}; expected one. Set "
+            f"model to the path of a folder."
+        )
+    return Path(folders[0])
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; an empty mapping if there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise SlurmGPUError(f"{path} cannot be read as JSON: {error}.") from error
+
+
+def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_remote_code: bool) -> None:
+    if not config and (folder / ADAPTER_CONFIG).is_file():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "the model that it was trained on"
+        raise SlurmGPUError(
+            f"model {model!r} is a LoRA adapter, which changes a model and is none; expected model = {base!r} and "
+            f"adapter = {model!r}."
+        )
+    if not isinstance(config, Mapping) or not config:
+        raise SlurmGPUError(
+            f"model {model!r}: {folder} has no config.json; expected a model's folder with config.json, weights and "
+            f"tokenizer, as `save_pretrained` writes it."
+        )
+    if quantization and (own := config.get("quantization_config")):
+        method = own.get("quant_method", "unknown method")
+        raise SlurmGPUError(
+            f"model {model!r}: the suffix -{quantization} quantises a model, and the checkpoint in {folder} is already "
+            f"quantised (quantization_config in its config.json: {method}). Remove the suffix."
+        )
+    if "model_type" not in config and "auto_map" in config and not trust_remote_code:
+        raise SlurmGPUError(
+            f"model {model!r} has its own code, which is not run without permission: read it, in {folder}, and set "
+            f"trust_remote_code = true."
+        )
+
+
+def cache_of(source: ModelSource) -> Path | None:
+    """The hub's cache with a model; None for a model that is not from the hub."""
+    return None if source.repository is None else source.folder.parent.parent.parent
+
+
+def files_of(source: ModelSource) -> list[Path]:
+    """Paths that a container needs to load a model; in the hub's cache with the targets of links."""
+    if source.name.startswith(PACKAGE):
+        return []  # the image has its own package
+    # snapshots/COMMIT/FILE → ../../blobs/DIGEST
+    return [source.folder if source.repository is None else source.folder.parent.parent]
+
+
+def fetch(source: ModelSource) -> str:
+    """Download a model's weights, tokenizer and code to the hub's cache; returns a sentence with size and place."""
+    return fetch_files(source.folder, source.repository, source.asked)
+
+
+def fetch_files(folder: Path, repository: str | None, revision: str | None) -> str:
+    """Download the result of `locate` from the hub; returns a sentence with size and place."""
+    if repository is None:
+        return f"the model is in {folder}, {_size(folder)}: there is nothing to download"
+    try:
+        folder = hub.download_all(repository, revision)
+    except hub.UnreachedError:
+        if not _is_whole(folder):
+            raise
+        at = _at(repository, folder, revision)
+        return f"{at} is in the cache, {folder}, {_size(folder)}; the hub was not reached"
+    return f"{_at(repository, folder, revision)} is in {folder}, {_size(folder)}"
+
+
+def _at(repository: str, folder: Path, revision: str | None) -> str:
+    asked = "" if revision is None or folder.name.startswith(revision) else f" ({revision})"
+    return f"{repository} at {folder.name[:12]}{asked}"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has weights and a tokenizer; incomplete files are not in it."""
+    indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
+    listed = next((set(read_json(path).get("weight_map", {}).values()) for path in indices if path.is_file()), set())
+    single = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
+    has_weights = all((folder / name).is_file() for name in listed) and bool(listed or single)
+    return has_weights and any(next(folder.glob(pattern), None) for pattern in VOCABULARIES)
+
+
+def _size(folder: Path) -> str:
+    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+
+
+def digests_of(source: ModelSource) -> dict[str, str] | None:
+    """A digest of each file in a model's folder that loading reads; None for models of the hub and of packages.
+
+    A commit or a version pins these. Digests ignore times, so that a copy of the folder is equal.
+    """
+    if source.repository is not None or source.name.startswith(PACKAGE):
+        return None
+    if source.folder.is_file():
+        return {source.folder.name: digest_of(source.folder)}
+    paths = sorted({path for pattern in MATTERS for path in source.folder.glob(pattern) if path.is_file()})
+    with ThreadPoolExecutor(N_READERS) as readers:
+        return {path.name: digest for path, digest in zip(paths, readers.map(digest_of, paths), strict=True)}
+
+
+def check_unchanged(source: ModelSource, planned: Mapping[str, str]) -> None:
+    """SlurmGPUError with the changed files if a model's folder has changed since planning."""
+    found = digests_of(source) or {}
+    changes = {
+        "changed": [name for name in planned if name in found and found[name] != planned[name]],
+        "missing": [name for name in planned if name not in found],
+        "new": [name for name in found if name not in planned],
+    }
+    if any(changes.values()):
+        said = "; ".join(
+            f"{_some(names)} {'is' if len(names) == 1 else 'are'} {how}" for how, names in changes.items() if names
+        )
+        raise SlurmGPUError(
+            f"The model in {source.folder} has changed since this run was planned: {said}. Restore the former files "
+            f"and resubmit, or plan a new run in another run directory."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other{'s' if len(names) > 2 else ''}"

@@ -1,0 +1,397 @@
+"""Encode prompts as tokens, and decode generated tokens to text and reasoning.
+
+Text from an item is text for the model, even if it looks like a special token: an item with "<|im_end|>" must not end
+the user's message. Marks split such texts until the prompt is tokenised, piece by piece; the text itself is unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slurmgpu.llm.interface.engine import (
+    NOTHING,
+    Composed,
+    EngineOptions,
+    FinishReason,
+    Generated,
+    Output,
+    Prompt,
+    Request,
+)
+from slurmgpu.llm.prompts.structures import Reasoning
+from slurmgpu.llm.prompts.truncation import shorten
+
+log = logging.getLogger(__name__)
+
+THINK, THOUGHT = "<think>", "</think>"
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
+HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
+TURNS = ("user", "assistant")
+STOP_MARGIN = 8
+"""Tokens searched for a stop text beyond its length in bytes: special tokens have no bytes."""
+MARK = "\ufdd0"
+"""A code point that Unicode reserves for a program's internal use, and which no text has."""
+
+HIDDEN = (
+    "the model cannot go on behind {!r} as it did: it generated {!r}, which the text of its answer does not show. "
+    "Reasoning is understood between <think> and </think>, and in harmony's channels"
+)
+SHOWN = 20
+"""Characters of an answer that an error shows."""
+
+
+class PromptError(Exception):
+    """A prompt that the model cannot take; the message is the request's error."""
+
+    def output(self, request: Request) -> Output:
+        """The output for the request."""
+        return Output(request.id, finish_reason="error", error=str(self))
+
+
+class FullContextError(PromptError):
+    """A prompt that leaves no room for an answer with `fit`, which is therefore empty."""
+
+    def output(self, request: Request) -> Output:
+        """An answer of no tokens."""
+        return Output(request.id, generated=request.prompt.generated or NOTHING, finish_reason="length")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A request with the tokens of its prompt, of which the last `n_begun` are those of an answer so far.
+
+    `n_truncated` tokens of the prompt were cut off.
+    """
+
+    request: Request
+    tokens: tuple[int, ...]
+    n_begun: int = 0
+    n_truncated: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The tokens generated for a request, perhaps with some after a stop text.
+
+    `logprobs` are the model's own, one for each token, or None.
+    """
+
+    encoded: Encoded
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None = None
+    error: str | None = None
+
+
+class Part(NamedTuple):
+    """The tokens of a part of an answer in OpenAI's harmony format, the place of the first, and its channel."""
+
+    channel: str
+    start: int
+    tokens: list[int]
+
+
+class Quotes:
+    """Splits texts that look like one of the `special` tokens."""
+
+    def __init__(self, special: Collection[str]) -> None:
+        longest_first = sorted((text for text in special if len(text) > 1), key=lambda text: (-len(text), text))
+        # The lookahead finds overlapping ones.
+        self._special = re.compile(f"(?=({'|'.join(map(re.escape, longest_first))}))") if longest_first else None
+
+    def cut(self, text: str) -> str:
+        """The text with marks; in a template's text only where at least a part comes from the item."""
+        if self._special is None:
+            return text
+        quoted = text.quoted if isinstance(text, Composed) else ((0, len(text)),)
+        pieces, end = [], 0
+        for found in self._special.finditer(text):
+            start, stop = found.span(1)
+            if any(start < last and first < stop for first, last in quoted):
+                pieces.append(text[end : start + 1])
+                end = start + 1
+        return MARK.join([*pieces, text[end:]])
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    known = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return {**{number: token.content for number, token in known if token.special}, **dict(named)}
+
+
+class Codec:
+    """Converts prompts to tokens and tokens to answers with a model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, options: EngineOptions, context: int) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._context = context
+        self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
+        self._special = _special_tokens(tokenizer)
+        self._quotes = Quotes(self._special.values())
+        self._joins_system = False
+        known = tokenizer.get_added_vocab()
+        self._harmony = CHANNEL in known and MESSAGE in known
+        self._ids = {text: known[text] for text in (CHANNEL, MESSAGE, *HARMONY_ENDS, THINK, THOUGHT) if text in known}
+
+    def encode(self, request: Request) -> Encoded:
+        """The request's prompt as tokens; PromptError if prompt and answer are too long for the model."""
+        tokens, n_begun = self._prompt_tokens(request.prompt)
+        n_whole, most = len(tokens), self._context - request.sampling.max_tokens
+        if n_whole > most and request.prompt.truncation_side is not None:
+            shorter = shorten(request.prompt, lambda each: len(self._prompt_tokens(each)[0]) <= most)
+            tokens, n_begun = self._prompt_tokens(shorter)
+        more, room = request.sampling.max_tokens, self._context - len(tokens)
+        if more > room and request.sampling.fit:
+            if room < 1:
+                raise FullContextError(f"the prompt has {len(tokens)} tokens, the whole context")
+            request = replace(request, sampling=replace(request.sampling, max_tokens=room))
+        elif more > room:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
+                f"{self._context} tokens"
+            )
+        return Encoded(request, tokens, n_begun, n_whole - len(tokens))
+
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[tuple[int, ...], int]:
+        """The tokens of a prompt, and how many of them are the answer's so far: as the model generated them.
+
+        Where a token goes beyond the end of `so_far`, that text has the tokenizer's own tokens; PromptError if these
+        would lack a special one.
+        """
+        text, is_whole = self.render(prompt)
+        if prompt.generated is None:
+            return self.tokens_of((text, is_whole)), 0
+        thoughts, begun = prompt.generated.thoughts, self._up_to(prompt.generated.answer, prompt.so_far)
+        if begun is None and prompt.generated.mark:
+            raise PromptError(HIDDEN.format(prompt.so_far[-SHOWN:], prompt.generated.mark))
+        cut = self._quotes.cut(prompt.so_far)
+        if begun is None and not thoughts:
+            asked, whole = (self.tokens_of((each, is_whole)) for each in (text, text + cut))
+            return whole, len(whole) - len(asked)
+        if begun is None:
+            begun = [*self._pieces(cut.split(MARK))]
+        return (*self.tokens_of((text, is_whole)), *thoughts, *begun), len(begun)
+
+    def _up_to(self, tokens: Sequence[int], text: str) -> Sequence[int] | None:
+        """The first tokens, which are that text; None if it ends within a token."""
+        if not text:
+            return ()
+        n_tokens = self._n_first(tokens, lambda found: found.startswith(text))
+        return tokens[:n_tokens] if n_tokens and self._text(tokens[:n_tokens]) == text else None
+
+    def render(self, prompt: Prompt, *, answers_at_once: bool = False) -> tuple[str, bool]:
+        """The prompt as one text with marks, and whether that is whole, with a template's special tokens.
+
+        With `answers_at_once`, or if the answer's beginning is given, the model answers without reasoning.
+        """
+        cut = self._quotes.cut
+        if not prompt.messages and not self._chat:
+            before = f"{cut(prompt.system)}\n\n" if prompt.system else ""
+            before += "".join(cut(asked) + cut(said) + prompt.between for asked, said in prompt.shots)
+            return before + cut(prompt.text) + cut(prompt.answer), False
+        if not self._tokenizer.chat_template:
+            raise PromptError("the model's tokenizer has no chat template; expected a plain prompt, or chat = false")
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        shots = (
+            {"role": role, "content": text} for shot in prompt.shots for role, text in zip(TURNS, shot, strict=True)
+        )
+        messages = prompt.messages or (*system, *shots, {"role": "user", "content": prompt.text})
+        cut_messages = [{**each, "content": cut(each["content"])} if "content" in each else each for each in messages]
+        text = self._chat_text(cut_messages)
+        if prompt.answer or answers_at_once:
+            text += self._to_answer(text)
+        return text + cut(prompt.answer), True
+
+    def cut(self, text: str) -> str:
+        """A text with marks in what comes from an item and looks like a special token."""
+        return self._quotes.cut(text)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A whole chat as one text with marks, without the beginning of another answer."""
+        return self._chat_text(
+            [{**each, "content": self._quotes.cut(each["content"])} for each in messages], more=False
+        )
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]], *, more: bool = True) -> str:
+        """The template's text of messages; a refused system message goes before the user's first message."""
+        options = {"tokenize": False, "add_generation_prompt": more, **self._options.chat_options}
+        try:
+            text: str = self._tokenizer.apply_chat_template([*messages], **options)
+        except Exception as error:  # a template may raise any error
+            if [each.get("role") for each in messages[:2]] != ["system", "user"]:
+                raise PromptError(f"the chat template refuses the messages: {error}") from error
+            joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], more=more)
+            if not self._joins_system:
+                log.info("the chat template takes no system message (%s); it goes before the user's first", error)
+                self._joins_system = True
+        return text
+
+    def tokens_of(self, rendered: tuple[str, bool]) -> tuple[int, ...]:
+        """The tokens of a text; if it is not whole, with the tokenizer's own at its beginning."""
+        text, is_whole = rendered
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # for which a tokenizer raises a TypeError
+            raise PromptError(
+                f"the prompt has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
+            ) from error
+        text, *rest = text.split(MARK)
+        tokens = self._tokenizer(text, add_special_tokens=not is_whole)["input_ids"]
+        if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
+            tokens = tokens[:-1]  # some tokenizers also end a text, which continues here
+        tokens = [*tokens, *self._pieces(rest)]
+        if not tokens:
+            raise PromptError("the prompt is empty; expected at least one token")
+        return tuple(tokens)
+
+    def begin(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that stand before a plain text, and the text's own.
+
+        Before it stands what the tokenizer adds; if that is nothing, the token that begins a text, or else the one that
+        ends it; nothing if it has neither.
+        """
+        cut = self._quotes.cut(text)
+        whole, own = self.tokens_of((cut, False)), tuple(self._pieces(cut.split(MARK)))
+        before = whole[: len(whole) - len(own)]
+        if before and whole != before + own:
+            raise PromptError("its tokens depend on those that the tokenizer adds")
+        if before:
+            return before, own
+        ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        return next(((number,) for number in ids if number is not None), ()), own
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[int]:
+        for text in texts:
+            yield from self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def has_stopped(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether a stop text ended with the last token."""
+        if not stop:
+            return False
+        n_last = max(len(each.encode()) for each in stop) + STOP_MARGIN
+        return self._n_until(tokens[-n_last:], stop) is not None
+
+    def reasoning_of(self, encoded: Encoded) -> Reasoning | None:
+        """The reasoning with which the model may begin its answer; None if that begins at once."""
+        if encoded.request.prompt.answer or encoded.request.prompt.generated is not None:
+            return None
+        last = encoded.tokens[-3:]
+        if self._harmony:
+            names = (CHANNEL, MESSAGE, HARMONY_END, HARMONY_OPEN)
+            channel, message, end, start = (self._ids.get(name, -1) for name in names)
+            return Reasoning(harmony=(channel, message, end, start)) if start in last else None
+        opens, closes = self._ids.get(THINK), self._ids.get(THOUGHT)
+        if closes is None or closes in last:
+            return None
+        return Reasoning(None if opens in last else opens, closes)
+
+    def decode(self, finished: Finished) -> Output:
+        """The output of a request, with tokens and text cut at a stop text."""
+        encoded, tokens, reason = finished.encoded, list(finished.tokens), finished.finish_reason
+        n_prompt, request = len(encoded.tokens), encoded.request
+        if finished.error is not None:
+            return Output(request.id, n_prompt_tokens=n_prompt, finish_reason="error", error=finished.error)
+        stop = request.sampling.stop
+        if stop and (n_tokens := self._n_until(tokens, stop)) is not None:
+            tokens, reason = tokens[:n_tokens], "stop"
+        text, reasoning, generated = self._split(encoded, tokens)
+        for each in stop:
+            text, reasoning = text.split(each)[0], reasoning.split(each)[0]
+        logprobs = finished.logprobs
+        kept = None if logprobs is None else np.array(logprobs[: len(tokens)], np.float32)
+        found = Output(request.id, text, reasoning, generated, np.array(tokens, np.int32), kept, n_prompt, reason)
+        return replace(found, n_truncated=encoded.n_truncated)
+
+    def _to_answer(self, text: str) -> str:
+        """The text after the template's that makes the model answer without reasoning."""
+        if self._harmony and text.endswith(HARMONY_START):
+            return HARMONY_FINAL
+        if text.rstrip().endswith(THINK):
+            return f"\n{THOUGHT}\n\n"
+        return ""
+
+    def _n_until(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+        """The number of tokens up to the first stop text; None if there is none."""
+        return self._n_first(tokens, lambda text: any(each in text for each in stop))
+
+    def _n_first(self, tokens: Sequence[int], is_met: Callable[[str], bool]) -> int | None:
+        """The least number of first tokens whose text meets a condition, as more do; None if all of them do not."""
+        if not is_met(self._text(tokens)):
+            return None
+        low, high = 0, len(tokens)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_met(self._text(tokens[:middle])) else (middle, high)
+        return high
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        found: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return found
+
+    def _split(self, encoded: Encoded, tokens: Sequence[int]) -> tuple[str, str, Generated]:
+        """The answer, the reasoning, and the tokens of both."""
+        goes_on = encoded.request.prompt.generated is not None
+        if self._harmony:
+            parts = list(self._channels(tokens, "final"))
+            answer = "".join(self._text(part.tokens) for part in parts if part.channel == "final")
+            thought = "".join(self._text(part.tokens) for part in parts if part.channel != "final")
+            begin = next((part.start for part in parts if part.channel == "final"), len(tokens))
+            return answer, thought, self._generated(encoded, tokens, 0 if goes_on else begin, answer)
+        text = self._text(tokens)
+        start, end, last = self._ids.get(THINK), self._ids.get(THOUGHT), encoded.tokens[-3:]
+        is_opened = text.lstrip().startswith(THINK) or (start in last and end not in last)
+        if goes_on or (not is_opened and not (end is not None and THOUGHT in text)):
+            return text, "", self._generated(encoded, tokens, 0, text)
+        thought, _, answer = text.partition(THOUGHT)
+        thought, answer = thought.strip().removeprefix(THINK).strip(), answer.lstrip("\n")
+        n_thoughts = self._n_until(tokens, [THOUGHT])
+        begin = len(tokens) if n_thoughts is None else n_thoughts
+        return answer, thought, self._generated(encoded, tokens, begin, answer)
+
+    def _generated(self, encoded: Encoded, tokens: Sequence[int], begin: int, answer: str) -> Generated:
+        """The tokens so far; of these, the ones before `begin`, and of blank lines behind them, are thoughts."""
+        told = list(tokens[begin:])
+        while told and told[-1] in self._special:
+            told.pop()
+        before, begun = encoded.request.prompt.generated, encoded.tokens[len(encoded.tokens) - encoded.n_begun :]
+        mark = next((self._special[token] for token in (*begun, *told) if token in self._special), "")
+        if before is not None:
+            return Generated(before.thoughts, (*begun, *told), mark)
+        text = self._text(told)
+        blank = text.removesuffix(answer)
+        # Else there are several messages, or the last token of the thoughts has some of the answer.
+        if not text.endswith(answer) or blank.strip("\n"):
+            return Generated(tuple(tokens), (), mark or self._text(tokens[begin - 1 : begin]))
+        blanks = self._up_to(told, blank)
+        if blanks is None:
+            return Generated((*tokens[:begin], *self._pieces([blank])), (), mark)
+        return Generated((*tokens[:begin], *blanks), tuple(told[len(blanks) :]), mark)
+
+    def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[Part]:
+        """The parts of an answer in OpenAI's harmony format, with their channel: analysis, commentary or final."""
+        ends = {self._ids[text] for text in HARMONY_ENDS if text in self._ids}
+        part: list[int] = []
+        start, in_header = 0, False
+        for place, token in enumerate(tokens):
+            if token == self._ids[CHANNEL] or token in ends:
+                if part and not in_header:
+                    yield Part(channel, start, part)
+                # Between two messages there is only the next one's role.
+                part, in_header = [], True
+            elif token == self._ids[MESSAGE]:
+                words = self._text(part).split()
+                channel, part, start, in_header = words[0] if words else channel, [], place + 1, False
+            else:
+                part.append(token)
+        if part and not in_header:
+            yield Part(channel, start, part)

@@ -1,0 +1,84 @@
+"""Examples before a prompt: questions with their answers, the same for all items, or drawn for each by its seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.sampling import mix
+
+MOST_BYTES = 1 << 20
+"""The size of examples, which the plan holds."""
+
+
+@dataclass(frozen=True)
+class Fewshot:
+    """The settings of examples: `number` of them are drawn for each item; None takes all, in their order.
+
+    `target` is the template of an example's answer; `delimiter` stands between examples without a chat template.
+    """
+
+    examples: tuple[Mapping[str, Any], ...]
+    target: str
+    number: int | None = None
+    delimiter: str = "\n\n"
+
+
+def fewshot_of(
+    fewshot: str | Sequence[Mapping[str, Any]] | None,
+    num_fewshot: int | None,
+    target: str | None,
+    fewshot_delimiter: str,
+) -> Fewshot | None:
+    """The examples of the settings; None without any. SlurmGPUError for a wrong setting."""
+    if fewshot is None:
+        for name, value in (("num_fewshot", num_fewshot), ("target", target)):
+            if value is not None:
+                raise SlurmGPUError(f"{name} is about examples, and fewshot is not set. Remove {name}, or set fewshot.")
+        return None
+    if target is None:
+        raise SlurmGPUError(
+            'fewshot is set, and target is not: the template of an example\'s answer, such as " {answer}".'
+        )
+    examples = _read(fewshot) if isinstance(fewshot, str) else tuple(fewshot)
+    if not examples:
+        raise SlurmGPUError("fewshot has no examples; expected at least one.")
+    if num_fewshot is not None and not 1 <= num_fewshot <= len(examples):
+        raise SlurmGPUError(
+            f"num_fewshot is {num_fewshot}, and fewshot has {len(examples)} examples; expected 1 to {len(examples)}, "
+            f"or no num_fewshot, for all of them in their order."
+        )
+    return Fewshot(examples, target, num_fewshot, fewshot_delimiter)
+
+
+def shuffled(n_examples: int, seed: int) -> list[int]:
+    """The places of all examples in random order, by an item's seed."""
+    return sorted(range(n_examples), key=lambda place: (mix(seed, place), place))
+
+
+def _read(text: str) -> tuple[Mapping[str, Any], ...]:
+    if len(text) > MOST_BYTES:
+        raise SlurmGPUError(
+            f"fewshot has {len(text):,} characters, and a run's plan holds them; expected at most {MOST_BYTES:,}. Take "
+            f"fewer examples."
+        )
+    found: list[Mapping[str, Any]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise SlurmGPUError(
+                f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected an example in each "
+                f'line, as in "file:examples.jsonl".'
+            ) from error
+        if not isinstance(value, dict):
+            raise SlurmGPUError(
+                f"fewshot: line {number} is {line!r:.60}; expected the fields of an example, as an item."
+            )
+        found.append(value)
+    return tuple(found)

@@ -1,0 +1,128 @@
+"""Prompts from Jinja templates, in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.interface.engine import Composed
+from slurmgpu.llm.prompts.templates import NOTHING, Fillable, Template, text_of
+
+TemplateFormat = Literal["f-string", "jinja2"]
+
+OPEN, CLOSE = "\ufdd1", "\ufdd2"
+"""Code points that Unicode reserves for a program's internal use: they stand around what comes from an item."""
+
+
+def template_class(template_format: str) -> Callable[[str, str], Fillable]:
+    """What makes a template of a text and its owner in messages; SlurmGPUError for another format."""
+    if template_format == "f-string":
+        return Template
+    if template_format == "jinja2":
+        return JinjaTemplate
+    raise SlurmGPUError(f"template_format is {template_format!r}; expected 'f-string' or 'jinja2'.")
+
+
+class JinjaTemplate:
+    """A text of Jinja with the fields of an item as its variables: `{{ text }}`, `{% for choice in choices %}`.
+
+    In an expression strings are unchanged, and other values are shown as JSON. SlurmGPUError, which begins with
+    `owner`, for a wrong text.
+    """
+
+    def __init__(self, text: str, owner: str = "prompt") -> None:
+        try:
+            from jinja2 import StrictUndefined, TemplateError, meta
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise SlurmGPUError(
+                f"template_format = 'jinja2' needs the package Jinja2, which cannot be imported here ({error}). "
+                f"Install it: pip install jinja2"
+            ) from error
+
+        environment = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, finalize=_marked, keep_trailing_newline=True
+        )
+        self.text = text
+        try:
+            parsed = environment.parse(text)
+            self._template = environment.from_string(text)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            where = "" if line is None else f" in line {line}"
+            raise SlurmGPUError(f"{owner}: Jinja says{where}: {error.message}") from error
+        self._fields = frozenset(meta.find_undeclared_variables(parsed)) - environment.globals.keys()
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The names of its fields."""
+        return self._fields
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The names of its fields, each of which it may use as a whole."""
+        return self._fields
+
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+        """The filled text; ItemError for a missing value, or where the template fails.
+
+        Values in `given` override the items' fields.
+        """
+        try:
+            marked = self._template.render({**data, **given})
+        except ItemError:
+            raise
+        except Exception as error:  # a template computes, and may raise any error
+            raise ItemError(f"the prompt's template: {type(error).__name__}: {error}") from error
+        return _composed(marked)
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
+        """The text with one word for every field that is not given."""
+        return self.render(dict.fromkeys(self._fields, word), given)
+
+
+def _marked(value: Any) -> Any:
+    """An expression's value as text between marks. Jinja calls this for constants, as well."""
+    from jinja2 import Undefined
+
+    if isinstance(value, Undefined):
+        return value  # whose text is an error
+    if value is None:
+        raise ItemError("the prompt's template shows a value that is null")
+    text = text_of(value)
+    # A block that was set before, or a macro, has marks of its own.
+    if text.count(OPEN) != text.count(CLOSE) or (OPEN in text and not _is_nested(text)):
+        raise ItemError("the item has U+FDD1 or U+FDD2, which are no characters")
+    return f"{OPEN}{text}{CLOSE}"
+
+
+def _is_nested(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character == OPEN) - (character == CLOSE)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _composed(marked: str) -> Composed:
+    """The text without marks, and the places that were between them; all of it if a filter took a mark away."""
+    pieces: list[str] = []
+    quoted: list[tuple[int, int]] = []
+    length = depth = lowest = start = end = 0
+    for place, character in enumerate(marked):
+        if character not in (OPEN, CLOSE):
+            continue
+        pieces.append(marked[end:place])
+        length += place - end
+        end = place + 1
+        depth += 1 if character == OPEN else -1
+        lowest = min(lowest, depth)
+        if character == OPEN and depth == 1:
+            start = length
+        elif character == CLOSE and depth == 0:
+            quoted.append((start, length))
+    text = "".join([*pieces, marked[end:]])
+    # {% filter truncate(60) %} may cut between two marks: what of the text is the item's is not known then.
+    return Composed(text, ((0, len(text)),) if depth or lowest < 0 else tuple(quoted))

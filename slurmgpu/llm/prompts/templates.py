@@ -1,0 +1,303 @@
+"""Prompts from templates over the fields of an item."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.interface.engine import Composed, Prompt, TruncationSide
+from slurmgpu.llm.models.adapters import Choice
+from slurmgpu.llm.prompts.fewshot import Fewshot, shuffled
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Last = Literal["drop", "continue"]
+"""What becomes of the assistant's turn at the end of a chat: it is left out, or the model goes on from its text."""
+
+NOTHING: Mapping[str, Any] = {}
+
+_PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+# Not every name of a field: {"label": …} in a prompt is JSON, whose braces must be doubled.
+_FIELD = re.compile(r"(\w[\w .\-/]*)((?:\[[^\[\]]+\])*)")
+
+
+class Fillable(Protocol):
+    """A template over the fields of an item; its class is called with a text and its owner in messages."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The names of its fields."""
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The names of fields that it uses without a key."""
+
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+        """The filled text; ItemError for a missing value. Values in `given` override the items' fields."""
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
+        """The text with one word for every field that is not given."""
+
+
+class Template:
+    """A text with fields to fill in: `{text}`, `{choices[0]}`, `{meta[title]}`; `{{` and `}}` are braces.
+
+    SlurmGPUError, which begins with `owner`, for a wrong text.
+    """
+
+    def __init__(self, text: str, owner: str = "prompt") -> None:
+        self.text = text
+        self._parts: list[str | tuple[str, tuple[str, ...]]] = []
+        end = 0
+        for found in _PIECES.finditer(text):
+            self._parts.append(text[end : found.start()])
+            end = found.end()
+            self._parts.append(_part(found, owner))
+        self._parts.append(text[end:])
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The names of its fields."""
+        return frozenset(part[0] for part in self._parts if not isinstance(part, str))
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The names of fields that it uses without a key: `{text}`, not `{text[0]}`."""
+        return frozenset(part[0] for part in self._parts if not isinstance(part, str) and not part[1])
+
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+        """The filled text: strings unchanged, other values as JSON; ItemError for a missing value.
+
+        Values in `given` override the items' fields.
+        """
+        texts: list[str] = []
+        quoted: list[tuple[int, int]] = []
+        length = 0
+        for part in self._parts:
+            texts.append(part if isinstance(part, str) else text_of(_value(given if part[0] in given else data, *part)))
+            if not isinstance(part, str):
+                quoted.append((length, length + len(texts[-1])))
+            length += len(texts[-1])
+        return Composed("".join(texts), tuple(quoted))
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
+        """The text with one word for every field that is not given."""
+        values = (part if isinstance(part, str) else given.get(part[0], word) for part in self._parts)
+        return Composed("".join(map(text_of, values)))
+
+
+class Prompts:
+    """The items' prompts: by the template `prompt`, or from the field `messages` with a chat, with `system` before.
+
+    Examples of `fewshot` stand before a `prompt`, by the same template; an item is no example of itself.
+
+    A chat whose last turn is the assistant's is an error without `last`: the model would see the answer that it is to
+    give.
+    """
+
+    def __init__(
+        self,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        given: Sequence[str] = (),
+        last: Last | None = None,
+        fewshot: Fewshot | None = None,
+        make: Callable[[str, str], Fillable] = Template,
+        truncation_side: TruncationSide | None = None,
+    ) -> None:
+        """Check the settings; `given` are names in templates that are not fields of the items."""
+        if (prompt is None) == (messages is None):
+            found = "neither is set" if prompt is None else "both are set"
+            raise SlurmGPUError(
+                f'prompt is a template such as "Translate: {{text}}", messages a field with a chat; {found}, expected '
+                f"one of them."
+            )
+        self._prompt = None if prompt is None else make(prompt, "prompt")
+        self._system = None if system is None else make(system, "system")
+        if last not in (None, "drop", "continue"):
+            raise SlurmGPUError(
+                f"last is {last!r}; expected 'drop', which leaves the assistant's last turn out, or 'continue'."
+            )
+        if last is not None and messages is None:
+            raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
+        self._messages, self._last = messages, last
+        self.choice: Choice | None = None
+        if fewshot is not None and messages is not None:
+            raise SlurmGPUError(
+                "fewshot is set, which stands before a prompt, and messages is a whole chat. Remove one."
+            )
+        if truncation_side not in (None, "left", "right"):
+            raise SlurmGPUError(f"truncation_side is {truncation_side!r}; expected 'left' or 'right'.")
+        self._truncation_side = truncation_side
+        self._fewshot = fewshot
+        self._known_examples: tuple[Mapping[str, Any], list[tuple[Composed, Composed]]] | None = None
+        self._target = None if fewshot is None else make(fewshot.target, "target")
+        if self._prompt is not None and not self._prompt.fields.difference(given):
+            raise SlurmGPUError(
+                f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
+                f'such as "Translate: {{text}}".'
+            )
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields that it uses, and the given names."""
+        found = frozenset() if self._messages is None else frozenset((self._messages,))
+        for template in (self._prompt, self._system):
+            found |= frozenset() if template is None else template.fields
+        return found
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The names of fields that its templates use without a key."""
+        return frozenset[str]().union(*(each.whole_fields for each in (self._prompt, self._system) if each is not None))
+
+    def beyond(self, *, chat: bool) -> Iterator[str]:
+        """What these prompts need that a server does not give, at its endpoint for chats or at that for texts."""
+        if self._messages is not None and not chat:
+            yield "it takes a chat in messages at its endpoint for chats alone. Remove chat = false."
+        if self._last == "continue":
+            yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
+
+    def check_examples(self, given: Mapping[str, Any] = NOTHING) -> None:
+        """Refuse examples without what the templates take."""
+        for _ in self._examples(given):
+            pass
+
+    def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, seed: int = 0) -> Prompt:
+        """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field."""
+        adapter = "" if self.choice is None else self.choice.of(data)
+        return replace(self._of(data, given, seed), adapter=adapter, truncation_side=self._truncation_side)
+
+    def _of(self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int) -> Prompt:
+        system = None if self._system is None else self._system.render(data, given)
+        if self._messages is not None:
+            messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))
+            if system is None:
+                return Prompt(messages=messages, answer=answer)
+            if messages[0]["role"] == "system":
+                raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
+            return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
+        assert self._prompt is not None
+        return self._after_examples(self._prompt.render(data, given), system or "", given, seed)
+
+    def _after_examples(self, text: str, system: str, given: Mapping[str, Any], seed: int) -> Prompt:
+        """The prompt of a text, with examples before it, of which it is none itself."""
+        if self._fewshot is None:
+            return Prompt(text, system=system)
+        known = self._known_examples
+        if known is None or known[0] is not given:
+            known = self._known_examples = (given, [*self._examples(given)])
+        examples, number = known[1], self._fewshot.number
+        places = range(len(examples)) if number is None else shuffled(len(examples), seed)
+        shots = [examples[place] for place in places if examples[place][0] != text][:number]
+        return Prompt(text, system=system, shots=tuple(shots), between=self._fewshot.delimiter)
+
+    def _examples(self, given: Mapping[str, Any]) -> Iterator[tuple[Composed, Composed]]:
+        if self._fewshot is None or self._prompt is None or self._target is None:
+            return
+        for number, example in enumerate(self._fewshot.examples, 1):
+            try:
+                yield self._prompt.render(example, given), self._target.render(example, given)
+            except ItemError as error:
+                raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
+
+    def _chat(self, messages: tuple[dict[str, str], ...]) -> tuple[tuple[dict[str, str], ...], str]:
+        """The messages for the model, and the beginning of its answer."""
+        if messages[-1]["role"] != "assistant":
+            return messages, ""
+        if self._last is None:
+            raise ItemError(
+                f"field {self._messages!r} ends with a turn of the assistant, which may be the answer itself; "
+                f'set last = "drop" to leave it out of the prompt, or last = "continue" to go on from its text'
+            )
+        if len(messages) == 1:
+            raise ItemError(f"field {self._messages!r} has only a turn of the assistant; expected one before it")
+        return messages[:-1], messages[-1]["content"] if self._last == "continue" else ""
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Prompt:
+        """The prompt with one word for every field that is not given; not with `messages`."""
+        assert self._prompt is not None
+        system = None if self._system is None else self._system.fill(word, given)
+        return self._after_examples(self._prompt.fill(word, given), system or "", given, 0)
+
+    def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> int:
+        """The length of an item's prompt in characters, to sort items by; 0 without a prompt."""
+        try:
+            prompt = self.of(data, given)
+        except ItemError:
+            return 0
+        texts = (prompt.text, prompt.system, prompt.answer, *(message["content"] for message in prompt.messages))
+        texts += tuple(text for shot in prompt.shots for text in shot)
+        return sum(map(len, texts))
+
+
+def take(data: Mapping[str, Any], field: str) -> Any:
+    """The value of an item's field; ItemError if it has no such field."""
+    if field not in data:
+        raise ItemError(f"no field {field!r}.{did_you_mean(field, data)}")
+    return data[field]
+
+
+def text_of(value: Any) -> str:
+    """A value in a prompt: strings unchanged, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _part(found: re.Match[str], owner: str) -> str | tuple[str, tuple[str, ...]]:
+    if found[0] in ("{{", "}}"):
+        return found[0][0]
+    field = _FIELD.fullmatch(found[1]) if found[1] is not None else None
+    if field is None:
+        line = found.string.count("\n", 0, found.start()) + 1
+        raise SlurmGPUError(
+            f"{owner}: found {found[0]!r:.60} in line {line}; expected a field of items in braces, such as {{text}} "
+            f"or {{choices[0]}}. For literal braces write {{{{ and }}}}."
+        )
+    return field[1], tuple(re.findall(r"\[([^\[\]]+)\]", field[2]))
+
+
+def _value(data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
+    value, path = take(data, field), field
+    for key in keys:
+        value = _inner(value, path, key)
+        path += f"[{key}]"
+    if value is None:
+        raise ItemError(f"field {path!r} is null")
+    return value
+
+
+def _inner(value: Any, path: str, key: str) -> Any:
+    if isinstance(value, Mapping):
+        if key not in value:
+            raise ItemError(f"field {path!r} has no [{key}].{did_you_mean(key, map(str, value))}")
+        return value[key]
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ItemError(f"field {path!r} holds {text_of(value)!r:.80}; expected a list or a table with [{key}]")
+    if not re.fullmatch(r"-?\d+", key) or not -len(value) <= int(key) < len(value):
+        raise ItemError(f"field {path!r} is a list of {len(value)}, which has no [{key}]")
+    return value[int(key)]
+
+
+def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ItemError(f'field {field!r} holds {value!r:.80}; expected a list of {{"role": …, "content": …}}')
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ItemError(f'message {number} of field {field!r} is {message!r:.80}; expected "role" and "content"')
+        if message["role"] not in ROLES:
+            raise ItemError(
+                f"message {number} of field {field!r} has the role {message['role']!r:.40}; "
+                f"expected one of {', '.join(ROLES)}"
+            )
+        if not isinstance(message["content"], str):
+            raise ItemError(f"message {number} of field {field!r} has {message['content']!r:.80}; expected a text")
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

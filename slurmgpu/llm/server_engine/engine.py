@@ -1,0 +1,347 @@
+"""The engine on a server: one that the task starts (vLLM's, SGLang's, llama.cpp's …), or one that runs already.
+
+It speaks OpenAI's protocol, /v1/chat/completions or /v1/completions, in the part that these servers share.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
+from slurmgpu.llm.interface.engine import (
+    EngineOptions,
+    Likelihood,
+    Output,
+    Passage,
+    Place,
+    Prompt,
+    Question,
+    Request,
+    Sampling,
+    Scores,
+)
+from slurmgpu.llm.prompts.codec import THINK, THOUGHT
+from slurmgpu.llm.server_engine import structures as server_structures
+from slurmgpu.llm.server_engine.http_client import Client, Reply
+from slurmgpu.llm.server_engine.process import ServerEndedError, ServerProcess, is_healthy
+
+log = logging.getLogger(__name__)
+
+KEY_VARIABLE = "SLURMGPU_SERVER_KEY"
+"""The environment variable with the key of a server that runs already."""
+BUSY = {429, 503}
+REFUSALS = {400, 413, 422}
+"""Statuses that blame the request: its item fails."""
+FORBIDDEN = {401, 403, 404, 405}
+"""Statuses that blame the settings: the run fails."""
+N_TRIES = 3
+"""How often a request is sent that the server answers with another status, or that it ends with."""
+N_STARTS = 3
+"""How often a server is started that ends before it has completed a prompt."""
+MOST_ENDS = 2 * N_TRIES
+"""How often it may end without an answer between: two items, one behind the other, may be what ends it."""
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+MOST_SILENCE_S = 120.0
+"""How long a server of ours that has lost a connection may not answer, before it is ended and started again."""
+MOST_WAIT_S = 1800.0
+"""How long a server may be busy, or away if it is not ours, before that is an error."""
+SEED_BITS = 31
+"""Servers keep seeds in 32 bits with a sign, or more."""
+
+
+class ServerEngine:
+    """A model on a server, asked `concurrency` requests at a time."""
+
+    def __init__(self, options: EngineOptions, place: Place) -> None:
+        if place.world_size > 1:
+            raise SlurmGPUError(
+                'engine = "server" has one server for a task; set [resources] processes = "one", not one process for '
+                f"each of {place.world_size} GPUs."
+            )
+        self._options = options
+        self._name = options.model.name if options.url else str(options.model.folder)
+        self._server = None if options.url else ServerProcess(options.serve, self._name, place.gpus)
+        self._client = Client(options.url, os.environ.get(KEY_VARIABLE) if options.url else None)
+        self._n_ends = 0  # since the last answer
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, in the order in which they finish."""
+        losses = Counter[int]()
+        todo = list(requests)
+        while todo:
+            # A request may be what ends the server: who was there twice is asked alone, so that others survive it.
+            together = [each for each in todo if losses[each.id] < N_TRIES - 1]
+            asked = together or todo[:1]
+            lost: dict[int, str] = {}
+            done: set[int] = set()
+            for request, found in self._ask_all(asked):
+                if isinstance(found, Output):
+                    done.add(request.id)
+                    yield found
+                else:
+                    lost[request.id] = found
+            for request in asked:
+                if request.id in lost:
+                    losses[request.id] += 1
+                    if losses[request.id] >= N_TRIES:
+                        done.add(request.id)
+                        said = f"{lost[request.id]}, each of {N_TRIES} times that it computed this item"
+                        yield Output(request.id, finish_reason="error", error=said)
+            todo = [each for each in todo if each.id not in done]
+            if lost:
+                self._recover(next(iter(lost.values())))
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """No scores: planning refuses what needs them."""
+        raise SlurmGPUError('engine = "server" cannot score given answers.')
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """No likelihoods: planning refuses what needs them."""
+        raise SlurmGPUError('engine = "server" does not tell the probabilities of a text\'s tokens.')
+
+    def close(self) -> None:
+        """End the server, if it is the task's."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _begin(self) -> None:
+        """Start the server, or find the one that runs, and have it generate a token."""
+        if self._server is None:
+            self._find()
+        else:
+            self._start(self._server)
+
+    def _probe(self) -> None:
+        """Have the server generate a token; ConnectionError if it loses the request."""
+        probe = Request(0, Prompt("1"), Sampling(max_tokens=1))
+        found = self._client.post(*self._body(probe))
+        if found.status == 404 and (served := self._served()) != self._name:
+            self._name = served
+            found = self._client.post(*self._body(probe))
+        if found.status != 200:
+            raise SlurmGPUError(
+                f"The server at {self._client.url} does not complete a prompt: status {found.status}, {found.message}"
+            )
+        self._parsed(probe, found)
+
+    def _find(self) -> None:
+        try:
+            if is_healthy(self._client):
+                self._probe()
+                return
+            said = "it is not healthy"
+        except ConnectionError as error:
+            said = str(error)
+        raise SlurmGPUError(f"url is {self._client.url}, and no server can be used there: {said}.")
+
+    def _start(self, server: ServerProcess) -> None:
+        for n_left in reversed(range(N_STARTS)):
+            try:
+                self._client = server.start()
+                self._probe_started(server)
+                return
+            except ServerEndedError as error:
+                if not n_left:
+                    raise SlurmGPUError(
+                        f"{error}. It was started {N_STARTS} times, and completed no prompt. Try serve in a shell."
+                    ) from error
+                log.warning("%s; it is started again", error)
+
+    def _probe_started(self, server: ServerProcess) -> None:
+        """`_probe`; ServerEndedError if the server ends with it, as for lack of memory, or loses it."""
+        try:
+            self._probe()
+        except ConnectionError as error:
+            server.settle(self._client, MOST_SILENCE_S)
+            raise ServerEndedError(f"the server lost its first prompt: {error}") from error
+
+    def _served(self) -> str:
+        """The model's name on a server that serves one."""
+        body = self._client.get("/v1/models").body
+        names = [str(each.get("id")) for each in body.get("data", [])] if isinstance(body, dict) else []
+        if self._name in names or len(names) != 1:
+            raise SlurmGPUError(
+                f"The server at {self._client.url} has no model {self._name!r}; it has {', '.join(names) or 'none'}."
+            )
+        return names[0]
+
+    def _recover(self, said: str) -> None:
+        """Start the server again, or wait until the one that runs is back; WorkerBrokenError if it does not work."""
+        if self._server is not None:
+            try:
+                self._server.settle(self._client, MOST_SILENCE_S)
+            except ServerEndedError as error:
+                said = str(error)
+            else:
+                return  # it has dropped a connection
+            self._n_ends += 1
+            if self._n_ends > MOST_ENDS:
+                raise WorkerBrokenError(f"{said}, {self._n_ends} times without an answer between")
+            log.warning("%s; it is started again", said)
+            try:
+                self._begin()
+            except SlurmGPUError as error:  # no fault of the items: another worker computes them
+                raise WorkerBrokenError(str(error)) from error
+            return
+        log.warning("%s; waiting for it", said)
+        deadline = time.monotonic() + MOST_WAIT_S
+        pause_s = PAUSE_S
+        while True:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            try:
+                if is_healthy(self._client):
+                    return
+                said = f"{self._client.url} is not healthy"
+            except ConnectionError as error:
+                said = str(error)
+            if time.monotonic() > deadline:
+                raise WorkerBrokenError(f"{said}, for {MOST_WAIT_S:g} s")
+
+    def _ask_all(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Output | str]]:
+        """Outputs of requests, or what the connection was lost by; after a loss nothing more is sent."""
+        pending = iter(requests)
+        lock, stop = threading.Lock(), threading.Event()
+        answers: queue.Queue[tuple[Request, Output | str] | BaseException | None] = queue.Queue()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    request = None if stop.is_set() else next(pending, None)
+                if request is None:
+                    answers.put(None)
+                    return
+                try:
+                    answers.put((request, self._complete(request, stop)))
+                except ConnectionError as error:
+                    stop.set()
+                    answers.put((request, str(error)))
+                except BaseException as error:  # raised where the answers are taken
+                    stop.set()
+                    answers.put(error)
+                    return
+
+        n_left = min(self._options.concurrency, len(requests))
+        for _ in range(n_left):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            while n_left:
+                found = answers.get()
+                if found is None:
+                    n_left -= 1
+                elif isinstance(found, BaseException):
+                    raise found
+                else:
+                    self._n_ends = 0 if isinstance(found[1], Output) else self._n_ends
+                    yield found
+        finally:
+            stop.set()
+
+    def _complete(self, request: Request, stop: threading.Event) -> Output:
+        """The output of one request; ConnectionError if the server loses it, or another has lost the server."""
+        path, body = self._body(request)
+        pause_s, waited_s, n_failures = PAUSE_S, 0.0, 0
+        while True:
+            reply = self._client.post(path, body)
+            if reply.status == 200 and (found := self._parsed(request, reply)) is not None:
+                return found
+            if reply.status in FORBIDDEN:
+                raise SlurmGPUError(f"{self._client.url} answers with status {reply.status}: {reply.message}")
+            if reply.status in REFUSALS:
+                return Output(request.id, finish_reason="error", error=f"the server refuses it: {reply.message}")
+            if reply.status not in BUSY:
+                n_failures += 1
+            if n_failures == N_TRIES or waited_s > MOST_WAIT_S:
+                said = f"the server failed, with status {reply.status}: {reply.message}"
+                return Output(request.id, finish_reason="error", error=said)
+            wait_s = min(reply.retry_after or pause_s, LONGEST_PAUSE_S)
+            if stop.wait(wait_s):
+                raise ConnectionError("the server was lost while it was busy")
+            waited_s += wait_s
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _body(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """The path of a request, and its JSON."""
+        sampling, prompt = request.sampling, request.prompt
+        body: dict[str, Any] = {"model": self._name, "max_tokens": sampling.max_tokens}
+        body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "stream": False}
+        if sampling.temperature > 0:
+            body["seed"] = request.key % (1 << SEED_BITS)
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.structure is not None:
+            body |= server_structures.asked(sampling.structure)
+        # Not all servers take these.
+        body |= {name: value for name, value in {"top_k": sampling.top_k, "min_p": sampling.min_p}.items() if value}
+        if self._options.chat is False:
+            before = f"{prompt.system}\n\n" if prompt.system else ""
+            before += "".join(asked + said + prompt.between for asked, said in prompt.shots)
+            body["prompt"] = before + prompt.text + prompt.answer + prompt.so_far
+            return "/v1/completions", body | ({"logprobs": 1} if sampling.logprobs else {})
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        shots = [turn for asked, said in prompt.shots for turn in (("user", asked), ("assistant", said))]
+        turns = [*system, *({"role": role, "content": text} for role, text in (*shots, ("user", prompt.text)))]
+        body["messages"] = [*map(dict, prompt.messages or turns)]
+        if self._options.chat_options:
+            body["chat_template_kwargs"] = dict(self._options.chat_options)
+        return "/v1/chat/completions", body | ({"logprobs": True} if sampling.logprobs else {})
+
+    def _parsed(self, request: Request, reply: Reply) -> Output | None:
+        """The output in an answer; None if it is not one."""
+        try:
+            choice, usage = reply.body["choices"][0], reply.body.get("usage") or {}
+            message = choice.get("message") or {"content": choice.get("text")}
+            text = message.get("content") or ""
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            reason = choice.get("finish_reason")
+            logprobs = _logprobs(choice) if request.sampling.logprobs else None
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+        if reason not in ("stop", "length"):
+            return Output(request.id, finish_reason="error", error=f"the server ended the answer by {reason!r}")
+        if request.sampling.logprobs and logprobs is None:
+            said = "the server gave no log-probabilities; set logprobs = false, or use another server"
+            return Output(request.id, finish_reason="error", error=said)
+        # A completion goes on from all of its text, reasoning included.
+        if "message" in choice and not reasoning and THOUGHT in text:
+            reasoning, _, text = text.partition(THOUGHT)
+            reasoning, text = reasoning.strip().removeprefix(THINK).strip(), text.lstrip("\n")
+        for each in request.sampling.stop:
+            text, reasoning = text.split(each)[0], reasoning.split(each)[0]
+        structure = request.sampling.structure
+        if structure is not None and reason == "stop" and (ignored := server_structures.problem(structure, text)):
+            return Output(request.id, finish_reason="error", error=ignored)
+        return Output(
+            request.id,
+            text,
+            reasoning,
+            logprobs=logprobs,
+            n_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            finish_reason=reason,
+            count=int(usage.get("completion_tokens") or 0),
+        )
+
+
+def _logprobs(choice: Any) -> npt.NDArray[np.float32] | None:
+    """The log-probability of each token: `content` of a chat, `token_logprobs` of a completion."""
+    found = choice.get("logprobs") or {}
+    if found.get("content"):
+        return np.array([each["logprob"] for each in found["content"]], np.float32)
+    told = found.get("token_logprobs")
+    return None if told is None else np.array(told, np.float32)

@@ -1,0 +1,152 @@
+"""Rows and columns of a batch's key-value cache: take, join and trim them.
+
+A column is a position in the cache of all rows; a row's mask says which columns hold its tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def new_cache(model: Any, n_more: int = 0) -> Any:
+    """An empty cache for the model, for prompts and `n_more` tokens after them."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    from slurmgpu.llm.transformers_engine.cache_layers import GrowingLayer, GrowingSlidingLayer
+
+    found = DynamicCache(config=model.config)
+    for place, layer in enumerate(found.layers):
+        if type(layer) is DynamicLayer:
+            found.layers[place] = GrowingLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            found.layers[place] = GrowingSlidingLayer(layer.sliding_window)
+    _make_room(found, n_more)
+    return found
+
+
+def _make_room(cache: Any, n_more: int) -> None:
+    from slurmgpu.llm.transformers_engine.cache_layers import GROWTH, GrowingLayer, GrowingSlidingLayer
+
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer | GrowingSlidingLayer):
+            layer.growth = min(n_more, GROWTH)
+
+
+def has_rows(model: Any) -> bool:
+    """Whether rows of the model's cache can be taken and joined; recurrent states (Mamba) have no columns."""
+    from slurmgpu.llm.transformers_engine.cache_layers import GrowingLayer, GrowingSlidingLayer
+
+    return all(isinstance(layer, GrowingLayer | GrowingSlidingLayer) for layer in new_cache(model).layers)
+
+
+def window(model: Any) -> int | None:
+    """The window of the model's sliding layers, in columns; None for a model without such layers."""
+    sizes = [layer.sliding_window for layer in new_cache(model).layers if getattr(layer, "is_sliding", False)]
+    return min(sizes) if sizes else None
+
+
+def takes_holes(model: Any) -> bool:
+    """Whether a row may have unused columns between its tokens, as after a shared prefix.
+
+    ALiBi may count columns instead of tokens, as in MPT; Bloom and Falcon in transformers count tokens.
+    """
+    code = inspect.getmodule(type(model))
+    if code is not None and code.__name__.startswith("transformers.models."):
+        return bool(model.config.model_type != "mpt")
+    try:
+        return "alibi" not in inspect.getsource(type(model) if code is None else code).lower()
+    except (OSError, TypeError):
+        return False
+
+
+def repeat(cache: Any, n_rows: int, n_more: int = 0) -> Any:
+    """A new cache with one row repeated `n_rows` times, for `n_more` tokens after the next ones.
+
+    The rows share memory until they grow.
+    """
+    found = copy.copy(cache)
+    found.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in found.layers:
+        if layer.is_initialized:
+            layer.keys = layer.keys.expand(n_rows, -1, -1, -1)
+            layer.values = layer.values.expand(n_rows, -1, -1, -1)
+    _make_room(found, n_more)
+    return found
+
+
+def copy_rows(cache: Any, rows: Tensor) -> Any:
+    """A new cache with these rows, which may repeat."""
+    found = copy.copy(cache)
+    found.layers = [copy.copy(layer) for layer in cache.layers]
+    select(found, rows)
+    return found
+
+
+def select(cache: Any, rows: Tensor) -> None:
+    """Keep these rows, in this order; they may repeat."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            here = rows.to(layer.keys.device)
+            layer.keys, layer.values = layer.keys.index_select(0, here), layer.values.index_select(0, here)
+
+
+def drop(cache: Any, going_on: Sequence[int], device: Any) -> list[int]:
+    """Keep these rows, given in ascending order, and move as few as possible; returns their new order."""
+    import torch
+
+    n_rows = len(going_on)
+    kept = set(going_on)
+    holes = [row for row in range(n_rows) if row not in kept]
+    movers = [row for row in going_on if row >= n_rows]
+    moved = dict(zip(holes, movers, strict=True))
+    sources, targets = (torch.tensor(each, dtype=torch.int64, device=device) for each in (movers, holes))
+    for layer in cache.layers:
+        if layer.is_initialized:
+            here = layer.keys.device
+            layer.move_rows(sources.to(here), targets.to(here), n_rows)
+    return [moved.get(row, row) for row in range(n_rows)]
+
+
+def trim(cache: Any, mask: Tensor) -> Tensor:
+    """Drop unused columns at the left; returns the new mask."""
+    n_unused = int(mask.any(0).long().argmax())
+    if n_unused:
+        for layer in cache.layers:
+            if layer.is_initialized:
+                _set_columns(layer, mask.shape[1] - n_unused)
+    return mask[:, n_unused:]
+
+
+def join(first: Any, second: Any, n_first: int, n_second: int) -> None:
+    """Append the rows of `second` to those of `first`, padding the one with fewer columns."""
+    n_columns = max(n_first, n_second)
+    for one, other in zip(first.layers, second.layers, strict=True):
+        if one.is_initialized:
+            _set_columns(one, n_columns)
+            _set_columns(other, n_columns)
+            one.add_rows(other)
+
+
+def join_masks(first: Tensor, second: Tensor) -> Tensor:
+    """The mask of joined rows: (row, column)."""
+    import torch
+    from torch.nn.functional import pad
+
+    n_columns = max(first.shape[1], second.shape[1])
+    return torch.cat([pad(each, (n_columns - each.shape[1], 0)) for each in (first, second)])
+
+
+def _set_columns(layer: Any, n_columns: int) -> None:
+    """Add or remove columns at a layer's left; a sliding layer has only the last ones."""
+    held = n_columns
+    if layer.is_sliding:
+        layer.cumulative_length = n_columns
+        held = min(n_columns, layer.sliding_window - 1)
+    layer.set_columns(held)

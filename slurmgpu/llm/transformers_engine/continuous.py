@@ -1,0 +1,433 @@
+"""Continuous batching: a finished request makes room for the next at once, and prompts share prefixes.
+
+Transformers' manager runs in its own thread and never raises: a failed request has an output with an error, or none.
+So every output is checked, and requests without one are computed in static batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.llm.interface.batching import free_memory
+from slurmgpu.llm.interface.engine import EngineOptions, Place
+from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
+from slurmgpu.llm.transformers_engine import continuous_sampling
+from slurmgpu.llm.transformers_engine.grammars import Grammars
+from slurmgpu.llm.transformers_engine.selfcheck import agree, difference, probes
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.transformers_engine.loading import Loaded
+
+log = logging.getLogger(__name__)
+
+Static = Callable[[Sequence[Encoded]], Iterator[Finished]]
+
+PATIENCE_S, STOP_S = 1.0, 5.0
+"""The interval of checks on the manager's thread, and the wait for its end after a failure."""
+
+HOPPER = 9
+"""The compute capability of GPUs for flash attention 3."""
+
+MOST_REQUESTS = 256
+"""Requests in one batch; each has several rows of scores over the vocabulary."""
+CPU_PAGE, CPU_TOKENS, CPU_BATCH_TOKENS = 32, 8192, 1024
+"""On a CPU the tokens of a page, of the cache, for which the manager would take 60 % of the memory, and of a batch:
+without flash attention the mask has cache times batch elements."""
+PAGE, MOST_PAGED = 256, 131072
+"""On a GPU the tokens of a page, and the most tokens of a request for fast decoding."""
+SAMPLING_SHARE = 0.8
+"""The cache's share of the free memory for sampled tokens: the manager's default for samplers, which it gets later."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The features that a manager needs."""
+
+    sampled: bool = False
+    narrows: bool = False
+    stops: bool = False
+    logprobs: bool = False
+    structured: bool = False
+
+    @classmethod
+    def of(cls, requests: Sequence[Encoded]) -> Needs:
+        """The needs of these requests."""
+        all_sampling = [each.request.sampling for each in requests]
+        return cls(
+            sampled=any(each.temperature > 0 for each in all_sampling),
+            narrows=any(
+                each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in all_sampling
+            ),
+            stops=any(each.stop for each in all_sampling),
+            logprobs=any(each.logprobs for each in all_sampling),
+            structured=any(each.structure is not None for each in all_sampling),
+        )
+
+    def __or__(self, other: Needs) -> Needs:
+        """The needs of both."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Needs(*(mine or theirs for mine, theirs in pairs))
+
+
+def _is_8bit(model: Any) -> bool:
+    """Whether bitsandbytes computes in 8 bits, which waits for the GPU in each layer."""
+    return bool(getattr(model, "is_loaded_in_8bit", False))
+
+
+def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool) -> dict[str, Any]:
+    """The manager's settings for requests of at most `longest` tokens, by the names of all versions."""
+    wanted: dict[str, Any] = {
+        "max_requests_per_batch": MOST_REQUESTS,
+        "return_logprobs": needs.logprobs,
+        "auto_switch_to_flash": False,  # already chosen
+        "seed": 0,
+    }
+    if needs.stops or needs.structured:
+        # In 5.23 cancelling a request corrupts the cache while a second batch is in flight; and a structure's next
+        # tokens depend on the last one.
+        wanted["use_async_batching"] = False
+    if loaded.model.device.type == "cpu":
+        wanted["page_size"] = wanted["block_size"] = CPU_PAGE
+        wanted["num_blocks"] = -(-max(CPU_TOKENS, 4 * longest) // CPU_PAGE)
+        wanted["max_batch_tokens"] = CPU_BATCH_TOKENS
+        return wanted
+    if needs.sampled or needs.structured:
+        wanted["max_memory_percent"] = SAMPLING_SHARE
+    if flash:
+        wanted["max_blocks_per_request"] = -(-min(loaded.context, MOST_PAGED) // PAGE) + 1
+    if _is_8bit(loaded.model):
+        wanted["use_cuda_graph"] = False
+    return wanted
+
+
+class _FailedError(Exception):
+    """The manager failed; `cause` is its exception, if any, and `common` means that all ranks failed equally."""
+
+    def __init__(self, message: str, cause: BaseException | None = None, *, common: bool = False) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.common = common
+
+
+def flash_attention(model: Any) -> str | None:
+    """The flash attention that a model can use here, by its name in transformers; None if there is none.
+
+    Each candidate is tried, since a model may replace it by its own kernel; the model's attention is restored.
+    """
+    own = model.config._attn_implementation
+    if "flash" in str(own):
+        return str(own)
+    if model.device.type != "cuda" or model.dtype.itemsize > 2:
+        return None
+    for name in _installed(model.device):
+        try:
+            model.set_attn_implementation(name)
+            found = str(model.config._attn_implementation)
+            if "flash" in found:
+                return found
+        except Exception as error:  # a kernel from the hub can raise any error
+            log.info("%s cannot be used: %s", name, error)
+        finally:
+            model.set_attn_implementation(own)
+    return None
+
+
+def _installed(device: Any) -> Iterator[str]:
+    import torch
+    from transformers.utils.import_utils import (
+        is_flash_attn_2_available,
+        is_flash_attn_3_available,
+        is_kernels_available,
+    )
+
+    if torch.cuda.get_device_capability(device)[0] == HOPPER and is_flash_attn_3_available():
+        yield "flash_attention_3"
+    # `kernels` may have a model's own kernel, which only a try shows.
+    if is_flash_attn_2_available() or is_kernels_available():
+        yield "flash_attention_2"
+
+
+def available(loaded: Loaded) -> str | None:
+    """Why continuous batching is impossible for this model; None if it is possible."""
+    model = loaded.model
+    if not hasattr(model, "init_continuous_batching"):
+        return f"{type(model).__name__} has no continuous batching"
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        return f"its layers are on {len(devices)} devices, and the cache is on one"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has other layers than attention: {', '.join(strange)}"
+    return None
+
+
+def advisable(loaded: Loaded) -> str | None:
+    """Why static batches are probably faster for this model here; None if continuous batching is."""
+    if reason := available(loaded):
+        return reason
+    if loaded.model.device.type != "cuda":
+        return "the model is on the CPU"
+    if _is_8bit(loaded.model):
+        return "8-bit weights of bitsandbytes cannot be captured in CUDA graphs, without which it is slow"
+    # Without flash attention the mask covers all tokens of all requests: 2.3 times slower on long prompts.
+    if flash_attention(loaded.model) is None:
+        return "flash attention is not installed here, or the model cannot use it"
+    return None
+
+
+class Continuous:
+    """Generates by continuous batching, and by `static`, with the same results, where that is impossible or fails."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: EngineOptions,
+        place: Place,
+        codec: Codec,
+        grammars: Grammars,
+        static: Static,
+    ) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._place = place
+        self._codec = codec
+        self._grammars = grammars
+        self._static = static
+        self._attention = loaded.model.config._attn_implementation
+        self._flash = flash_attention(loaded.model)
+        if self._flash is not None:
+            log.info("continuous batches use %s", self._flash)
+        self._manager: Any = None
+        # Of all requests so far: a manager with more features is cheaper than another manager.
+        self._needs, self._longest = Needs(), 0
+        self._made_for: tuple[Needs, float] = (Needs(), 0)
+        self._names = itertools.count()
+        self._checked: set[bool] = set()
+        self._given_up = False
+
+    def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
+        """Each request's answer, in the order in which they finish."""
+        # The manager's log-probabilities include our noise and masks: they are right for free greedy requests only.
+        ours = [each for each in requests if not (each.request.sampling.logprobs and _is_changed(each))]
+        given_up = self._given_up
+        if ours:
+            self._needs |= Needs.of(ours)
+            self._longest = max(self._longest, *map(_length, ours))
+        self._check(ours)
+        left = {id(each): each for each in requests}
+        if ours and not self._given_up:
+            try:
+                for finished in self._serve(ours):
+                    del left[id(finished.encoded)]
+                    yield finished
+            except _FailedError as failure:
+                self._give_up(failure, len(left))
+        if self._given_up and not given_up:
+            free_memory()  # now that no traceback refers to the cache
+        if left:
+            self.release()  # the cache has most of the memory
+            yield from self._static(list(left.values()))
+
+    def release(self) -> None:
+        """End the thread and free the cache; the next call makes new ones."""
+        manager, self._manager = self._manager, None
+        model = self._loaded.model
+        model.__dict__.pop("_cached_continuous_batching_manager", None)
+        if manager is not None:
+            gc.unfreeze()
+            if manager.is_running():
+                manager.stop(block=True, timeout=STOP_S, hard_stop=True)
+            if manager.is_running():
+                log.error("the thread of continuous batching does not end; it may wait for a failed rank")
+            else:
+                manager.destroy()
+                del manager
+                free_memory()
+        self._switch(self._attention)
+
+    close = release
+
+    def _switch(self, attention: str) -> None:
+        """Set the model's attention, which a failed manager does not restore."""
+        if self._loaded.model.config._attn_implementation != attention:
+            self._loaded.model.set_attn_implementation(attention)
+
+    def _check(self, requests: Sequence[Encoded]) -> None:
+        """Compare the first greedy and the first sampled requests with static batches; on a difference give up."""
+        kinds = {_is_sampled(each) for each in requests} - self._checked
+        if not kinds or self._given_up:
+            return
+        self._checked |= kinds
+        asked = probes([each for each in requests if _is_sampled(each) in kinds])
+        self.release()
+        expected = list(self._static(asked))
+        try:
+            self._compare(expected, list(self._serve(asked)))
+        except _FailedError as failure:
+            self._give_up(failure, len(requests))
+
+    def _compare(self, expected: Sequence[Finished], found: Sequence[Finished]) -> None:
+        if agree(expected, found):
+            return
+        self.release()  # the comparison needs the cache's memory
+        try:
+            reason = difference(self._loaded.model, self._grammars, expected, found, self._options.precision)
+        except Exception as error:
+            raise _FailedError(f"it could not be compared: {type(error).__name__}: {error}", error) from error
+        if reason is not None:
+            # All ranks have the same tokens, and so the same result.
+            raise _FailedError(f"it disagrees with static batches: {reason}", common=True)
+
+    def _give_up(self, failure: _FailedError, n_left: int) -> None:
+        self._given_up = True
+        if self._place.world_size > 1 and not failure.common:
+            # The other ranks may still wait for this one; an error lets the batch be computed again, statically.
+            self.release()
+            raise failure.cause or RuntimeError(f"continuous batching failed: {failure}")
+        log.warning("continuous batching failed; %d requests continue in static batches: %s", n_left, failure)
+        self._place.note("static_batches", 1)
+        self.release()
+
+    def _serve(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
+        """Answers by the manager, which stops afterwards: between calls the model is free."""
+        try:
+            manager = self._start()
+        except Exception as error:
+            self.release()
+            # Errors of the model, the version or the image are the same on all ranks.
+            common = isinstance(error, ValueError | TypeError | AttributeError | NotImplementedError | ImportError)
+            raise _FailedError(f"{type(error).__name__}: {error}", error, common=common) from error
+        # Sorted, so that neighbours share prefixes.
+        waiting = deque(sorted(requests, key=lambda each: each.tokens))
+        pending: dict[str, Encoded] = {}
+        whole = False
+        try:
+            while waiting or pending:
+                while waiting and len(pending) < 2 * MOST_REQUESTS:
+                    self._add(manager, waiting.popleft(), pending)
+                output = manager.get_result(timeout=PATIENCE_S)
+                if output is None:
+                    _look_after(manager)
+                elif output.request_id in pending:
+                    finished = self._read(manager, output, pending[output.request_id])
+                    if finished is not None:
+                        del pending[output.request_id]
+                        yield finished
+            whole = True
+        finally:
+            if whole:
+                manager.stop(block=True, keep_for_next_session=True)
+                self._switch(self._attention)
+            else:
+                del manager  # the last reference to the cache
+                self.release()
+
+    def _add(self, manager: Any, encoded: Encoded, pending: dict[str, Encoded]) -> None:
+        name = str(next(self._names))
+        added = manager.add_request(
+            list(encoded.tokens),
+            request_id=name,
+            max_new_tokens=encoded.request.sampling.max_tokens,
+            streaming=bool(encoded.request.sampling.stop),
+            eos_token_id=[*self._loaded.eos_ids] or [-1],
+            **continuous_sampling.arguments(encoded, self._grammars),
+        )
+        # With tensor parallelism rank 0 adds requests for all ranks, and each gets all outputs, in the same order.
+        if added is None and manager.is_tp_driver:
+            _look_after(manager)
+            raise _FailedError("it took no more requests")
+        pending[name] = encoded
+
+    def _read(self, manager: Any, output: Any, encoded: Encoded) -> Finished | None:
+        """The answer if it is finished."""
+        if output.error is not None:
+            raise _FailedError(str(output.error), manager.background_thread_status.fatal_error)
+        tokens = tuple(output.generated_tokens)
+        if output.is_finished() and (problem := self._problem(encoded, tokens)) is not None:
+            return Finished(encoded, tokens, "error", error=problem)
+        sampling = encoded.request.sampling
+        logprobs = tuple(output.logprobs) if sampling.logprobs else None
+        ended = bool(tokens) and tokens[-1] in self._loaded.eos_ids
+        if sampling.stop and not ended and self._codec.has_stopped(tokens, sampling.stop):
+            if not output.is_finished():
+                manager.cancel_request(output.request_id)
+            return Finished(encoded, tokens, "stop", logprobs)
+        if not output.is_finished():
+            return None
+        if not ended and len(tokens) != sampling.max_tokens:
+            raise _FailedError(f"an answer of {len(tokens)} tokens has no end")
+        return Finished(encoded, tokens, "stop" if ended else "length", logprobs)
+
+    def _problem(self, encoded: Encoded, tokens: Sequence[int]) -> str | None:
+        """Why llguidance could not follow the answer to its end, if so."""
+        matcher = self._grammars.start(encoded)
+        if matcher is None:
+            return None
+        for token in tokens:
+            matcher.take(token)
+        return matcher.error
+
+    def _start(self) -> Any:
+        needs, longest = self._needs, self._longest
+        if self._manager is not None and (needs != self._made_for[0] or longest > self._made_for[1]):
+            self.release()
+        self._switch(self._flash or self._attention)
+        if self._manager is None:
+            self._manager = self._make(needs, longest)
+            self._made_for = (needs, math.inf if self._loaded.model.device.type == "cuda" else longest)
+        else:
+            # Returns the manager kept on the model, after switching the model's attention if needed.
+            self._manager = self._loaded.model.init_continuous_batching()
+        self._manager.start()
+        return self._manager
+
+    def _make(self, needs: Needs, longest: int) -> Any:
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        # It logs each call, by its own handler.
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
+        wanted = settings(needs, longest, self._loaded, flash=self._flash is not None)
+        known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+        if "page_size" in known:
+            wanted.pop("block_size", None)
+        manager = self._loaded.model.init_continuous_batching(
+            GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known}),
+        )
+        if needs.sampled or needs.structured:
+            grammars = self._grammars if needs.structured else None
+            manager.logit_processor = continuous_sampling.sampler(grammars, MOST_REQUESTS, narrows=needs.narrows)
+        manager.warmup()
+        # Each stop of the manager collects garbage; frozen objects are skipped.
+        gc.collect()
+        gc.freeze()
+        return manager
+
+
+def _is_sampled(encoded: Encoded) -> bool:
+    return encoded.request.sampling.temperature > 0
+
+
+def _is_changed(encoded: Encoded) -> bool:
+    """Whether tokens are not chosen by the model's own scores alone."""
+    return _is_sampled(encoded) or encoded.request.sampling.structure is not None
+
+
+def _length(encoded: Encoded) -> int:
+    return len(encoded.tokens) + encoded.request.sampling.max_tokens
+
+
+def _look_after(manager: Any) -> None:
+    error = manager.background_thread_status.fatal_error
+    if error is not None or not manager.is_running():
+        reason = f"{type(error).__name__}: {error}" if error else "its thread ended before all answers"
+        raise _FailedError(reason, error)

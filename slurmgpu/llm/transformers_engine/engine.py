@@ -1,0 +1,106 @@
+"""The engine on transformers, with two ways to batch requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.batching import Budget, default_tokens, free_memory
+from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
+from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
+from slurmgpu.llm.transformers_engine.grammars import Grammars
+from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
+from slurmgpu.llm.transformers_engine.prefilling import Prefill
+from slurmgpu.llm.transformers_engine.scoring import Scorer
+from slurmgpu.llm.transformers_engine.static import StaticBatches
+from slurmgpu.llm.transformers_engine.token_scoring import TokenScorer
+from slurmgpu.llm.transformers_engine.windows import likelihoods
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.transformers_engine.continuous import Continuous
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", Request, Question, Passage)
+
+
+class TransformersEngine:
+    """A model of transformers, with static batches, or continuous ones where they are faster."""
+
+    def __init__(self, options: EngineOptions, place: Place) -> None:
+        loaded = load_model(options, place)
+        self._codec = Codec(loaded.tokenizer, options, loaded.context)
+        budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
+        self._prefill = Prefill(loaded)
+        width = loaded.model.config.get_text_config().vocab_size
+        self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
+        self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill)
+        self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
+        self._token_scorer = TokenScorer(place, budget, self._prefill, width)
+        self._continuous = self._open_continuous(loaded, options, place)
+        self._loaded = loaded
+        way = "" if self._continuous is None else "continuous batches; if impossible, "
+        log.info("%sstatic batches of at most %d tokens", way, budget.tokens)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, in the order in which they finish; those of an adapter together."""
+        for some in self._by_adapter(requests):
+            yield from self._generate(some)
+
+    def _generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        encoded: list[Encoded] = []
+        for request in requests:
+            try:
+                encoded.append(self._codec.encode(request))
+            except PromptError as error:
+                yield error.output(request)
+        batches = self._continuous or self._static
+        for finished in batches.generate(encoded):
+            yield self._codec.decode(finished)
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores, in any order; those of an adapter together."""
+        if self._continuous is not None:
+            self._continuous.release()
+        for some in self._by_adapter(questions):
+            yield from self._scorer.score(some)
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """The log-probabilities of each passage's tokens, in any order; those of an adapter together."""
+        if self._continuous is not None:
+            self._continuous.release()
+        for some in self._by_adapter(passages):
+            yield from likelihoods(some, self._codec, self._loaded.context, self._token_scorer.read)
+
+    def _by_adapter(self, asked: Sequence[T]) -> Iterator[list[T]]:
+        """What is asked, by the adapter that it needs; the model has that adapter until the next is taken."""
+        switch = self._loaded.switch
+        groups: dict[str, list[T]] = {}
+        for each in asked:
+            groups.setdefault(each.prompt.adapter, []).append(each)
+        for name in sorted(groups):
+            if switch is not None and switch.use(name):
+                self._prefill.forget()  # what prompts have in common is computed differently
+            yield groups[name]
+
+    def close(self) -> None:
+        """End threads and free memory."""
+        if self._continuous is not None:
+            self._continuous.close()
+        self._prefill.forget()
+        free_memory()
+
+    def _open_continuous(self, loaded: Loaded, options: EngineOptions, place: Place) -> Continuous | None:
+        if options.batching == "static" or loaded.switch is not None:
+            return None
+        from slurmgpu.llm.transformers_engine.continuous import Continuous, advisable, available
+
+        if options.batching == "continuous":
+            if (reason := available(loaded)) is not None:
+                raise SlurmGPUError(f'batching = "continuous" is impossible for {options.model.name}: {reason}.')
+        elif (reason := advisable(loaded)) is not None:
+            log.info("no continuous batching: %s", reason)
+            return None
+        return Continuous(loaded, options, place, self._codec, self._grammars, self._static.generate)

@@ -1,0 +1,308 @@
+"""Load a model and its tokenizer on GPUs or the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
+from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
+from slurmgpu.llm.models.sizes import experts_of
+from slurmgpu.llm.transformers_engine.caches import new_cache
+from slurmgpu.llm.transformers_engine.quantising import quantization_config
+
+log = logging.getLogger(__name__)
+
+OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
+"""Model types with another kind of cache, or none, by generation/utils.py of transformers 5.23."""
+
+COLLECTIVE_LIMIT = timedelta(hours=2)
+"""Loading a large model takes tens of minutes, differently on each rank; NCCL's default is ten minutes."""
+
+FEW = 3
+"""The number of wrong weights in a message."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model and its tokenizer.
+
+    `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` are the cache's bytes of one
+    token on the fullest device; `device` has token ids and logits; `switch` chooses among several adapters.
+    """
+
+    model: Any
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    context: int
+    kv_bytes: int
+    device: Any
+    switch: Switch | None = None
+
+    @property
+    def pad_id(self) -> int:
+        """The token for padding."""
+        found = self.tokenizer.pad_token_id
+        return int(found) if found is not None else 0
+
+
+def load_model(options: EngineOptions, place: Place) -> Loaded:
+    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from slurmgpu.llm.models.reading import read_ahead
+
+    started = time.monotonic()
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
+    source |= {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(**source)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SlurmGPUError(
+            f"{options.model.name} is an encoder-decoder model ({config.model_type}), which the engine transformers "
+            "does not support; expected a decoder such as Llama, Qwen or gpt-oss."
+        )
+    if config.model_type in OWN_CACHES:
+        raise SlurmGPUError(
+            f"{options.model.name} has the type {config.model_type}, whose cache the engine transformers does not "
+            'support; expected a decoder such as Llama, Qwen or gpt-oss. engine = "vllm" may support it.'
+        )
+    if options.precision == "fp32":
+        # The environment may allow TF32, which has 10 of the 23 bits.
+        torch.set_float32_matmul_precision("highest")
+    _check_memory(options, place)
+    read_ahead(options.model.folder)
+    disable_progress_bar()  # logs are files
+    tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
+    dtype = getattr(torch, TORCH_NAMES[options.precision])
+    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config)}
+    if (quantization := quantization_config(options, place)) is not None:
+        arguments["quantization_config"] = quantization
+    model, report = from_pretrained(arguments)
+    check_whole(model, report, options)
+    switch = None
+    if options.adapters.choice is not None:
+        switch = hold_adapters(model, options.adapters)
+    elif options.adapters.sources:
+        model = merge_adapter(model, options.adapters.sources[""])
+    model.eval()
+    # Of the checkpoint's generation config only the end of answers is used, not its sampling.
+    eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
+    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device, switch)
+    log_loaded(loaded, place, dtype, time.monotonic() - started)
+    return loaded
+
+
+def _check_memory(options: EngineOptions, place: Place) -> None:
+    import torch
+
+    from slurmgpu.llm.placement.place import check_fits
+
+    if place.device != "cpu":
+        memory = torch.cuda.get_device_properties(place.device).total_memory
+        n_gpus = place.world_size if place.world_size > 1 else max(1, place.gpus)
+        check_fits(options, memory, n_gpus, tensor_parallel=place.world_size > 1)
+
+
+def even_device_map(
+    config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False, auto: Any = None
+) -> dict[str, int]:
+    """The device of each part of a model on `n_devices`, with as little as possible on the fullest.
+
+    `auto` is the Auto class that makes the model, AutoModelForCausalLM unless set. Accelerate's own maps fill the first
+    devices, and leave no room for the cache there.
+    """
+    from accelerate import infer_auto_device_map, init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = (auto or AutoModelForCausalLM).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    whole = list(getattr(model, "_no_split_modules", None) or ())
+    size = sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
+
+    def map_within(limit: int) -> dict[str, int] | None:
+        # Accelerate keeps room for a layer on the first device, here a dummy of no size.
+        memory = {0: 0} | dict.fromkeys(range(1, n_devices + 1), limit)
+        with _quiet("accelerate"):
+            found = infer_auto_device_map(model, memory, whole, dtype=dtype, offload_buffers=True)
+        if not all(isinstance(device, int) for device in found.values()):
+            return None
+        return {name: device - 1 for name, device in found.items()}
+
+    # Bisect the least limit that holds the model, to a percent.
+    low, high = size // n_devices, 2 * size
+    best = map_within(high) or {"": 0}
+    while high - low > size // n_devices // 100 + 1:
+        limit = (low + high) // 2
+        found = map_within(limit)
+        if found is None:
+            low = limit
+        else:
+            best, high = found, limit
+    return best
+
+
+def where_on(options: EngineOptions, place: Place, config: Any, auto: Any = None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that put a model on the device, the GPUs or the group of `place`."""
+    import torch
+
+    if place.world_size > 1:
+        return {"distributed_config": _distributed(place, config)}
+    if place.device == "cpu":
+        return {"device_map": "cpu"}
+    if place.gpus > 1:
+        dtype = getattr(torch, TORCH_NAMES[options.precision])
+        trusted = options.trust_remote_code
+        return {"device_map": even_device_map(config, place.gpus, dtype, trust_remote_code=trusted, auto=auto)}
+    return {"device_map": place.device}
+
+
+def _distributed(place: Place, config: Any) -> Any:
+    """The sharing of the model in a group of processes: matrices are split, and experts distributed."""
+    import torch
+    from torch import distributed
+    from transformers.distributed import DistributedConfig
+
+    on_gpu = place.device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(place.device)
+    if not distributed.is_initialized():
+        # Collectives in CUDA graphs, as in continuous batching, are slower with this; NCCL reads it only here.
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+        # torchrun sets address and rank in the environment.
+        bound = {"device_id": torch.device(place.device)} if on_gpu else {}
+        distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_LIMIT, **bound)
+    # Never pp_size: it generates wrong tokens in transformers 5.23.
+    wanted: dict[str, Any] = {"tp_size": place.world_size}
+    text = config.get_text_config()
+    if experts_of(vars(text)) and getattr(text, "base_model_ep_plan", None):
+        wanted |= {"ep_size": place.world_size, "enable_expert_parallel": True}
+    known = {field.name for field in dataclasses.fields(DistributedConfig)}
+    if "ep_size" in known:
+        wanted.pop("enable_expert_parallel", None)
+    return DistributedConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def from_pretrained(arguments: dict[str, Any], auto: Any = None) -> tuple[Any, Mapping[str, Any]]:
+    """A model, made by the Auto class, and what transformers reports about its checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    # Otherwise both are a warning with a table, or an error that refers to that table.
+    arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    found: tuple[Any, Mapping[str, Any]]
+    try:
+        found = (auto or AutoModelForCausalLM).from_pretrained(**arguments)
+    except ValueError as error:
+        if "tensor parallel size" not in str(error):
+            raise
+        raise SlurmGPUError(  # transformers 5.20 refuses a vocabulary that does not divide; 5.23 accepts it
+            f"The transformers in this image cannot split this model over so many GPUs: {error} Use another number of "
+            f'GPUs, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
+        ) from error
+    return found
+
+
+def check_whole(
+    model: Any,
+    report: Mapping[str, Any],
+    options: EngineOptions,
+    advice: str = "a model without a language-model head cannot generate text",
+) -> None:
+    """Refuse a model whose checkpoint lacks weights, which transformers replaces by random numbers.
+
+    Tied weights are not missing.
+    """
+    missing = sorted(report["missing_keys"])
+    mismatched = [
+        f"{name} (stored as {list(stored)}, expected {list(expected)})"
+        for name, stored, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0]))
+    ]
+    wrongs = [("lacks", missing), ("has in another shape", mismatched)]
+    said = [f"{verb} {_some(names)}" for verb, names in wrongs if names]
+    if said:
+        raise SlurmGPUError(
+            f"The checkpoint of {options.model.name}, in {options.model.folder}, does not fit a "
+            f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; {advice}."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    first = ", ".join(names[:FEW])
+    return first if len(names) <= FEW else f"{first} and {len(names) - FEW} more ({len(names)} in all)"
+
+
+def eos_ids_of(*holders: Any) -> frozenset[int]:
+    """All tokens that end an answer by a generation config, a model's config, or a tokenizer."""
+    found: set[int] = set()
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def _context(options: EngineOptions, config: Any) -> int:
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or sys.maxsize
+    return min(int(own), options.max_context or sys.maxsize)
+
+
+def _kv_bytes(model: Any) -> int:
+    """The cache's bytes of a token on the fullest device.
+
+    Measured, since models cache different things, and a process may have some or all heads.
+    """
+    import torch
+
+    cache = new_cache(model)
+    with torch.inference_mode():
+        # Several tokens: a single one would count as decoding.
+        model(
+            input_ids=torch.zeros(1, 4, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
+        )
+    sizes: Counter[Any] = Counter()
+    for layer in cache.layers:
+        for each in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if each is not None and each.numel():
+                sizes[each.device] += each.nbytes // each.shape[-2]
+    return max(sizes.values(), default=0)
+
+
+def log_loaded(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
+    """Log what was loaded, and how long that took."""
+    model = loaded.model
+    n_parameters = sum(each.numel() for each in model.parameters())
+    size = sum(each.numel() * each.element_size() for each in model.parameters())
+    log.info(
+        "%s: %.3g parameters in %s, %.2f GB on %s%s, loaded in %.1f s; %s attention, context of %d tokens",
+        type(model).__name__,
+        n_parameters,
+        str(dtype).removeprefix("torch."),
+        size / 1e9,
+        place.device if place.gpus < 2 or place.world_size > 1 else f"{place.gpus} GPUs",
+        f" (rank {place.rank} of {place.world_size})" if place.world_size > 1 else "",
+        seconds,
+        getattr(model.config, "_attn_implementation", "its own"),
+        loaded.context,
+    )
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Any:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,232 @@
+"""Score given answers: read prompts once, and then each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_common, n_that_fit
+from slurmgpu.llm.interface.engine import Place, Prompt, Question, Scores
+from slurmgpu.llm.prompts.codec import Codec, PromptError
+from slurmgpu.llm.prompts.truncation import shorten
+from slurmgpu.llm.transformers_engine import caches
+from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled, Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROUNDING = 2.0**-24
+"""The error of a probability near 1 in float32, in which models compute."""
+
+MOST_LOGITS = 200_000_000
+"""The most logits of choices that are read together: rows times tokens times vocabulary, about 10 bytes each."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as tokens: its prompt, and the rest of each choice."""
+
+    question: Question
+    prompt: Tokens
+    choices: tuple[Tokens, ...]
+    n_prompt_tokens: int
+    n_truncated: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest choice."""
+        return max(map(len, self.choices))
+
+
+class Scorer:
+    """Scores choices in batches within the budget."""
+
+    def __init__(self, place: Place, codec: Codec, context: int, budget: Budget, prefill: Prefill) -> None:
+        self._place = place
+        self._codec = codec
+        self._context = context
+        self._budget = budget
+        self._prefill = prefill
+        self._n_rows = 0  # rows of choices in the last forward pass
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores or error, long prompts first."""
+        asked: list[Asked] = []
+        for question in questions:
+            try:
+                asked.append(ask(question, self._codec, self._context))
+            except PromptError as refusal:
+                yield _failed(question, str(refusal))
+        asked.sort(key=lambda each: (-len(each.prompt), each.prompt))
+        shared = self._prefill.share([each.prompt for each in asked])
+        while asked:
+            alike = asked[: self._prefill.n_together([each.prompt for each in asked])]
+            n_taken, load = n_that_fit(Load(), [_lengths(each) for each in alike], self._budget.tokens)
+            batch = asked[:n_taken]
+            found = attempt(lambda batch=batch, load=load: self._score(batch, load, shared), self._place)  # type: ignore[misc]
+            if found is None:
+                self._prefill.forget()
+                free_memory()
+            if found is None and (n_taken > 1 or self._n_rows > 1):
+                # For one question alone, fewer choices are read together.
+                self._budget.reduce(load.tokens if n_taken > 1 else self._n_rows * (load.columns + load.more))
+                continue
+            asked = asked[n_taken:]
+            if found is None:
+                error = f"out of memory for this prompt alone, which has {batch[0].n_prompt_tokens} tokens"
+                yield _failed(batch[0].question, error, batch[0].n_prompt_tokens)
+            else:
+                self._budget.succeed()
+                yield from found
+
+    def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
+        import torch
+
+        self._n_rows = 0
+        with torch.inference_mode():
+            read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
+            first = read.logits.float()
+            first -= first.logsumexp(-1, keepdim=True)
+            found = [
+                first[row, [choice[0] for choice in asked.choices]].double().cpu().numpy()
+                for row, asked in enumerate(batch)
+            ]
+            longer = [
+                (row, place)
+                for row, asked in enumerate(batch)
+                for place, choice in enumerate(asked.choices)
+                if len(choice) > 1
+            ]
+            longer.sort(key=lambda pair: -len(batch[pair[0]].choices[pair[1]]))
+            while longer:
+                longest = len(batch[longer[0][0]].choices[longer[0][1]])
+                some = longer[: self._n_together(longest, load, first.shape[-1])]
+                longer, self._n_rows = longer[len(some) :], len(some)
+                choices = [batch[row].choices[place] for row, place in some]
+                if self._prefill.has_rows:
+                    sums = self._go_on(read, [row for row, _ in some], choices)
+                else:
+                    sums = self._reread([batch[row].prompt for row, _ in some], choices)
+                for (row, place), logprob in zip(some, sums, strict=True):
+                    found[row][place] += logprob
+        return [scores_of(asked, logprobs) for asked, logprobs in zip(batch, found, strict=True)]
+
+    def _n_together(self, longest: int, load: Load, vocabulary: int) -> int:
+        """How many choices of at most `longest` tokens are read at once."""
+        columns = load.columns + load.more
+        has_few_logits = self._prefill.has_rows or self._prefill.can_keep_few
+        n_logits = (longest - 1 if has_few_logits else columns) * vocabulary
+        return max(1, min(MOST_ROWS, self._budget.tokens // columns, MOST_LOGITS // n_logits))
+
+    def _go_on(self, read: Prefilled, rows: Sequence[int], choices: Sequence[Tokens]) -> list[float]:
+        """Log-probabilities of choices after their first tokens, each on its prompt's row."""
+        import torch
+
+        device = read.mask.device
+        which = torch.tensor(rows, device=device)
+        cache = caches.copy_rows(read.cache, which)
+        ids, is_token = self._prefill.pad([choice[:-1] for choice in choices], left=False)
+        following, _ = self._prefill.pad([choice[1:] for choice in choices], left=False)
+        mask = read.mask[which]
+        positions = mask.sum(1, keepdim=True) + torch.arange(ids.shape[1], device=device)
+        logits = self._prefill.forward(ids, torch.cat([mask, is_token], 1), positions, cache, n_logits=0)
+        return _sums(logits, following, is_token)
+
+    def _reread(self, prompts: Sequence[Tokens], choices: Sequence[Tokens]) -> list[float]:
+        """The same for models whose cache has no rows to copy: prompts are read again."""
+        ids, mask = self._prefill.pad(
+            [(*prompt, *choice[:-1]) for prompt, choice in zip(prompts, choices, strict=True)]
+        )
+        following, is_token = self._prefill.pad([choice[1:] for choice in choices])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._prefill.forward(ids, mask, positions, self._prefill.new_cache(), following.shape[1])
+        return _sums(logits, following, is_token)
+
+
+def ask(question: Question, codec: Codec, context: int) -> Asked:
+    """The question's tokens. Choices are tokenised with the prompt, since tokens depend on the text before them."""
+    if not question.choices or "" in question.choices:
+        raise PromptError("a question needs choices, none of them empty")
+
+    def read(asked: Prompt) -> tuple[Tokens, list[Tokens]]:
+        text, is_whole = codec.render(asked, answers_at_once=True)
+        return codec.tokens_of((text, is_whole)), [
+            codec.tokens_of((text + each, is_whole)) for each in question.choices
+        ]
+
+    def fits(asked: Prompt) -> bool:
+        return max(map(len, read(asked)[1])) <= context
+
+    prompt, whole = read(question.prompt)
+    n_whole = len(prompt)
+    if max(map(len, whole)) > context and question.prompt.truncation_side is not None:
+        prompt, whole = read(shorten(question.prompt, fits))
+    # If the prompt's last token merges with a choice, all choices are compared from before that token.
+    n_same = max(1, min(n_common([prompt, *whole]), min(map(len, whole)) - 1))
+    longest = max(map(len, whole))
+    if longest > context:
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens, which with its choices exceeds the context of {context} tokens"
+        )
+    rests = tuple(tokens[n_same:] for tokens in whole)
+    asked = Asked(question, prompt[:n_same], rests, len(prompt), n_whole - len(prompt))
+    _refuse_same(asked)
+    return asked
+
+
+def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
+    """The scores of a question, from the log-probabilities that an answer begins with each choice's tokens."""
+    n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
+    found = exclusive(asked.choices, logprobs)
+    return Scores(asked.question.id, found, n_tokens, asked.n_prompt_tokens, n_truncated=asked.n_truncated)
+
+
+def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Log-probabilities of choices that exclude each other: each without the choices that continue it.
+
+    Among choices with the same tokens the first has all.
+    """
+    taken, found = np.zeros(len(choices)), logprobs.copy()
+    begun: list[int] = []  # choices that are prefixes of the current one, shortest first
+    for place in sorted(range(len(choices)), key=lambda place: choices[place]):
+        tokens = choices[place]
+        while begun and tokens[: len(choices[begun[-1]])] != choices[begun[-1]]:
+            begun.pop()
+        if begun and tokens == choices[begun[-1]]:
+            found[place] = -np.inf
+            continue
+        if begun and np.isfinite(logprobs[place]) and np.isfinite(logprobs[begun[-1]]):
+            taken[begun[-1]] += np.exp(min(logprobs[place] - logprobs[begun[-1]], 0.0))
+        begun.append(place)
+    # Rounding must not make a choice that is always continued impossible.
+    exclude: npt.NDArray[np.float64] = found + np.log1p(-np.minimum(taken, 1 - ROUNDING))
+    return exclude
+
+
+def _refuse_same(asked: Asked) -> None:
+    seen: dict[Tokens, int] = {}
+    for place, tokens in enumerate(asked.choices):
+        earlier = seen.setdefault(tokens, place)
+        if earlier // asked.question.n_ways != place // asked.question.n_ways:
+            one, other = asked.question.choices[earlier], asked.question.choices[place]
+            raise PromptError(f"{one!r} and {other!r} have the same tokens in this model; expected texts that differ")
+
+
+def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:
+    logits = logits.float()
+    taken = logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
+    sums: list[float] = (taken.double() * is_token).sum(1).tolist()
+    return sums
+
+
+def _lengths(asked: Asked) -> tuple[int, int]:
+    return len(asked.prompt), asked.longest
+
+
+def _failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:
+    none = np.full(len(question.choices), np.nan)
+    return Scores(question.id, none, np.zeros(len(question.choices), np.int64), n_prompt_tokens, error)

@@ -1,0 +1,87 @@
+"""Compare two ways to compute the same answers, once, before a fast path is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.llm.interface.sampling import Rules, perturb, restrict
+from slurmgpu.llm.prompts.codec import Encoded, Finished
+from slurmgpu.llm.transformers_engine.grammars import Grammars
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+"""How far a token may be below the best score, as a share of the range of scores: batches round differently."""
+
+N_PROBES, PROBE_TOKENS = 4, 16
+
+
+def probes(requests: Sequence[Encoded]) -> list[Encoded]:
+    """A few of the requests, greedy and sampled, with different prompts and short answers without stop texts."""
+    found: list[Encoded] = []
+    for sampled in (False, True):
+        kind = [each for each in requests if (each.request.sampling.temperature > 0) == sampled]
+        different = {each.tokens: each for each in reversed(kind)}
+        found += [*different.values()][::-1][:N_PROBES]
+    return [_shortened(each, number) for number, each in enumerate(found)]
+
+
+def _shortened(encoded: Encoded, number: int) -> Encoded:
+    sampling = encoded.request.sampling
+    brief = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, PROBE_TOKENS), stop=(), logprobs=False)
+    return Encoded(dataclasses.replace(encoded.request, id=number, sampling=brief), encoded.tokens)
+
+
+def agree(expected: Sequence[Finished], found: Sequence[Finished]) -> bool:
+    """Whether both have the same tokens and no errors."""
+    known = {each.encoded.request.id: each.tokens for each in expected}
+    same = {each.encoded.request.id: each.tokens for each in found} == known and len(found) == len(expected)
+    return same and not any(each.error for each in [*expected, *found])
+
+
+def difference(
+    model: Any, grammars: Grammars, expected: Sequence[Finished], found: Sequence[Finished], precision: str
+) -> str | None:
+    """The difference between two paths' answers to the same requests, in words; None if it is only rounding.
+
+    If tokens differ, the model scores those that were found, which must be nearly as good as the best ones: rounding
+    may swap tokens that nearly tie.
+    """
+    wanted = {each.encoded.request.id: each for each in expected}
+    if sorted(wanted) != sorted(each.encoded.request.id for each in found):
+        return "some request was not answered exactly once"
+    for answer in found:
+        reference = wanted[answer.encoded.request.id]
+        if answer.error or reference.error:
+            return f"an error: {answer.error or reference.error}"
+        if answer.tokens == reference.tokens:
+            continue
+        missed = _worst_miss(model, grammars, answer.encoded, answer.tokens)
+        if missed > TOLERANCE[precision]:
+            return (
+                f"tokens {list(answer.tokens)} instead of {list(reference.tokens)}, "
+                f"which miss the best score by {missed:.2g} of the range of scores"
+            )
+    return None
+
+
+def _worst_miss(model: Any, grammars: Grammars, encoded: Encoded, tokens: Sequence[int]) -> float:
+    """The greatest distance of a taken token from its row's best score, as a share of the row's range."""
+    import torch
+
+    if not tokens:
+        return 0.0
+    with torch.inference_mode():
+        inputs = torch.tensor([[*encoded.tokens, *tokens[:-1]]], device=model.device)
+        logits: Tensor = model(input_ids=inputs, use_cache=False, logits_to_keep=len(tokens)).logits[0]
+        n_rows, request = len(tokens), encoded.request
+        rules = Rules.of([request.sampling] * n_rows, [request.key] * n_rows, logits.device)
+        allowed = grammars.along(encoded, tokens, logits.device)
+        scores = perturb(restrict(logits, allowed), rules, torch.arange(n_rows, device=logits.device))
+        best = scores.amax(-1)
+        taken = scores.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+        spread = best - logits.float().mean(-1)
+        return float(((best - taken) / spread.clamp(min=1e-6)).max())

