@@ -15,6 +15,10 @@ def open_engine(options: EngineOptions, place: Place) -> Engine:
         from slurmgpu.llm.server_engine.engine import ServerEngine
 
         return ServerEngine(options, place)
+    if options.images:
+        from slurmgpu.llm.transformers_engine.image_engine import ImageEngine
+
+        return ImageEngine(options, place)
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
     return TransformersEngine(options, place)

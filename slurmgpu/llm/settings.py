@@ -19,6 +19,9 @@ from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 
 EngineName = Literal["transformers", "vllm", "server"]
 
+IMAGE_ENGINES = ("transformers",)
+"""The engines that take images beside text."""
+
 
 class PromptSettings(TypedDict, total=False):
     """The settings of prompts that workloads with a `prompt` share."""
@@ -29,6 +32,8 @@ class PromptSettings(TypedDict, total=False):
     target: str
     fewshot_delimiter: str
     truncation_side: TruncationSide
+    images: str
+    image_folder: str
 
 
 class ModelSettings(TypedDict, total=False):
@@ -84,7 +89,8 @@ def prompts_of(
     )
     make = template_class(settings.get("template_format", "f-string"))
     side = settings.get("truncation_side")
-    found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make, side)
+    images, folder = settings.get("images"), settings.get("image_folder", "")
+    found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make, side, images, folder)
     found.check_examples(given)
     return found
 
@@ -93,6 +99,7 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
     """The engine's options from settings; SlurmGPUError for a wrong value, or if there is no such model."""
     check_engine(settings)
     found = {name: settings[name] for name in get_type_hints(ModelSettings) if name in settings}
+    found["images"] = "images" in settings
     revision = found.pop("revision", None)
     found.pop("model_files", None)
     if "serve" in found:
@@ -125,9 +132,31 @@ def check_engine(settings: Mapping[str, Any]) -> None:
             f"Remove engine, or merge the adapter into its model with peft, and set model to the result."
         )
     check_server(settings)
+    _check_images(settings)
     for name in ("batch_tokens", "max_context", "concurrency"):
         check_range(name, settings.get(name, 1), 1, None)
     check_temperature("temperature", settings.get("temperature", 0.0), settings)
+
+
+def _check_images(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that do not go with `images`."""
+    if "images" not in settings:
+        if "image_folder" in settings:
+            raise SlurmGPUError("image_folder is set, and images is not: the field of the items that holds images.")
+        return
+    if not settings["images"]:
+        raise SlurmGPUError('images is empty; expected the field of the items that holds images, such as "path".')
+    if settings.get("engine", "transformers") not in IMAGE_ENGINES:
+        raise SlurmGPUError(
+            f"images is set, and engine is {settings['engine']!r}; images are taken by {' and '.join(IMAGE_ENGINES)}. "
+            "Remove engine."
+        )
+    if settings.get("batching") == "continuous":
+        raise SlurmGPUError('batching is "continuous", whose batches take no images. Remove batching.')
+    if settings.get("chat") is False:
+        raise SlurmGPUError("chat is false, and only a chat template gives images their place. Remove chat.")
+    if wrong := next((name for name in ("adapter", "truncation_side") if name in settings), None):
+        raise SlurmGPUError(f"{wrong} is set, which is for prompts without images. Remove it, or images.")
 
 
 def check_temperature(name: str, value: float, settings: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing
-from slurmgpu.llm.models.decoders import check_decoder, check_tokenizer
+from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_tokenizer
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
 from slurmgpu.llm.placement.place import place
 from slurmgpu.llm.prompts.templates import Prompts
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 1 << 16
 """Rows of a merged file that a summary reads at once."""
+
+IMAGE_ITEMS = 32
+"""The most items of a call if they have images, which a task holds in memory as the model takes them."""
 
 CUT_RATE = 0.1
 """Above this share of answers cut by max_tokens, a summary has a hint."""
@@ -55,6 +58,8 @@ class LanguageModelWorkload:
         check_engine(settings)
         refuse_beyond(settings, beyond)
         self._model, self._max_tokens = (model, dict(settings)), max_tokens
+        if "images" in settings:
+            self.batch_size = min(self.batch_size, IMAGE_ITEMS)
         if (choice := choice_of(settings)) is not None:
             self.prompts.choice = choice
             self.fields = {*self.fields, choice.field}
@@ -100,7 +105,14 @@ class LanguageModelWorkload:
         if self.options.url:
             return []
         adapters = self.options.adapters.sources.values()
-        return [path for source in (self.options.model, *adapters) for path in files_of(source)]
+        found = [path for source in (self.options.model, *adapters) for path in files_of(source)]
+        return [*found, *self._image_folders]
+
+    @property
+    def _image_folders(self) -> list[Path]:
+        """The folder at which relative paths of images start, if it is set."""
+        folder = self._model[1].get("image_folder")
+        return [] if folder is None else [Path(folder).expanduser().absolute()]
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
@@ -112,11 +124,21 @@ class LanguageModelWorkload:
                 )
             return Placement("one", (describe(self.options, share.gpus),))
         check_decoder(self.options.model)
+        if self.options.images:
+            check_takes_images(self.options.model)
+            self._check_image_folder()
         check_max_tokens(self._max_tokens, self.options)
         found = Placement(*place(self.options, share))
         refuse_missing(self.options.adapters)
         check_tokenizer(self.options.model)  # after the weights, with which the hub's tokenizer is downloaded
         return found
+
+    def _check_image_folder(self) -> None:
+        for folder in self._image_folders:
+            if not folder.is_dir():
+                raise SlurmGPUError(
+                    f"image_folder: there is no folder {folder}; expected the one at which the items' paths start."
+                )
 
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""

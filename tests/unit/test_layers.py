@@ -54,6 +54,7 @@ FOREIGN = {
     "matplotlib": {"page"},
     "jinja2": {"page", "llm.prompts.jinja_templates"},
     "llguidance": {"llm"},
+    "PIL": {"llm.prompts.images"},
     "tensorboard": {"trackers"},
     "wandb": {"trackers"},
     "mlflow": {"trackers"},

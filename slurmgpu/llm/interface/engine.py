@@ -78,6 +78,9 @@ class Prompt:
     template, else texts with `between` behind each. With a `truncation_side` a prompt that is too long is shortened
     there, in what comes from the item.
 
+    `images` are paths, or bytes of files, and stand before the text of a plain prompt, or of a chat's first turn of the
+    user. They need a chat template.
+
     The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
     message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
     all of these, except in the unquoted parts of a `Composed`.
@@ -93,6 +96,7 @@ class Prompt:
     shots: tuple[tuple[str, str], ...] = ()
     between: str = "\n\n"
     truncation_side: TruncationSide | None = None
+    images: tuple[str | bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,8 @@ class EngineOptions:
     reduces the model's context. `chat` says whether plain prompts are put into the chat template; None if there is
     one. `chat_options` go to the template: enable_thinking, reasoning_effort …
 
+    With `images` the model takes images beside text.
+
     For the engine "server" either `serve` is the command that starts one, or `url` that of one that runs;
     `concurrency` is the most requests that it has at a time.
     """
@@ -264,6 +270,7 @@ class EngineOptions:
     serve: tuple[str, ...] = ()
     url: str = ""
     concurrency: int = 64
+    images: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ ENCODERS = (
 )
 """Values of model_type of encoders, unless `architectures` has a generating class. From transformers 5.23."""
 
+IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of which a model that takes images has at least one."""
+
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Tokenizers of bytes and code points."""
 
@@ -40,6 +43,17 @@ def check_decoder(source: ModelSource) -> None:
             f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. For "
             f"vectors of texts use the workload embed."
         )
+
+
+def check_takes_images(source: ModelSource) -> None:
+    """Refuse a model without an image processor."""
+    if any((source.folder / name).is_file() for name in IMAGE_PROCESSORS):
+        return
+    raise SlurmGPUError(
+        f"images is set, and model {source.name!r} takes no images: {source.folder} has neither of "
+        f"{' and '.join(IMAGE_PROCESSORS)}. Choose a model that takes images beside text, such as Qwen2.5-VL, LLaVA or "
+        "Gemma 3, or copy the file from where the weights are from."
+    )
 
 
 def check_tokenizer(source: ModelSource) -> None:

@@ -27,7 +27,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "*.tiktok
 
 MATTERS = (
     *("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "preprocessor_config.json", "*.py"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json", "*.py"),
     *("*.safetensors", "*.index.json", "pytorch_model*", "adapter_*"),
 )
 """Files that `from_pretrained` reads; others in the folder may change."""

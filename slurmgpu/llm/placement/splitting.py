@@ -40,6 +40,8 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
     kind, method = str(config.get("model_type")), stored_method(source.config)
     if options.engine == "vllm":
         return "the engine vllm starts its processes itself" if n_gpus > 1 else None
+    if options.images:
+        return "a model that takes images is computed in one process"
     if options.adapters.sources:
         return "adapters are added to a model in one process"
     if source.quantization == "4bit" or method == "bitsandbytes":

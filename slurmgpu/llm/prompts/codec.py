@@ -35,6 +35,8 @@ HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|
 HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
 HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
 TURNS = ("user", "assistant")
+IMAGES = "n_images"
+"""The key of a message that says how many images stand before its text."""
 STOP_MARGIN = 8
 """Tokens searched for a stop text beyond its length in bytes: special tokens have no bytes."""
 MARK = "\ufdd0"
@@ -127,16 +129,39 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
     return {**{number: token.content for number, token in known if token.special}, **dict(named)}
 
 
+def _add_images(messages: list[Mapping[str, Any]], number: int, *, behind_examples: bool) -> None:
+    """Put images before the text of the first turn of the user, or of the last behind examples."""
+    turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not turns:
+        raise PromptError("the chat has images and no turn of the user, where they belong")
+    place = turns[-1 if behind_examples else 0]
+    messages[place] = {**messages[place], IMAGES: number}
+
+
+def _shaped(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages for a chat template; if one of them has images, each content is a list of parts."""
+    if not any(IMAGES in message for message in messages):
+        return [*messages]
+    return [
+        {
+            "role": message["role"],
+            "content": [{"type": "image"}] * message.get(IMAGES, 0) + [{"type": "text", "text": message["content"]}],
+        }
+        for message in messages
+    ]
+
+
 class Codec:
     """Converts prompts to tokens and tokens to answers with a model's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, options: EngineOptions, context: int) -> None:
+    def __init__(self, tokenizer: Any, options: EngineOptions, context: int, marks: Collection[str] = ()) -> None:
+        """Also texts of `marks` in what comes from an item are text, beside those of the tokenizer's special tokens."""
         self._tokenizer = tokenizer
         self._options = options
         self._context = context
         self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
         self._special = _special_tokens(tokenizer)
-        self._quotes = Quotes(self._special.values())
+        self._quotes = Quotes({*self._special.values(), *marks})
         self._joins_system = False
         known = tokenizer.get_added_vocab()
         self._harmony = CHANNEL in known and MESSAGE in known
@@ -149,6 +174,10 @@ class Codec:
         if n_whole > most and request.prompt.truncation_side is not None:
             shorter = shorten(request.prompt, lambda each: len(self._prompt_tokens(each)[0]) <= most)
             tokens, n_begun = self._prompt_tokens(shorter)
+        return self.fit(request, tokens, n_begun, n_whole - len(tokens))
+
+    def fit(self, request: Request, tokens: tuple[int, ...], n_begun: int = 0, n_truncated: int = 0) -> Encoded:
+        """The request with these tokens; PromptError if the context has no room for its answer behind them."""
         more, room = request.sampling.max_tokens, self._context - len(tokens)
         if more > room and request.sampling.fit:
             if room < 1:
@@ -159,7 +188,7 @@ class Codec:
                 f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
                 f"{self._context} tokens"
             )
-        return Encoded(request, tokens, n_begun, n_whole - len(tokens))
+        return Encoded(request, tokens, n_begun, n_truncated)
 
     def _prompt_tokens(self, prompt: Prompt) -> tuple[tuple[int, ...], int]:
         """The tokens of a prompt, and how many of them are the answer's so far: as the model generated them.
@@ -178,7 +207,7 @@ class Codec:
             asked, whole = (self.tokens_of((each, is_whole)) for each in (text, text + cut))
             return whole, len(whole) - len(asked)
         if begun is None:
-            begun = [*self._pieces(cut.split(MARK))]
+            begun = [*self.pieces(cut.split(MARK))]
         return (*self.tokens_of((text, is_whole)), *thoughts, *begun), len(begun)
 
     def _up_to(self, tokens: Sequence[int], text: str) -> Sequence[int] | None:
@@ -205,7 +234,11 @@ class Codec:
             {"role": role, "content": text} for shot in prompt.shots for role, text in zip(TURNS, shot, strict=True)
         )
         messages = prompt.messages or (*system, *shots, {"role": "user", "content": prompt.text})
-        cut_messages = [{**each, "content": cut(each["content"])} if "content" in each else each for each in messages]
+        cut_messages: list[Mapping[str, Any]] = [
+            {**each, "content": cut(each["content"])} if "content" in each else each for each in messages
+        ]
+        if prompt.images:
+            _add_images(cut_messages, len(prompt.images), behind_examples=not prompt.messages)
         text = self._chat_text(cut_messages)
         if prompt.answer or answers_at_once:
             text += self._to_answer(text)
@@ -225,7 +258,7 @@ class Codec:
         """The template's text of messages; a refused system message goes before the user's first message."""
         options = {"tokenize": False, "add_generation_prompt": more, **self._options.chat_options}
         try:
-            text: str = self._tokenizer.apply_chat_template([*messages], **options)
+            text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
         except Exception as error:  # a template may raise any error
             if [each.get("role") for each in messages[:2]] != ["system", "user"]:
                 raise PromptError(f"the chat template refuses the messages: {error}") from error
@@ -239,20 +272,24 @@ class Codec:
     def tokens_of(self, rendered: tuple[str, bool]) -> tuple[int, ...]:
         """The tokens of a text; if it is not whole, with the tokenizer's own at its beginning."""
         text, is_whole = rendered
+        text, *rest = self.parts(text)
+        tokens = self._tokenizer(text, add_special_tokens=not is_whole)["input_ids"]
+        if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
+            tokens = tokens[:-1]  # some tokenizers also end a text, which continues here
+        tokens = [*tokens, *self.pieces(rest)]
+        if not tokens:
+            raise PromptError("the prompt is empty; expected at least one token")
+        return tuple(tokens)
+
+    def parts(self, text: str) -> list[str]:
+        """The texts between marks, which are tokenised one by one."""
         try:
             text.encode()
         except UnicodeEncodeError as error:  # for which a tokenizer raises a TypeError
             raise PromptError(
                 f"the prompt has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
             ) from error
-        text, *rest = text.split(MARK)
-        tokens = self._tokenizer(text, add_special_tokens=not is_whole)["input_ids"]
-        if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
-            tokens = tokens[:-1]  # some tokenizers also end a text, which continues here
-        tokens = [*tokens, *self._pieces(rest)]
-        if not tokens:
-            raise PromptError("the prompt is empty; expected at least one token")
-        return tuple(tokens)
+        return text.split(MARK)
 
     def begin(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens that stand before a plain text, and the text's own.
@@ -261,7 +298,7 @@ class Codec:
         ends it; nothing if it has neither.
         """
         cut = self._quotes.cut(text)
-        whole, own = self.tokens_of((cut, False)), tuple(self._pieces(cut.split(MARK)))
+        whole, own = self.tokens_of((cut, False)), tuple(self.pieces(cut.split(MARK)))
         before = whole[: len(whole) - len(own)]
         if before and whole != before + own:
             raise PromptError("its tokens depend on those that the tokenizer adds")
@@ -270,7 +307,8 @@ class Codec:
         ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
         return next(((number,) for number in ids if number is not None), ()), own
 
-    def _pieces(self, texts: Sequence[str]) -> Iterator[int]:
+    def pieces(self, texts: Sequence[str]) -> Iterator[int]:
+        """The tokens of texts that are parts of one."""
         for text in texts:
             yield from self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -374,7 +412,7 @@ class Codec:
             return Generated(tuple(tokens), (), mark or self._text(tokens[begin - 1 : begin]))
         blanks = self._up_to(told, blank)
         if blanks is None:
-            return Generated((*tokens[:begin], *self._pieces([blank])), (), mark)
+            return Generated((*tokens[:begin], *self.pieces([blank])), (), mark)
         return Generated((*tokens[:begin], *blanks), tuple(told[len(blanks) :]), mark)
 
     def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[Part]:

@@ -12,6 +12,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.interface.engine import Composed, Prompt, TruncationSide
 from slurmgpu.llm.models.adapters import Choice
 from slurmgpu.llm.prompts.fewshot import Fewshot, shuffled
+from slurmgpu.llm.prompts.images import sources_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -109,8 +110,13 @@ class Prompts:
         fewshot: Fewshot | None = None,
         make: Callable[[str, str], Fillable] = Template,
         truncation_side: TruncationSide | None = None,
+        images: str | None = None,
+        image_folder: str = "",
     ) -> None:
-        """Check the settings; `given` are names in templates that are not fields of the items."""
+        """Check the settings; `given` are names in templates that are not fields of the items.
+
+        The field `images` holds an item's images, of which relative paths start at `image_folder`.
+        """
         if (prompt is None) == (messages is None):
             found = "neither is set" if prompt is None else "both are set"
             raise SlurmGPUError(
@@ -134,10 +140,11 @@ class Prompts:
         if truncation_side not in (None, "left", "right"):
             raise SlurmGPUError(f"truncation_side is {truncation_side!r}; expected 'left' or 'right'.")
         self._truncation_side = truncation_side
+        self._images, self._image_folder = images, image_folder
         self._fewshot = fewshot
         self._known_examples: tuple[Mapping[str, Any], list[tuple[Composed, Composed]]] | None = None
         self._target = None if fewshot is None else make(fewshot.target, "target")
-        if self._prompt is not None and not self._prompt.fields.difference(given):
+        if self._prompt is not None and images is None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
                 f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
                 f'such as "Translate: {{text}}".'
@@ -146,7 +153,7 @@ class Prompts:
     @property
     def fields(self) -> frozenset[str]:
         """The fields that it uses, and the given names."""
-        found = frozenset() if self._messages is None else frozenset((self._messages,))
+        found = frozenset(name for name in (self._messages, self._images) if name is not None)
         for template in (self._prompt, self._system):
             found |= frozenset() if template is None else template.fields
         return found
@@ -170,8 +177,11 @@ class Prompts:
 
     def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, seed: int = 0) -> Prompt:
         """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field."""
-        adapter = "" if self.choice is None else self.choice.of(data)
-        return replace(self._of(data, given, seed), adapter=adapter, truncation_side=self._truncation_side)
+        found = replace(self._of(data, given, seed), truncation_side=self._truncation_side)
+        if self._images is not None:
+            images = sources_of(self._images, take(data, self._images), self._image_folder)
+            found = replace(found, images=images)
+        return found if self.choice is None else replace(found, adapter=self.choice.of(data))
 
     def _of(self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int) -> Prompt:
         system = None if self._system is None else self._system.render(data, given)

@@ -29,6 +29,12 @@ OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
 COLLECTIVE_LIMIT = timedelta(hours=2)
 """Loading a large model takes tens of minutes, differently on each rank; NCCL's default is ten minutes."""
 
+HINTS = {
+    "AutoModelForCausalLM": " If it takes images beside text, set images to the field of the items that holds them.",
+    "AutoModelForImageTextToText": " Choose one that takes images beside text and answers in text, or remove images.",
+}
+"""What to do about a model that one of transformers' classes does not know."""
+
 FEW = 3
 """The number of wrong weights in a message."""
 
@@ -56,8 +62,11 @@ class Loaded:
         return int(found) if found is not None else 0
 
 
-def load_model(options: EngineOptions, place: Place) -> Loaded:
-    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
+def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded:
+    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`.
+
+    `auto` is the Auto class that makes the model, AutoModelForCausalLM unless set.
+    """
     import torch
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -86,10 +95,10 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     disable_progress_bar()  # logs are files
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
     dtype = getattr(torch, TORCH_NAMES[options.precision])
-    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config)}
+    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config, auto)}
     if (quantization := quantization_config(options, place)) is not None:
         arguments["quantization_config"] = quantization
-    model, report = from_pretrained(arguments)
+    model, report = from_pretrained(arguments, auto)
     check_whole(model, report, options)
     switch = None
     if options.adapters.choice is not None:
@@ -204,6 +213,12 @@ def from_pretrained(arguments: dict[str, Any], auto: Any = None) -> tuple[Any, M
     try:
         found = (auto or AutoModelForCausalLM).from_pretrained(**arguments)
     except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            name = (auto or AutoModelForCausalLM).__name__
+            raise SlurmGPUError(
+                f"The model has the type {arguments['config'].model_type}, which {name} of transformers does not know."
+                f"{HINTS.get(name, '')}"
+            ) from error
         if "tensor parallel size" not in str(error):
             raise
         raise SlurmGPUError(  # transformers 5.20 refuses a vocabulary that does not divide; 5.23 accepts it

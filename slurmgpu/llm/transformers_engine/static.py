@@ -12,39 +12,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
-from slurmgpu.llm.interface.engine import FinishReason, Place
-from slurmgpu.llm.interface.sampling import Rules, choose, log_probabilities
+from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import caches
-from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
+from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
+from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass
-class _Row:
-    encoded: Encoded
-    matcher: Matcher | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: FinishReason | None = None
-    error: str | None = None
-    is_reported: bool = False
-
-    @property
-    def more(self) -> int:
-        """How many more tokens the answer may have."""
-        return self.encoded.request.sampling.max_tokens - len(self.tokens)
-
-    def finish(self) -> Finished:
-        """The finished answer."""
-        wanted = self.encoded.request.sampling.logprobs
-        assert self.ended is not None
-        logprobs = tuple(self.logprobs) if wanted else None
-        return Finished(self.encoded, tuple(self.tokens), self.ended, logprobs, self.error)
 
 
 @dataclass
@@ -55,7 +33,7 @@ class _Batch:
     tokens, `counts` (row,) the numbers of tokens in the answers.
     """
 
-    rows: list[_Row]
+    rows: list[Row]
     cache: Any
     mask: Tensor
     lengths: Tensor
@@ -99,15 +77,14 @@ class StaticBatches:
     ) -> None:
         self._loaded = loaded
         self._place = place
-        self._codec = codec
-        self._grammars = grammars
+        self._chooser = Chooser(codec, grammars, loaded.eos_ids)
         self._budget = budget
         self._prefill = prefill
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
         # The longest first: a batch too large fails at once. Equal prompts are neighbours and are read once.
-        order = sorted(requests, key=lambda each: (-len(each.tokens), each.tokens, -_lengths(each)[1]))
+        order = sorted(requests, key=lambda each: (-len(each.tokens), each.tokens, -lengths_of(each)[1]))
         work = _Work(deque(order), self._prefill.share([each.tokens for each in order]))
         while work.waiting or work.batch is not None:
             if attempt(lambda: self._advance(work), self._place) is None:
@@ -124,7 +101,7 @@ class StaticBatches:
         self._prefill.forget()
         free_memory()
         if was_alone:
-            work.finished.append(_too_large(redone[0]))
+            work.finished.append(too_large(redone[0]))
         else:
             self._budget.reduce(work.load.tokens)
             work.waiting.extendleft(reversed(redone))
@@ -155,31 +132,8 @@ class StaticBatches:
 
     def _record(self, batch: _Batch, logits: Tensor) -> None:
         """Choose each row's next token, and mark rows that end with it."""
-        matchers = [row.matcher if row.ended is None else None for row in batch.rows]
-        allowed = self._grammars.allowed(matchers, logits.device)
-        batch.latest = choose(logits, batch.rules, batch.counts, allowed)
+        batch.latest = self._chooser.record(batch.rows, logits, batch.rules, batch.counts)
         batch.counts = batch.counts + 1
-        logprobs: Sequence[float | None] = [None] * len(batch.rows)
-        if any(row.encoded.request.sampling.logprobs for row in batch.rows):
-            logprobs = log_probabilities(logits, batch.latest).tolist()
-        for row, token, logprob in zip(batch.rows, batch.latest.tolist(), logprobs, strict=True):
-            if row.ended is None:
-                row.tokens.append(token)
-                if logprob is not None:
-                    row.logprobs.append(logprob)
-                row.ended = self._ending(row)
-
-    def _ending(self, row: _Row) -> FinishReason | None:
-        if row.matcher is not None:
-            row.matcher.take(row.tokens[-1])
-            row.error = row.matcher.error
-            if row.error is not None:
-                return "error"
-        if row.tokens[-1] in self._loaded.eos_ids:
-            return "stop"
-        if self._codec.has_stopped(row.tokens, row.encoded.request.sampling.stop):
-            return "stop"
-        return "length" if row.more <= 0 else None
 
     def _drop_ended(self, work: _Work) -> bool:
         """Remove ended rows from the batch once there are enough to be worth the copy; returns whether it did."""
@@ -208,7 +162,7 @@ class StaticBatches:
         if not work.waiting or (work.batch is not None and not self._prefill.has_rows):
             return
         held = work.batch.load() if work.batch is not None else Load()
-        next_ones = [_lengths(each) for each in islice(work.waiting, MOST_ROWS)]
+        next_ones = [lengths_of(each) for each in islice(work.waiting, MOST_ROWS)]
         n_taken, load = n_that_fit(held, next_ones, self._budget.tokens)
         # Reading even a few costs as much as a step.
         if n_taken < min(len(work.waiting), held.n_rows // 4 + 1):
@@ -232,7 +186,7 @@ class StaticBatches:
         mask = read.mask
         samplings, keys = [each.request.sampling for each in requests], [each.request.key for each in requests]
         rules, lengths = Rules.of(samplings, keys, mask.device), mask.sum(1)
-        rows = [_Row(each, self._grammars.start(each)) for each in requests]
+        rows = [self._chooser.start(each) for each in requests]
         batch = _Batch(rows, read.cache, mask, lengths, lengths.new_zeros(len(rows)), rules, lengths)
         self._record(batch, read.logits)
         return batch
@@ -248,13 +202,3 @@ class StaticBatches:
         mask = caches.join_masks(first.mask, second.mask)
         rules = first.rules.join(second.rules)
         return _Batch(first.rows + second.rows, first.cache, mask, lengths, counts, rules, latest)
-
-
-def _lengths(encoded: Encoded) -> tuple[int, int]:
-    return len(encoded.tokens), encoded.request.sampling.max_tokens
-
-
-def _too_large(encoded: Encoded) -> Finished:
-    n_prompt, n_more = _lengths(encoded)
-    error = f"out of memory for this prompt alone, which has {n_prompt} tokens, with max_tokens = {n_more}"
-    return Finished(encoded, (), "error", error=error)

@@ -114,6 +114,11 @@ class Classify(LanguageModelWorkload):
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if method == "score":
             beyond.append(f'{SCORES_NOTHING} Set method = "parse", and choose another engine for "score".')
+        if method == "score" and "images" in settings:
+            raise SlurmGPUError(
+                "images is set, and method is 'score'; answers to images are generated, and none are scored. "
+                'Set method = "parse".'
+            )
         max_tokens = self.sampling.max_tokens if method == "parse" else 0
         self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
 

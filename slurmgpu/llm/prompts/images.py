@@ -1,0 +1,102 @@
+"""Images of items: found in their fields, and opened as models see them. All that uses Pillow."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.shared_files import is_transient, retried
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ImageSource = str | bytes
+"""The path of an image, or its bytes."""
+
+MOST_PIXELS = 89_478_485
+"""Pillow's own limit, above which it warns of a decompression bomb: 256 MiB as RGB."""
+
+LEAST_SIDE = 4
+"""Image processors of transformers take 1 or 3 rows of pixels for channels."""
+
+EXPECTED = 'expected a path, bytes, a table with "bytes" or "path", or a list of these'
+
+
+def check_pillow() -> None:
+    """Refuse an environment without Pillow."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise SlurmGPUError(
+            f"images is set, which needs Pillow, and that cannot be imported here ({error}). "
+            "pip install 'slurmgpu[images]' installs it."
+        ) from error
+
+
+def sources_of(field: str, value: Any, folder: str = "") -> tuple[ImageSource, ...]:
+    """The images in an item's field, of which relative paths start at `folder`; ItemError unless there is one."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    if is_list and not value:
+        raise ItemError(f"field {field!r} is an empty list; expected at least one image")
+    return tuple(_source(field, each, folder) for each in (value if is_list else [value]))
+
+
+def _source(field: str, value: Any, folder: str) -> ImageSource:
+    if isinstance(value, Mapping):
+        held = value.get("bytes")
+        value = value.get("path") if held is None else held
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if value is None or value == "":
+        raise ItemError(f"field {field!r} has no image; {EXPECTED}")
+    if not isinstance(value, str):
+        raise ItemError(f"field {field!r} holds {value!r:.80}; {EXPECTED}")
+    if "://" in value or value.startswith("data:"):
+        raise ItemError(f"field {field!r} holds the URL {value!r:.80}, and tasks do not download; {EXPECTED}")
+    return str(Path(folder).expanduser() / value)
+
+
+def open_image(source: ImageSource) -> Image:
+    """The image in RGB, upright as its EXIF says; of several frames the first. ItemError if it cannot be read."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    name = f"the image {source}" if isinstance(source, str) else f"the image of {len(source):,} bytes"
+    held = _bytes_of(source)
+    if not held:
+        raise ItemError(f"{name} is empty: it has 0 bytes")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
+            found = Image.open(io.BytesIO(held))
+        width, height = found.size
+        if math.prod(found.size) > MOST_PIXELS:
+            raise ItemError(f"{name} has {width} × {height} pixels; expected at most {MOST_PIXELS:,}")
+        if min(found.size) < LEAST_SIDE:
+            raise ItemError(f"{name} has {width} × {height} pixels; expected at least {LEAST_SIDE} in each direction")
+        if found.mode in ("I", "F") or found.mode.startswith("I;"):
+            raise ItemError(
+                f"{name} has greys of more than 8 bits ({found.mode}), of which RGB would keep the darkest; convert it"
+            )
+        return ImageOps.exif_transpose(found).convert("RGB")
+    except (ItemError, MemoryError):
+        raise
+    except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
+        reason = "it has no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        raise ItemError(f"{name} cannot be read: {reason}") from error
+
+
+def _bytes_of(source: ImageSource) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    try:
+        return retried(Path(source).read_bytes)
+    except OSError as error:
+        if is_transient(error):  # the file system does not answer, which is no fault of the item
+            raise
+        raise ItemError(f"the image {source} cannot be read: {os.strerror(error.errno or 0)}") from error

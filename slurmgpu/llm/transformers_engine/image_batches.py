@@ -1,0 +1,144 @@
+"""Generation for prompts with images, in padded batches, by the model's own `generate`.
+
+Each architecture has its own positions and caches, which its `generate` knows. The tokens are chosen here, so that a
+sample depends on its key alone: a batch is as long as its longest answer, and rows that ended are ignored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.interface.sampling import Rules
+from slurmgpu.llm.prompts.codec import Finished
+from slurmgpu.llm.transformers_engine.image_prompts import ShownRequest
+from slurmgpu.llm.transformers_engine.loading import Loaded
+from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ImageBatches:
+    """Generates answers in batches within the budget."""
+
+    def __init__(self, loaded: Loaded, place: Place, chooser: Chooser, budget: Budget) -> None:
+        self._loaded = loaded
+        self._place = place
+        self._chooser = chooser
+        self._budget = budget
+
+    def generate(self, requests: Sequence[ShownRequest]) -> Iterator[Finished]:
+        """Each request's answer, a batch after the other, the longest prompts first."""
+        waiting = deque(sorted(requests, key=lambda each: [-length for length in lengths_of(each.encoded)]))
+        while waiting:
+            lengths = [lengths_of(each.encoded) for each in islice(waiting, MOST_ROWS)]
+            n_taken, load = n_that_fit(Load(), lengths, self._budget.tokens)
+            some = [waiting.popleft() for _ in range(n_taken)]
+            finished = attempt(lambda some=some: self._run(some), self._place)  # type: ignore[misc]
+            if finished is not None:
+                self._budget.succeed()
+                yield from finished
+                continue
+            free_memory()
+            if n_taken == 1:
+                yield too_large(some[0].encoded)
+            else:
+                self._budget.reduce(load.tokens)
+                waiting.extendleft(reversed(some))
+
+    def _run(self, asked: Sequence[ShownRequest]) -> list[Finished]:
+        """The answers of one batch."""
+        import torch
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+        rows = [self._chooser.start(each.encoded) for each in asked]
+        choices = _Choices(self._chooser, rows, self._loaded.device)
+        # Without the checkpoint's own sampling, and its ends of answers, which the rows know.
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max(row.more for row in rows),
+            pad_token_id=self._loaded.pad_id,
+            use_cache=True,
+        )
+        with torch.inference_mode():
+            self._loaded.model.generate(
+                **self._inputs(asked),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([choices.choose]),
+                stopping_criteria=StoppingCriteriaList([choices.has_ended]),
+            )
+        return [row.finish() for row in rows]
+
+    def _inputs(self, asked: Sequence[ShownRequest]) -> dict[str, Tensor]:
+        """What the model takes: tokens, padded at the left, with their mask and types, and the images of all rows."""
+        import torch
+
+        pad, shown = torch.nn.functional.pad, [each.shown for each in asked]
+        longest = max(len(each.tokens) for each in shown)
+        ids = [torch.tensor([each.tokens]) for each in shown]
+        found = {
+            "input_ids": _left_padded(ids, longest, self._loaded.pad_id),
+            "attention_mask": _left_padded([torch.ones_like(each) for each in ids], longest, 0),
+        }
+        for name in _names([each.types for each in shown]):
+            found[name] = _left_padded([each.types[name] for each in shown], longest, 0)
+        for name in _names([each.images for each in shown]):
+            parts = [each.images[name] for each in shown]
+            if len({part.dim() for part in parts}) > 1:
+                raise SlurmGPUError(f"the images of several prompts have {name!r} of different kinds: use one kind")
+            # Processors fill images of several sizes, or several numbers of tiles, at the end with zeros.
+            sizes = [max(part.shape[at] for part in parts) for at in range(1, parts[0].dim())]
+            parts = [
+                pad(part, [n for at, size in reversed([*enumerate(sizes, 1)]) for n in (0, size - part.shape[at])])
+                for part in parts
+            ]
+            found[name] = torch.cat(parts)
+        dtype, device = self._loaded.model.dtype, self._loaded.device
+        return {
+            name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
+            for name, each in found.items()
+        }
+
+
+class _Choices:
+    """Chooses the tokens of `generate`, which then takes the only ones that are left."""
+
+    def __init__(self, chooser: Chooser, rows: Sequence[Row], device: Any) -> None:
+        import torch
+
+        self._chooser, self._rows = chooser, rows
+        requests = [row.encoded.request for row in rows]
+        self._rules = Rules.of([each.sampling for each in requests], [each.key for each in requests], device)
+        self._counts = torch.zeros(len(rows), dtype=torch.int64, device=device)
+
+    def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The scores of each row's next token: 0 for the chosen one, and -inf for the others."""
+        latest = self._chooser.record(self._rows, logits, self._rules, self._counts)
+        self._counts = self._counts + 1
+        return logits.new_full(logits.shape, float("-inf")).scatter_(1, latest[:, None], 0.0)
+
+    def has_ended(self, ids: Tensor, scores: Any) -> Tensor:
+        """Whether each row has ended: bool (row,)."""
+        import torch
+
+        return torch.tensor([row.ended is not None for row in self._rows], device=ids.device)
+
+
+def _names(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names that all of the mappings have."""
+    first = mappings[0]
+    if any(each.keys() != first.keys() for each in mappings):
+        raise SlurmGPUError("the model's processor makes other tensors of one prompt than of another")
+    return [*first]
+
+
+def _left_padded(rows: Sequence[Tensor], longest: int, value: int) -> Tensor:
+    import torch
+
+    return torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0), value=value) for row in rows])

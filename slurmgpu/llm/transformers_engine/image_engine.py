@@ -1,0 +1,73 @@
+"""The engine on transformers for models that take images beside text: those of AutoModelForImageTextToText."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.batching import Budget, default_tokens, free_memory
+from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
+from slurmgpu.llm.prompts.codec import Codec, PromptError
+from slurmgpu.llm.transformers_engine.grammars import Grammars
+from slurmgpu.llm.transformers_engine.image_batches import ImageBatches
+from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, ShownRequest, load_processor, marks_of
+from slurmgpu.llm.transformers_engine.loading import load_model
+from slurmgpu.llm.transformers_engine.rows import Chooser
+
+log = logging.getLogger(__name__)
+
+CROSS_ATTENTION = ("mllama",)
+"""Model types that take images by a mask over tokens, which this engine does not pad."""
+
+GENERATES_ONLY = 'with images, the engine transformers generates answers, and scores none; set method = "parse".'
+
+
+class ImageEngine:
+    """A model of transformers that takes images, with batches by the model's own `generate`."""
+
+    def __init__(self, options: EngineOptions, place: Place) -> None:
+        from transformers import AutoModelForImageTextToText, GenerationConfig
+
+        kind = options.model.config.get("model_type")
+        if kind in CROSS_ATTENTION:
+            raise SlurmGPUError(
+                f"{options.model.name} has the type {kind}, whose images go in by cross-attention, which the engine "
+                "transformers does not support; expected a model such as Qwen2.5-VL, LLaVA or Gemma 3."
+            )
+        processor = load_processor(options)
+        loaded = load_model(options, place, AutoModelForImageTextToText)
+        loaded = dataclasses.replace(loaded, tokenizer=processor.tokenizer)
+        # `generate` would take what is unset from the checkpoint's, such as a penalty of repetitions.
+        loaded.model.generation_config = GenerationConfig()
+        self._codec = Codec(processor.tokenizer, options, loaded.context, marks_of(processor))
+        self._prompts = ImagePrompts(processor, self._codec)
+        budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
+        width = loaded.model.config.get_text_config().vocab_size
+        grammars = Grammars(processor.tokenizer, self._codec, loaded.eos_ids, width)
+        self._batches = ImageBatches(loaded, place, Chooser(self._codec, grammars, loaded.eos_ids), budget)
+        log.info("images by %s; batches of at most %d tokens", type(processor).__name__, budget.tokens)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, in the order in which they finish."""
+        asked: list[ShownRequest] = []
+        for request, found in zip(requests, self._prompts.encode(requests), strict=True):
+            if isinstance(found, PromptError):
+                yield found.output(request)
+            else:
+                asked.append(found)
+        for finished in self._batches.generate(asked):
+            yield self._codec.decode(finished)
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Nothing: SlurmGPUError."""
+        raise SlurmGPUError(GENERATES_ONLY)
+
+    def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
+        """Nothing: SlurmGPUError."""
+        raise SlurmGPUError(GENERATES_ONLY)
+
+    def close(self) -> None:
+        """Free memory."""
+        free_memory()

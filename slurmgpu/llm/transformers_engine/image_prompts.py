@@ -1,0 +1,148 @@
+"""Prompts with images for models of transformers: a model's processor makes tokens and tensors of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request
+from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
+from slurmgpu.llm.prompts.images import check_pillow, open_image
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REFUSES = (ValueError, ZeroDivisionError, IndexError)
+"""What processors raise for images of sizes that they do not take, such as an aspect ratio above 200."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The tokens of a prompt, those of its images included, and what else the model takes.
+
+    `images` are tensors of the images alone; `types` have a value for each token: (1, token).
+    """
+
+    tokens: tuple[int, ...]
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    types: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShownRequest:
+    """A request with what the model is shown."""
+
+    encoded: Encoded
+    shown: Shown
+
+
+def load_processor(options: EngineOptions) -> Any:
+    """The model's processor, with its tokenizer, which has the chat template; SlurmGPUError if that is impossible."""
+    check_pillow()
+    from transformers import AutoProcessor
+
+    name = options.model.name
+    try:
+        found = AutoProcessor.from_pretrained(
+            str(options.model.folder), revision=options.model.revision, trust_remote_code=options.trust_remote_code
+        )
+    except ImportError as error:
+        raise SlurmGPUError(
+            f"The image processor of {name} needs a package that is not here: {' '.join(str(error).split())[:300]} "
+            "pip install 'slurmgpu[images]' installs Pillow, torchvision and num2words."
+        ) from error
+    if image_token(found) is None:
+        raise SlurmGPUError(
+            f"The processor of {name}, {type(found).__name__}, does not say which token stands for an image; the "
+            'engine transformers needs that. Choose another model, or engine = "vllm".'
+        )
+    found.tokenizer.chat_template = getattr(found, "chat_template", None) or found.tokenizer.chat_template
+    if not found.tokenizer.chat_template:
+        raise SlurmGPUError(
+            f"{name} has no chat template, by which images get their place in a prompt. Copy chat_template.jinja from "
+            "its base model, or choose a model that is tuned to instructions."
+        )
+    found.tokenizer.padding_side = "left"
+    return found
+
+
+def image_token(processor: Any) -> str | None:
+    """The text that stands for an image in a prompt."""
+    found = getattr(processor, "image_token", None)
+    return found if isinstance(found, str) else None
+
+
+def marks_of(processor: Any) -> frozenset[str]:
+    """The texts that the processor takes for images and the like."""
+    return frozenset(
+        value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str) and value
+    )
+
+
+class ImagePrompts:
+    """Encodes requests whose prompts may have images."""
+
+    def __init__(self, processor: Any, codec: Codec) -> None:
+        self._processor = processor
+        self._codec = codec
+        self._token = image_token(processor) or ""
+
+    def encode(self, requests: Sequence[Request]) -> list[ShownRequest | PromptError]:
+        """Each request's tokens and tensors, or why it cannot be asked; requests of one prompt share them."""
+        known: dict[int, Shown | PromptError] = {}
+        return [self._encode(request, known) for request in requests]
+
+    def _encode(self, request: Request, known: dict[int, Shown | PromptError]) -> ShownRequest | PromptError:
+        at = id(request.prompt)  # samples of an item have the same prompt
+        try:
+            if at not in known:
+                known[at] = self._show(request.prompt)
+            shown = known[at]
+            return (
+                shown if isinstance(shown, PromptError) else ShownRequest(self._codec.fit(request, shown.tokens), shown)
+            )
+        except PromptError as error:
+            return error
+
+    def _show(self, prompt: Prompt) -> Shown | PromptError:
+        try:
+            images = [open_image(source) for source in prompt.images]
+            text, _ = self._codec.render(prompt)
+            return self._read(self._codec.parts(text), images)
+        except ItemError as error:
+            return PromptError(str(error))
+        except PromptError as error:
+            return error
+
+    def _read(self, parts: Sequence[str], images: Sequence[Any]) -> Shown:
+        """The prompt of texts between marks, one of which has the places of all images."""
+        import torch
+
+        n_places = [part.count(self._token) for part in parts]
+        at = max(range(len(parts)), key=n_places.__getitem__)
+        if n_places[at] != sum(n_places) or n_places[at] != len(images):
+            raise PromptError(
+                f"the chat template has {sum(n_places)} places ({self._token}) for {len(images)} images; expected a "
+                "template that takes images as parts of a message's content, and no such text in the prompt's template"
+            )
+        try:
+            found = self._processor(text=[parts[at]], images=[*images], add_special_tokens=False, return_tensors="pt")
+        except REFUSES as error:
+            raise PromptError(f"the model's image processor refuses the images: {error}") from error
+        before, after = [*self._codec.pieces(parts[:at])], [*self._codec.pieces(parts[at + 1 :])]
+        ids = found["input_ids"]
+        tensors = {name: each for name, each in found.items() if name not in ("input_ids", "attention_mask")}
+        if wrong := [name for name, each in tensors.items() if not isinstance(each, torch.Tensor) or not each.dim()]:
+            raise SlurmGPUError(
+                f"{type(self._processor).__name__} makes {wrong[0]!r}, which cannot be joined to a batch; choose "
+                'another model, or engine = "vllm".'
+            )
+        types = {
+            name: torch.nn.functional.pad(each, (len(before), len(after)))
+            for name, each in tensors.items()
+            if each.shape == ids.shape
+        }
+        rest = {name: each for name, each in tensors.items() if name not in types}
+        return Shown((*before, *ids[0].tolist(), *after), rest, types)

@@ -1,0 +1,95 @@
+"""The rows of a batch that is generated: choose each row's next token, and see which rows end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slurmgpu.llm.interface.engine import FinishReason
+from slurmgpu.llm.interface.sampling import Rules, choose, log_probabilities
+from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
+from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Row:
+    """A request with the tokens of its answer so far; `ended` says why no more follow."""
+
+    encoded: Encoded
+    matcher: Matcher | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: FinishReason | None = None
+    error: str | None = None
+    is_reported: bool = False
+
+    @property
+    def more(self) -> int:
+        """How many more tokens the answer may have."""
+        return self.encoded.request.sampling.max_tokens - len(self.tokens)
+
+    def finish(self) -> Finished:
+        """The finished answer."""
+        wanted = self.encoded.request.sampling.logprobs
+        assert self.ended is not None
+        logprobs = tuple(self.logprobs) if wanted else None
+        return Finished(self.encoded, tuple(self.tokens), self.ended, logprobs, self.error)
+
+
+class Chooser:
+    """Chooses tokens by the sampling and the structure of each row; a token of `ends` ends an answer."""
+
+    def __init__(self, codec: Codec, grammars: Grammars, ends: Collection[int]) -> None:
+        self._codec = codec
+        self._grammars = grammars
+        self._ends = ends
+
+    def start(self, encoded: Encoded) -> Row:
+        """The row of a request, without tokens."""
+        return Row(encoded, self._grammars.start(encoded))
+
+    def record(self, rows: Sequence[Row], logits: Tensor, rules: Rules, counts: Tensor) -> Tensor:
+        """Choose each row's next token: (row,), from `logits`: (row, token), and mark rows that end with it.
+
+        `counts` (row,) has the numbers of tokens in the answers before.
+        """
+        matchers = [row.matcher if row.ended is None else None for row in rows]
+        latest = choose(logits, rules, counts, self._grammars.allowed(matchers, logits.device))
+        logprobs: Sequence[float | None] = [None] * len(rows)
+        if any(row.encoded.request.sampling.logprobs for row in rows):
+            logprobs = log_probabilities(logits, latest).tolist()
+        for row, token, logprob in zip(rows, latest.tolist(), logprobs, strict=True):
+            if row.ended is None:
+                row.tokens.append(token)
+                if logprob is not None:
+                    row.logprobs.append(logprob)
+                row.ended = self._ending(row)
+        return latest
+
+    def _ending(self, row: Row) -> FinishReason | None:
+        if row.matcher is not None:
+            row.matcher.take(row.tokens[-1])
+            row.error = row.matcher.error
+            if row.error is not None:
+                return "error"
+        if row.tokens[-1] in self._ends:
+            return "stop"
+        if self._codec.has_stopped(row.tokens, row.encoded.request.sampling.stop):
+            return "stop"
+        return "length" if row.more <= 0 else None
+
+
+def lengths_of(encoded: Encoded) -> tuple[int, int]:
+    """The tokens of a request's prompt, and the most of its answer."""
+    return len(encoded.tokens), encoded.request.sampling.max_tokens
+
+
+def too_large(encoded: Encoded) -> Finished:
+    """The error of a request that runs out of memory alone."""
+    n_prompt, n_more = lengths_of(encoded)
+    error = f"out of memory for this prompt alone, which has {n_prompt} tokens, with max_tokens = {n_more}"
+    return Finished(encoded, (), "error", error=error)
