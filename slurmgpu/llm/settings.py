@@ -19,7 +19,7 @@ from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 
 EngineName = Literal["transformers", "vllm", "server"]
 
-IMAGE_ENGINES = ("transformers",)
+IMAGE_ENGINES = ("transformers", "server")
 """The engines that take images beside text."""
 
 
@@ -149,7 +149,7 @@ def _check_images(settings: Mapping[str, Any]) -> None:
     if settings.get("engine", "transformers") not in IMAGE_ENGINES:
         raise SlurmGPUError(
             f"images is set, and engine is {settings['engine']!r}; images are taken by {' and '.join(IMAGE_ENGINES)}. "
-            "Remove engine."
+            'Remove engine, or let vLLM serve the model by engine = "server".'
         )
     if settings.get("batching") == "continuous":
         raise SlurmGPUError('batching is "continuous", whose batches take no images. Remove batching.')

@@ -103,7 +103,7 @@ class LanguageModelWorkload:
     def paths(self) -> list[Path]:
         """The model's files, which a task reads beside the input."""
         if self.options.url:
-            return []
+            return self._image_folders
         adapters = self.options.adapters.sources.values()
         found = [path for source in (self.options.model, *adapters) for path in files_of(source)]
         return [*found, *self._image_folders]
@@ -116,6 +116,7 @@ class LanguageModelWorkload:
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
+        self._check_image_folder()
         if self.options.engine == "server":
             if share.processes == "per-gpu":
                 raise SlurmGPUError(
@@ -126,7 +127,6 @@ class LanguageModelWorkload:
         check_decoder(self.options.model)
         if self.options.images:
             check_takes_images(self.options.model)
-            self._check_image_folder()
         check_max_tokens(self._max_tokens, self.options)
         found = Placement(*place(self.options, share))
         refuse_missing(self.options.adapters)

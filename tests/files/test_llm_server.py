@@ -1,5 +1,6 @@
 """The engine on a server, with a small one that fails on demand; tests/vllm has two real ones."""
 
+import base64
 import json
 import os
 import signal
@@ -7,13 +8,16 @@ import socket
 import subprocess
 import sys
 import threading
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Output, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.prompts.images import data_url, open_image
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.server_engine import engine as server_engine
 from slurmgpu.llm.server_engine import http_client
@@ -29,6 +33,7 @@ from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.structured import Answers
 from tests.support.runs import datasets, report, wait_until
 from tests.support.tiny_models import make_unloadable
+from tests.support.tiny_vision_models import make_png
 
 SMALL = str(Path(__file__).parents[1] / "support" / "small_server.py")
 BY_PORT, BY_SOCKET = ([sys.executable, SMALL, where] for where in ("{port}", "{socket}"))
@@ -254,6 +259,32 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key):
     with pytest.raises(SlurmGPUError, match="a character in place 7 that a header cannot have") as found:
         http_client.Client("http://a", key)
     assert "SECRET" not in str(found.value)
+
+
+def test_images_go_as_data_urls_and_a_bad_one_is_its_items_error(opened, tmp_path):
+    plain, exif = make_png(1, format="JPEG"), Image.Exif()
+    exif[0x0112] = 6
+    turned = make_png(2, exif=exif)
+    engine = opened(images="image")
+    sources = [(plain,), (turned, plain), (str(tmp_path / "nowhere.png"),), (plain[:300],)]
+    requests = [Request(n, Prompt("What?", images=images), Sampling(), n) for n, images in enumerate(sources)]
+    turns = [("user", "What?"), ("assistant", "A."), ("user", "Why?")]
+    chat = Prompt(messages=tuple({"role": role, "content": text} for role, text in turns), images=(plain,))
+    requests.append(Request(4, chat, Sampling()))
+    found = {output.id: output for output in engine.generate(requests)}
+    as_it_is = f"data:image/jpeg;base64,{base64.b64encode(plain).decode()}"
+    upright = data_url(turned)
+    assert open_image(base64.b64decode(upright.removeprefix("data:image/png;base64,"))).size == (20, 30)
+    digests = [sha256(each.encode()).hexdigest() for each in (as_it_is, upright)]
+    assert found[0].text == f"{digests[0]} What?"
+    assert found[1].text == f"{digests[1]} {digests[0]} What?"
+    assert found[2].error.endswith("nowhere.png cannot be read: No such file or directory")
+    assert "of 300 bytes cannot be read" in found[3].error
+    assert found[4].text == "Why?"  # the image is in the first turn, of which the small server says nothing
+    assert server_engine._with_images(chat, [*map(dict, chat.messages)])[0]["content"] == [
+        {"type": "image_url", "image_url": {"url": as_it_is}},
+        {"type": "text", "text": "What?"},
+    ]
 
 
 def test_log_probabilities_are_given_where_the_server_tells_them(opened, monkeypatch):

@@ -14,6 +14,7 @@ import socketserver
 import sys
 import time
 from collections import Counter
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def note(line):
     if path := os.environ.get("COUNTS"):
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
+
+
+def text_of(content):
+    """A message's text, with the digest of each image's URL in its place."""
+    if isinstance(content, str):
+        return content
+    return " ".join(
+        part["text"] if part["type"] == "text" else sha256(part["image_url"]["url"].encode()).hexdigest()
+        for part in content
+    )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -40,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_chat = self.path == "/v1/chat/completions"
-        text = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        text = text_of(body["messages"][-1]["content"]) if is_chat else body["prompt"]
         seen[text] += 1
         note(f"asked {text}")
         if body["model"] not in ("small", os.environ.get("MODEL")):

@@ -21,6 +21,7 @@ from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from tests.support.tiny_models import sum_steps
+from tests.support.tiny_vision_models import make_llava, make_png
 from tests.vllm.test_vllm_engine import by_id, requests_of, sums, texts
 
 # As `vllm serve` does, which looks for a distribution of the name vllm: that of the build for CPUs is another one.
@@ -133,6 +134,29 @@ def test_a_running_server_is_used_by_its_url_and_outlives_the_engine(monkeypatch
     monkeypatch.setenv(KEY_VARIABLE, "wrong")
     with pytest.raises(SlurmGPUError, match="does not complete a prompt: status 401"):
         open_engine(engine_options("adder", settings), Place("cpu"))
+
+
+def test_transformers_serve_answers_about_images_as_the_engine_in_this_process(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = make_llava(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
+    prompts = [Prompt("What?", images=tuple(make_png(10 * n + part) for part in range(1 + n % 2))) for n in range(4)]
+    asked = [Request(number, prompt, Sampling(max_tokens=6)) for number, prompt in enumerate(prompts)]
+    asked.append(Request(4, Prompt("What?", images=(str(tmp_path / "nowhere.png"),)), Sampling()))
+    options = engine_options(str(folder), {"images": "image", "precision": "fp32"})
+    expected = by_id(open_engine(options, Place("cpu")).generate(asked))
+    server = open_server(folder, TRANSFORMERS, images="image")
+    found = by_id(server.generate(asked))
+    server.close()
+    for number, output in found.items():
+        wanted = expected[number]
+        assert (output.text, output.n_prompt_tokens, output.error) == (
+            wanted.text,
+            wanted.n_prompt_tokens,
+            wanted.error,
+        )
+    assert len({found[number].text for number in range(4)}) == 4
+    assert "nowhere.png cannot be read: No such file" in found[4].error
 
 
 def test_transformers_serve_answers_chats_and_ends_with_the_task(monkeypatch, wide_adder):

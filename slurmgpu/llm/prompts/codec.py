@@ -24,6 +24,7 @@ from slurmgpu.llm.interface.engine import (
     Prompt,
     Request,
 )
+from slurmgpu.llm.prompts.images import place_of_images
 from slurmgpu.llm.prompts.structures import Reasoning
 from slurmgpu.llm.prompts.truncation import shorten
 
@@ -130,11 +131,8 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _add_images(messages: list[Mapping[str, Any]], number: int, *, behind_examples: bool) -> None:
-    """Put images before the text of the first turn of the user, or of the last behind examples."""
-    turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if not turns:
-        raise PromptError("the chat has images and no turn of the user, where they belong")
-    place = turns[-1 if behind_examples else 0]
+    """Put images before the text of a turn of the user; ItemError if there is none."""
+    place = place_of_images([str(message["role"]) for message in messages], behind_examples=behind_examples)
     messages[place] = {**messages[place], IMAGES: number}
 
 

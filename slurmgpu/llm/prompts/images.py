@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import os
@@ -24,6 +25,11 @@ MOST_PIXELS = 89_478_485
 
 LEAST_SIDE = 4
 """Image processors of transformers take 1 or 3 rows of pixels for channels."""
+
+AS_THEY_ARE = ("JPEG", "PNG")
+"""Kinds of files that every server takes."""
+ORIENTATION = 0x0112
+"""The EXIF tag by which an image is turned: 1 leaves it as it is."""
 
 EXPECTED = 'expected a path, bytes, a table with "bytes" or "path", or a list of these'
 
@@ -62,8 +68,37 @@ def _source(field: str, value: Any, folder: str) -> ImageSource:
     return str(Path(folder).expanduser() / value)
 
 
+def place_of_images(roles: Sequence[str], *, behind_examples: bool) -> int:
+    """The message in which images belong: the first turn of the user, or the last behind examples.
+
+    ItemError if the user has no turn.
+    """
+    turns = [place for place, role in enumerate(roles) if role == "user"]
+    if not turns:
+        raise ItemError("the chat has images and no turn of the user, where they belong")
+    return turns[-1 if behind_examples else 0]
+
+
 def open_image(source: ImageSource) -> Image:
     """The image in RGB, upright as its EXIF says; of several frames the first. ItemError if it cannot be read."""
+    return _opened(source)[0]
+
+
+def data_url(source: ImageSource) -> str:
+    """The image as a data: URL, as `open_image` has it: the file itself if it is so already, else a PNG.
+
+    ItemError if it cannot be read.
+    """
+    image, kind, held = _opened(source)
+    if kind is None:
+        written = io.BytesIO()
+        image.save(written, "PNG", compress_level=1)
+        kind, held = "png", written.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(held).decode('ascii')}"
+
+
+def _opened(source: ImageSource) -> tuple[Image, str | None, bytes]:
+    """The image, the kind of its file if that is so already, and the file's bytes."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     name = f"the image {source}" if isinstance(source, str) else f"the image of {len(source):,} bytes"
@@ -83,7 +118,9 @@ def open_image(source: ImageSource) -> Image:
             raise ItemError(
                 f"{name} has greys of more than 8 bits ({found.mode}), of which RGB would keep the darkest; convert it"
             )
-        return ImageOps.exif_transpose(found).convert("RGB")
+        is_plain = found.format in AS_THEY_ARE and found.mode == "RGB" and found.getexif().get(ORIENTATION, 1) == 1
+        kind = str(found.format).lower() if is_plain else None
+        return ImageOps.exif_transpose(found).convert("RGB"), kind, held
     except (ItemError, MemoryError):
         raise
     except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
+from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.interface.engine import (
     EngineOptions,
     Likelihood,
@@ -31,6 +31,7 @@ from slurmgpu.llm.interface.engine import (
     Scores,
 )
 from slurmgpu.llm.prompts.codec import THINK, THOUGHT
+from slurmgpu.llm.prompts.images import check_pillow, data_url, place_of_images
 from slurmgpu.llm.server_engine import structures as server_structures
 from slurmgpu.llm.server_engine.http_client import Client, Reply
 from slurmgpu.llm.server_engine.process import ServerEndedError, ServerProcess, is_healthy
@@ -68,6 +69,8 @@ class ServerEngine:
                 'engine = "server" has one server for a task; set [resources] processes = "one", not one process for '
                 f"each of {place.world_size} GPUs."
             )
+        if options.images:
+            check_pillow()
         self._options = options
         self._name = options.model.name if options.url else str(options.model.folder)
         self._server = None if options.url else ServerProcess(options.serve, self._name, place.gpus)
@@ -255,7 +258,10 @@ class ServerEngine:
 
     def _complete(self, request: Request, stop: threading.Event) -> Output:
         """The output of one request; ConnectionError if the server loses it, or another has lost the server."""
-        path, body = self._body(request)
+        try:
+            path, body = self._body(request)
+        except ItemError as error:  # an image that cannot be read
+            return Output(request.id, finish_reason="error", error=str(error))
         pause_s, waited_s, n_failures = PAUSE_S, 0.0, 0
         while True:
             reply = self._client.post(path, body)
@@ -297,7 +303,7 @@ class ServerEngine:
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         shots = [turn for asked, said in prompt.shots for turn in (("user", asked), ("assistant", said))]
         turns = [*system, *({"role": role, "content": text} for role, text in (*shots, ("user", prompt.text)))]
-        body["messages"] = [*map(dict, prompt.messages or turns)]
+        body["messages"] = _with_images(prompt, [*map(dict, prompt.messages or turns)])
         if self._options.chat_options:
             body["chat_template_kwargs"] = dict(self._options.chat_options)
         return "/v1/chat/completions", body | ({"logprobs": True} if sampling.logprobs else {})
@@ -336,6 +342,15 @@ class ServerEngine:
             finish_reason=reason,
             count=int(usage.get("completion_tokens") or 0),
         )
+
+
+def _with_images(prompt: Prompt, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the prompt's images before the text of a turn of the user; ItemError if there is none."""
+    if prompt.images:
+        turn = messages[place_of_images([message["role"] for message in messages], behind_examples=not prompt.messages)]
+        images = [{"type": "image_url", "image_url": {"url": data_url(source)}} for source in prompt.images]
+        turn["content"] = [*images, {"type": "text", "text": turn["content"]}]
+    return messages
 
 
 def _logprobs(choice: Any) -> npt.NDArray[np.float32] | None:
