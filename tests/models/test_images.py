@@ -12,7 +12,7 @@ from PIL import Image
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Request, Sampling, Structure
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, Structure
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.images import open_image, sources_of
 from slurmgpu.workload import Item, Share, TaskContext
@@ -82,17 +82,22 @@ def answers(ours, requests):
     return [found[request.id] for request in requests]
 
 
+def _inputs_alone(ours, prompt, more=""):
+    """What transformers makes of one prompt, in which nothing looks like a special token."""
+    processor = ours._prompts._processor
+    system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}]
+    images = [open_image(source) for source in prompt.images]
+    content = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt.text}]
+    messages = [*(system if prompt.system else []), {"role": "user", "content": content}]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return processor(text=[text + more], images=images, add_special_tokens=False, return_tensors="pt")
+
+
 def alone(ours, request):
-    """The answer of transformers' own greedy loop to one prompt, in which nothing looks like a special token."""
+    """The answer of transformers' own greedy loop to one prompt."""
     import torch
 
-    model, processor = ours._batches._loaded.model, ours._prompts._processor
-    system = [{"role": "system", "content": [{"type": "text", "text": request.prompt.system}]}]
-    images = [open_image(source) for source in request.prompt.images]
-    content = [*({"type": "image"} for _ in images), {"type": "text", "text": request.prompt.text}]
-    messages = [*(system if request.prompt.system else []), {"role": "user", "content": content}]
-    text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    inputs = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+    model, inputs = ours._batches._model._loaded.model, _inputs_alone(ours, request.prompt)
     with torch.inference_mode():
         found = model.generate(
             **inputs, do_sample=False, max_new_tokens=request.sampling.max_tokens, eos_token_id=256, pad_token_id=0
@@ -131,10 +136,55 @@ def test_a_sample_depends_on_its_key_alone(engines, monkeypatch):
     assert whole != [each.tokens.tolist() for each in answers(engines["llava"], requests_of(prompts_of(5)))]
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_scores_of_a_batch_are_those_of_each_choice_behind_each_prompt_alone(engines, name):
+    choices = ("cat", "car", "dog")
+    questions = [Question(number, prompt, choices) for number, prompt in enumerate(prompts_of(4))]
+    found = {scores.id: scores for scores in engines[name].score(questions)}
+    for question in questions:
+        expected = [_sum_alone(engines[name], question.prompt, choice) for choice in choices]
+        np.testing.assert_allclose(found[question.id].logprobs, expected, atol=2e-4)
+        assert found[question.id].n_tokens.tolist() == [3, 3, 3]
+    assert len({scores.logprobs[0] for scores in found.values()}) == 4
+
+
+def _sum_alone(ours, prompt, choice):
+    """ln p of a choice, of one forward pass of transformers over prompt and choice."""
+    import torch
+
+    inputs = _inputs_alone(ours, prompt, choice)
+    with torch.inference_mode():
+        logprobs = ours._batches._model._loaded.model(**inputs).logits[0].log_softmax(-1)
+    ids = inputs["input_ids"][0]
+    return sum(logprobs[place - 1, ids[place]].item() for place in range(len(ids) - len(choice), len(ids)))
+
+
+def test_a_bad_question_fails_alone_and_memory_that_runs_out_loses_no_score(engines, monkeypatch):
+    ours = engines["llava"]
+    prompts = [*prompts_of(3), Prompt("?", images=(b"abc",)), Prompt("x" * 500, images=(make_png(1),))]
+    questions = [Question(number, prompt, ("a", "bb")) for number, prompt in enumerate(prompts)]
+    expected = {scores.id: scores for scores in ours.score(questions)}
+    assert [expected[n].error is None for n in range(5)] == [True, True, True, False, False]
+    assert "of 3 bytes cannot be read" in expected[3].error
+    assert "with its choices exceeds the context of 512 tokens" in expected[4].error
+    model = ours._batches._model._loaded.model
+    generate = model.generate
+
+    def failing(input_ids, **more):
+        if len(input_ids) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return generate(input_ids=input_ids, **more)
+
+    monkeypatch.setattr(model, "generate", failing)
+    monkeypatch.setattr(ours._batches._budget, "tokens", ours._batches._budget.tokens)
+    for scores in ours.score(questions[:3]):
+        np.testing.assert_allclose(scores.logprobs, expected[scores.id].logprobs, atol=2e-4)
+
+
 def test_memory_that_runs_out_halves_the_batch_and_loses_nothing(engines, monkeypatch):
     ours, requests = engines["idefics3"], requests_of(prompts_of(5))
     expected = [each.tokens.tolist() for each in answers(ours, requests)]
-    model = ours._batches._loaded.model
+    model = ours._batches._model._loaded.model
     generate, seen = model.generate, []
 
     def failing(input_ids, **more):
@@ -286,8 +336,8 @@ def test_a_model_without_images_and_images_without_a_model_for_them_are_refused(
         Generate(model=text_only, prompt="What?", images="image").place(Share(0))
     with pytest.raises(SlurmGPUError, match="has the type llava, which AutoModelForCausalLM of transformers does not"):
         engine(folders["llava"], images=False)
-    with pytest.raises(SlurmGPUError, match="images is set, and method is 'score'"):
-        Classify(model=str(folders["llava"]), labels=["a", "b"], prompt="What?", images="image")
+    with pytest.raises(SlurmGPUError, match="calibrate scores the prompt without an item, which has images"):
+        Classify(model=text_only, labels=["a", "b"], prompt="What?", images="image", calibrate=True)
 
 
 def test_planning_knows_the_size_of_a_model_that_takes_images_and_splits_it_by_layers(folders):
@@ -330,20 +380,24 @@ def test_a_folder_of_images_is_a_run_in_which_a_damaged_one_fails_alone(folders,
         assert merged["n_tokens"][:].tolist() == [4, 4, 0, 4, 4]
 
 
-def test_images_are_classified_by_what_the_model_answers(folders, tmp_path, one_thread):
+@pytest.mark.parametrize("method", ["parse", "score"])
+def test_images_are_classified_by_an_answer_or_by_scores(folders, tmp_path, method):
+    more = {"max_tokens": 4} if method == "parse" else {}
     ours = Classify(
         model=str(folders["llava"]),
         labels=["cat", "dog"],
         prompt="{labels}?",
         images="image",
         image_folder=str(tmp_path),
-        method="parse",
-        max_tokens=4,
+        method=method,
         precision="fp32",
+        **more,
     )
     (tmp_path / "a.png").write_bytes(make_png(1))
     ours.load(TaskContext("cpu", 0, tmp_path))
     rows = ours([Item(0, {"image": "a.png"}), Item(1, {"image": "b.png"}), Item(2, {"image": make_png(1)})])
-    assert rows[0] == rows[2]
+    assert rows[0].keys() == ours.columns.keys()
+    assert rows[0]["label"] == rows[2]["label"]
+    assert method == "parse" or rows[0]["label"] in ("cat", "dog")
     assert "b.png cannot be read: No such file" in str(rows[1])
     assert ours.paths == [folders["llava"], tmp_path]

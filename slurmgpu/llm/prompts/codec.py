@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slurmgpu.errors import ItemError
 from slurmgpu.llm.interface.engine import (
     NOTHING,
     Composed,
@@ -131,8 +132,11 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _add_images(messages: list[Mapping[str, Any]], number: int, *, behind_examples: bool) -> None:
-    """Put images before the text of a turn of the user; ItemError if there is none."""
-    place = place_of_images([str(message["role"]) for message in messages], behind_examples=behind_examples)
+    """Put images before the text of a turn of the user; PromptError if there is none."""
+    try:
+        place = place_of_images([str(message["role"]) for message in messages], behind_examples=behind_examples)
+    except ItemError as error:
+        raise PromptError(str(error)) from error
     messages[place] = {**messages[place], IMAGES: number}
 
 

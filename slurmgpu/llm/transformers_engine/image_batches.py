@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Finished
-from slurmgpu.llm.transformers_engine.image_prompts import ShownRequest
+from slurmgpu.llm.transformers_engine.image_prompts import Shown, ShownRequest
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
 
@@ -24,62 +24,54 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ImageBatches:
-    """Generates answers in batches within the budget."""
+class Choices(Protocol):
+    """What chooses the tokens of `generate`: it leaves one token of each row, and says which rows have ended."""
 
-    def __init__(self, loaded: Loaded, place: Place, chooser: Chooser, budget: Budget) -> None:
+    def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The scores of each row's next token: 0 for the chosen one, and -inf for the others; see `only`."""
+
+    def has_ended(self, ids: Tensor, scores: Any) -> Tensor:
+        """Whether each row has ended: bool (row,)."""
+
+
+class ImageModel:
+    """A model that takes images, which generates for a batch what it is told."""
+
+    def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._place = place
-        self._chooser = chooser
-        self._budget = budget
 
-    def generate(self, requests: Sequence[ShownRequest]) -> Iterator[Finished]:
-        """Each request's answer, a batch after the other, the longest prompts first."""
-        waiting = deque(sorted(requests, key=lambda each: [-length for length in lengths_of(each.encoded)]))
-        while waiting:
-            lengths = [lengths_of(each.encoded) for each in islice(waiting, MOST_ROWS)]
-            n_taken, load = n_that_fit(Load(), lengths, self._budget.tokens)
-            some = [waiting.popleft() for _ in range(n_taken)]
-            finished = attempt(lambda some=some: self._run(some), self._place)  # type: ignore[misc]
-            if finished is not None:
-                self._budget.succeed()
-                yield from finished
-                continue
-            free_memory()
-            if n_taken == 1:
-                yield too_large(some[0].encoded)
-            else:
-                self._budget.reduce(load.tokens)
-                waiting.extendleft(reversed(some))
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt with its answer."""
+        return self._loaded.context
 
-    def _run(self, asked: Sequence[ShownRequest]) -> list[Finished]:
-        """The answers of one batch."""
+    @property
+    def device(self) -> Any:
+        """The device of tokens and logits."""
+        return self._loaded.device
+
+    def run(self, shown: Sequence[Shown], n_more: int, choices: Choices) -> None:
+        """Read the prompts as rows, and generate at most `n_more` tokens for each."""
         import torch
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-        rows = [self._chooser.start(each.encoded) for each in asked]
-        choices = _Choices(self._chooser, rows, self._loaded.device)
-        # Without the checkpoint's own sampling, and its ends of answers, which the rows know.
+        # Without the checkpoint's own sampling, and its ends of answers, which the choices know.
         config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=max(row.more for row in rows),
-            pad_token_id=self._loaded.pad_id,
-            use_cache=True,
+            do_sample=False, max_new_tokens=n_more, pad_token_id=self._loaded.pad_id, use_cache=True
         )
         with torch.inference_mode():
             self._loaded.model.generate(
-                **self._inputs(asked),
+                **self._inputs(shown),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([choices.choose]),
                 stopping_criteria=StoppingCriteriaList([choices.has_ended]),
             )
-        return [row.finish() for row in rows]
 
-    def _inputs(self, asked: Sequence[ShownRequest]) -> dict[str, Tensor]:
+    def _inputs(self, shown: Sequence[Shown]) -> dict[str, Tensor]:
         """What the model takes: tokens, padded at the left, with their mask and types, and the images of all rows."""
         import torch
 
-        pad, shown = torch.nn.functional.pad, [each.shown for each in asked]
+        pad = torch.nn.functional.pad
         longest = max(len(each.tokens) for each in shown)
         ids = [torch.tensor([each.tokens]) for each in shown]
         found = {
@@ -106,8 +98,44 @@ class ImageBatches:
         }
 
 
-class _Choices:
-    """Chooses the tokens of `generate`, which then takes the only ones that are left."""
+class ImageBatches:
+    """Generates answers in batches within the budget."""
+
+    def __init__(self, model: ImageModel, place: Place, chooser: Chooser, budget: Budget) -> None:
+        self._model = model
+        self._place = place
+        self._chooser = chooser
+        self._budget = budget
+
+    def generate(self, requests: Sequence[ShownRequest]) -> Iterator[Finished]:
+        """Each request's answer, a batch after the other, the longest prompts first."""
+        waiting = deque(sorted(requests, key=lambda each: [-length for length in lengths_of(each.encoded)]))
+        while waiting:
+            lengths = [lengths_of(each.encoded) for each in islice(waiting, MOST_ROWS)]
+            n_taken, load = n_that_fit(Load(), lengths, self._budget.tokens)
+            some = [waiting.popleft() for _ in range(n_taken)]
+            finished = attempt(lambda some=some: self._run(some), self._place)  # type: ignore[misc]
+            if finished is not None:
+                self._budget.succeed()
+                yield from finished
+                continue
+            free_memory()
+            if n_taken == 1:
+                yield too_large(some[0].encoded)
+            else:
+                self._budget.reduce(load.tokens)
+                waiting.extendleft(reversed(some))
+
+    def _run(self, asked: Sequence[ShownRequest]) -> list[Finished]:
+        """The answers of one batch."""
+        rows = [self._chooser.start(each.encoded) for each in asked]
+        sampled = _Sampled(self._chooser, rows, self._model.device)
+        self._model.run([each.shown for each in asked], max(row.more for row in rows), sampled)
+        return [row.finish() for row in rows]
+
+
+class _Sampled:
+    """Chooses tokens as each request's sampling says."""
 
     def __init__(self, chooser: Chooser, rows: Sequence[Row], device: Any) -> None:
         import torch
@@ -121,13 +149,18 @@ class _Choices:
         """The scores of each row's next token: 0 for the chosen one, and -inf for the others."""
         latest = self._chooser.record(self._rows, logits, self._rules, self._counts)
         self._counts = self._counts + 1
-        return logits.new_full(logits.shape, float("-inf")).scatter_(1, latest[:, None], 0.0)
+        return only(latest, logits)
 
     def has_ended(self, ids: Tensor, scores: Any) -> Tensor:
         """Whether each row has ended: bool (row,)."""
         import torch
 
         return torch.tensor([row.ended is not None for row in self._rows], device=ids.device)
+
+
+def only(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Scores in the shape of logits, (row, token), that leave one token of each row."""
+    return logits.new_full(logits.shape, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
 
 def _names(mappings: Sequence[Mapping[str, Any]]) -> list[str]:

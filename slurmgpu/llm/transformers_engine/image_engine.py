@@ -11,8 +11,9 @@ from slurmgpu.llm.interface.batching import Budget, default_tokens, free_memory
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.grammars import Grammars
-from slurmgpu.llm.transformers_engine.image_batches import ImageBatches
+from slurmgpu.llm.transformers_engine.image_batches import ImageBatches, ImageModel
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, ShownRequest, load_processor, marks_of
+from slurmgpu.llm.transformers_engine.image_scoring import ImageScorer
 from slurmgpu.llm.transformers_engine.loading import load_model
 from slurmgpu.llm.transformers_engine.rows import Chooser
 
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 
 CROSS_ATTENTION = ("mllama",)
 """Model types that take images by a mask over tokens, which this engine does not pad."""
-
-GENERATES_ONLY = 'with images, the engine transformers generates answers, and scores none; set method = "parse".'
 
 
 class ImageEngine:
@@ -46,7 +45,9 @@ class ImageEngine:
         budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
         width = loaded.model.config.get_text_config().vocab_size
         grammars = Grammars(processor.tokenizer, self._codec, loaded.eos_ids, width)
-        self._batches = ImageBatches(loaded, place, Chooser(self._codec, grammars, loaded.eos_ids), budget)
+        model = ImageModel(loaded)
+        self._batches = ImageBatches(model, place, Chooser(self._codec, grammars, loaded.eos_ids), budget)
+        self._scorer = ImageScorer(model, place, self._codec, self._prompts, budget)
         log.info("images by %s; batches of at most %d tokens", type(processor).__name__, budget.tokens)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
@@ -61,12 +62,12 @@ class ImageEngine:
             yield self._codec.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """Nothing: SlurmGPUError."""
-        raise SlurmGPUError(GENERATES_ONLY)
+        """Each question's scores, in any order."""
+        yield from self._scorer.score(questions)
 
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
-        """Nothing: SlurmGPUError."""
-        raise SlurmGPUError(GENERATES_ONLY)
+        """No likelihoods: no workload that reads texts has images."""
+        raise SlurmGPUError("The probabilities of a text's tokens are not read behind images.")
 
     def close(self) -> None:
         """Free memory."""

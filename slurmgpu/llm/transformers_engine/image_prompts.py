@@ -98,7 +98,7 @@ class ImagePrompts:
         at = id(request.prompt)  # samples of an item have the same prompt
         try:
             if at not in known:
-                known[at] = self._show(request.prompt)
+                known[at] = self._shown(request.prompt)
             shown = known[at]
             return (
                 shown if isinstance(shown, PromptError) else ShownRequest(self._codec.fit(request, shown.tokens), shown)
@@ -106,13 +106,21 @@ class ImagePrompts:
         except PromptError as error:
             return error
 
-    def _show(self, prompt: Prompt) -> Shown | PromptError:
+    def show(self, prompt: Prompt, *, answers_at_once: bool = False) -> Shown:
+        """What the model is shown of a prompt; PromptError if it takes none of it.
+
+        For `answers_at_once` see `Codec.render`.
+        """
         try:
             images = [open_image(source) for source in prompt.images]
-            text, _ = self._codec.render(prompt)
-            return self._read(self._codec.parts(text), images)
+            text, _ = self._codec.render(prompt, answers_at_once=answers_at_once)
         except ItemError as error:
-            return PromptError(str(error))
+            raise PromptError(str(error)) from error
+        return self._read(self._codec.parts(text), images)
+
+    def _shown(self, prompt: Prompt) -> Shown | PromptError:
+        try:
+            return self.show(prompt)
         except PromptError as error:
             return error
 

@@ -60,7 +60,7 @@ class Scorer:
             try:
                 asked.append(ask(question, self._codec, self._context))
             except PromptError as refusal:
-                yield _failed(question, str(refusal))
+                yield failed(question, str(refusal))
         asked.sort(key=lambda each: (-len(each.prompt), each.prompt))
         shared = self._prefill.share([each.prompt for each in asked])
         while asked:
@@ -78,7 +78,7 @@ class Scorer:
             asked = asked[n_taken:]
             if found is None:
                 error = f"out of memory for this prompt alone, which has {batch[0].n_prompt_tokens} tokens"
-                yield _failed(batch[0].question, error, batch[0].n_prompt_tokens)
+                yield failed(batch[0].question, error, batch[0].n_prompt_tokens)
             else:
                 self._budget.succeed()
                 yield from found
@@ -227,6 +227,7 @@ def _lengths(asked: Asked) -> tuple[int, int]:
     return len(asked.prompt), asked.longest
 
 
-def _failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:
+def failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:
+    """The error of a question."""
     none = np.full(len(question.choices), np.nan)
     return Scores(question.id, none, np.zeros(len(question.choices), np.int64), n_prompt_tokens, error)

@@ -92,6 +92,11 @@ class Classify(LanguageModelWorkload):
         self.prompts = prompts_of(settings, prompt, messages, system, last, self.given)
         if calibrate and prompt is None:
             raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
+        if calibrate and "images" in settings:
+            raise SlurmGPUError(
+                "calibrate scores the prompt without an item, which has images, and there is no image without content. "
+                "Remove calibrate."
+            )
         if calibrate and choice_of(settings) is not None:
             raise SlurmGPUError(
                 "calibrate scores the prompt without an item, and only items say which adapter is to score it. Remove "
@@ -114,11 +119,6 @@ class Classify(LanguageModelWorkload):
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if method == "score":
             beyond.append(f'{SCORES_NOTHING} Set method = "parse", and choose another engine for "score".')
-        if method == "score" and "images" in settings:
-            raise SlurmGPUError(
-                "images is set, and method is 'score'; answers to images are generated, and none are scored. "
-                'Set method = "parse".'
-            )
         max_tokens = self.sampling.max_tokens if method == "parse" else 0
         self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
 

@@ -1,0 +1,157 @@
+"""Score given answers to prompts with images: the model's own `generate` is led along the tokens of each choice.
+
+Choices that are one token are scored by reading their prompt once; those of several tokens need a row for each way on
+which they differ, whose images are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.interface.engine import Place, Question, Scores
+from slurmgpu.llm.prompts.codec import Codec, PromptError
+from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
+from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, scores_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tokens = tuple[int, ...]
+Following = Mapping[Tokens, Sequence[int]]
+"""The tokens that follow each beginning of choices."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way on which choices of a question go: all of them but for their last tokens."""
+
+    number: int
+    shown: Shown
+    tokens: Tokens
+    following: Following
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The tokens of the prompt, and those of the longest choice on the way."""
+        return len(self.shown.tokens), len(self.tokens) + 1
+
+
+class ImageScorer:
+    """Scores choices in batches within the budget."""
+
+    def __init__(self, model: ImageModel, place: Place, codec: Codec, prompts: ImagePrompts, budget: Budget) -> None:
+        self._model = model
+        self._place = place
+        self._codec = codec
+        self._prompts = prompts
+        self._budget = budget
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores or error, in order."""
+        asked: list[tuple[Asked, Shown]] = []
+        for question in questions:
+            try:
+                asked.append(self._ask(question))
+            except PromptError as error:
+                yield failed(question, str(error))
+        ways = [way for number, each in enumerate(asked) for way in _ways(number, *each)]
+        known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
+        too_large: set[int] = set()
+        waiting = deque(sorted(ways, key=lambda way: [-length for length in way.lengths]))
+        while waiting:
+            next_ones = [way.lengths for way in islice(waiting, MOST_ROWS)]
+            n_taken, load = n_that_fit(Load(), next_ones, self._budget.tokens)
+            some = [waiting.popleft() for _ in range(n_taken)]
+            found = attempt(lambda some=some: self._read(some), self._place)  # type: ignore[misc]
+            if found is not None:
+                self._budget.succeed()
+                for way, logprobs in zip(some, found, strict=True):
+                    known[way.number].update(logprobs)
+                continue
+            free_memory()
+            if n_taken == 1:
+                too_large.add(some[0].number)
+            else:
+                self._budget.reduce(load.tokens)
+                waiting.extendleft(reversed(some))
+        for number, (each, shown) in enumerate(asked):
+            if number in too_large:
+                said = f"out of memory for this prompt alone, which has {len(shown.tokens)} tokens"
+                yield failed(each.question, said, each.n_prompt_tokens)
+            else:
+                yield scores_of(each, np.array([_sum(choice, known[number]) for choice in each.choices], np.float64))
+
+    def _ask(self, question: Question) -> tuple[Asked, Shown]:
+        """The question's tokens, in which an image is one, and what the model is shown before the choices."""
+        context = self._model.context
+        asked = ask(question, self._codec, context)
+        shown = self._prompts.show(question.prompt, answers_at_once=True)
+        n_all, n_less = len(shown.tokens), asked.n_prompt_tokens - len(asked.prompt)
+        if n_less:  # the prompt's last tokens may belong to a choice
+            types = {name: each[:, :-n_less] for name, each in shown.types.items()}
+            shown = Shown(shown.tokens[:-n_less], shown.images, types)
+        if len(shown.tokens) + asked.longest > context:
+            raise PromptError(
+                f"the prompt has {n_all} tokens, which with its choices exceeds the context of {context} tokens"
+            )
+        return Asked(question, asked.prompt, asked.choices, n_all), shown
+
+    def _read(self, ways: Sequence[_Way]) -> list[dict[tuple[Tokens, int], float]]:
+        """The log-probability of each token that follows a beginning, for each way."""
+        guide = _Guide(ways)
+        self._model.run([way.shown for way in ways], max(len(way.tokens) for way in ways) + 1, guide)
+        return guide.found
+
+
+class _Guide:
+    """Leads `generate` along the ways, and notes what it says of the tokens that follow."""
+
+    def __init__(self, ways: Sequence[_Way]) -> None:
+        self._ways = ways
+        self._n_read = 0
+        self.found: list[dict[tuple[Tokens, int], float]] = [{} for _ in ways]
+
+    def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The scores of each row's next token: 0 for that of its way, and -inf for the others."""
+        import torch
+
+        logprobs = logits.float().log_softmax(-1)
+        chosen = [0] * len(self._ways)
+        for row, (way, found) in enumerate(zip(self._ways, self.found, strict=True)):
+            if self._n_read > len(way.tokens):
+                continue
+            begun = way.tokens[: self._n_read]
+            tokens = way.following[begun]
+            told = logprobs[row, list(tokens)].double().tolist()
+            found.update({(begun, token): logprob for token, logprob in zip(tokens, told, strict=True)})
+            chosen[row] = way.tokens[self._n_read] if self._n_read < len(way.tokens) else 0
+        self._n_read += 1
+        return only(torch.tensor(chosen, device=logits.device), logits)
+
+    def has_ended(self, ids: Tensor, scores: Any) -> Tensor:
+        """Whether each row is at the end of its way: bool (row,)."""
+        import torch
+
+        return torch.tensor([self._n_read > len(way.tokens) for way in self._ways], device=ids.device)
+
+
+def _ways(number: int, asked: Asked, shown: Shown) -> list[_Way]:
+    following: dict[Tokens, dict[int, None]] = {}
+    for choice in asked.choices:
+        for place, token in enumerate(choice):
+            following.setdefault(choice[:place], {})[token] = None
+    last = [each for each in following if not any(each == other[: len(each)] for other in following if other != each)]
+    tokens = {begun: tuple(each) for begun, each in following.items()}
+    return [_Way(number, shown, each, tokens) for each in last]
+
+
+def _sum(choice: Tokens, known: Mapping[tuple[Tokens, int], float]) -> float:
+    return sum(known[choice[:place], token] for place, token in enumerate(choice))
