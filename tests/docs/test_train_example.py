@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import slurmgpu
+from tests.support.nightly import by_night
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/digits"
 TABLE = re.compile(r"^  ranking  val accuracy +lr  width  at step  wall s\n((?:  \d .*\n){4})", re.M)
@@ -29,15 +30,16 @@ def run(folder, *command):
     return done.stdout
 
 
-def test_the_example_reaches_97_percent_on_digits_that_it_has_not_seen(folder):
-    # Of the 12 epochs that the page shows; and a second task would be another process that imports PyTorch.
-    printed = run(folder, "demo.py", "--set", "epochs=5", "--tasks", "1")
+@pytest.mark.parametrize(("epochs", "least"), [(5, 0.95), by_night(12, 0.97)])
+def test_the_example_reads_digits_that_it_has_not_seen(folder, epochs, least):
+    # By day not the 12 epochs that the page shows; and a second task would be another process that imports PyTorch.
+    printed = run(folder, "demo.py", "--set", f"epochs={epochs}", "--tasks", "1")
     assert "digits  complete  4 of 4 rows, 0 of them failed" in printed
     assert len(TABLE.findall(printed)) == 1
     found = re.search(r"^width 32, lr 0\.01: (\d+) of 360 digits of the test split$", printed, re.M)
-    assert int(found[1]) / 360 >= 0.97
+    assert int(found[1]) / 360 >= least
     with slurmgpu.open(folder / "runs/digits/merged.h5") as merged:
-        assert merged["final"][3]["test_accuracy"] >= 0.97
+        assert merged["final"][3]["test_accuracy"] >= least
 
 
 @pytest.mark.nightly
