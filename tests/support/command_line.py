@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +295,8 @@ class Started:
 @functools.cache
 def shared():
     """The command line that all tests of this process share; a fixture of tests/conftest.py closes it."""
-    return CommandLine(imports=["slurmgpu.page.page"])
+    # The page is drawn by matplotlib, which the environment of vLLM does not have.
+    return CommandLine(imports=["slurmgpu.page.page"] if find_spec("matplotlib") else [])
 
 
 def own_umask():

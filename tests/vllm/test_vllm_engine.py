@@ -333,12 +333,14 @@ SPLIT = """
     import os, signal, sys
     from tests.vllm.conftest import open_on_cpu
     from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
+    from slurmgpu.util.shared_memory import used_by
 
     if __name__ == "__main__":
         engine = open_on_cpu("vllm", sys.argv[1], gpus=2)
         asked = [Request(n, Prompt(text), Sampling(max_tokens=40)) for n, text in enumerate(sys.argv[3:])]
         for output in sorted(engine.generate(asked), key=lambda output: output.id):
             print("answer", output.text.replace("\\n", "|"), flush=True)
+        print("uses", *used_by(os.getpid()), flush=True)
         if sys.argv[2] == "kill":
             os.kill(0, signal.SIGKILL)  # as a task ends its worker: with all that it has started
         engine.close()
@@ -346,9 +348,8 @@ SPLIT = """
 
 
 def split(tmp_path, folder, how):
-    """What a model in two processes answers, and the shared memory that stays when it is ended."""
+    """What a model in two processes answers, and what stays of its shared memory when it is ended."""
     (tmp_path / "split.py").write_text(textwrap.dedent(SPLIT))
-    before = set(os.listdir(FOLDER))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "split.py"), str(folder), how, *(f"{a}+{b}=" for a, b in sums(4))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)},
@@ -359,7 +360,9 @@ def split(tmp_path, folder, how):
     )
     found = [line.removeprefix("answer ") for line in done.stdout.splitlines() if line.startswith("answer ")]
     assert found == [sum_steps(a, b).replace("\n", "|") for a, b in sums(4)], done.stderr[-4000:]
-    return set(os.listdir(FOLDER)) - before
+    [used] = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("uses ")]
+    assert used
+    return {*used} & {*os.listdir(FOLDER)}
 
 
 def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_by_the_next(
