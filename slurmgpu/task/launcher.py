@@ -75,7 +75,7 @@ class Launcher:
 
     def worker(self, assignment: Assignment) -> tuple[list[str], dict[str, str]]:
         """The worker's argument vector, and its environment."""
-        module = "slurmgpu.worker.groups" if self.run.plan.processes == "per-gpu" else "slurmgpu.worker.main"
+        module = "slurmgpu.worker.group_launcher" if self.run.plan.processes == "per-gpu" else "slurmgpu.worker.main"
         return self.command(module, str(self.run.folder), json.dumps(asdict(assignment)))
 
     def command(

@@ -61,7 +61,7 @@ def group_command(
     place = ["--nodes", str(launcher.attempt.n_nodes), "--node-rank", str(rank), "--group", group["name"]]
     words = [str(launcher.run.folder), json.dumps(assignment), *place, "--endpoint", f"{address}:{group['port']}"]
     # The secret is no argument: every user of the node sees those.
-    return launcher.command("slurmgpu.worker.groups", *words, environ={GROUP_SECRET: group["secret"]})
+    return launcher.command("slurmgpu.worker.group_launcher", *words, environ={GROUP_SECRET: group["secret"]})
 
 
 @dataclass

@@ -29,7 +29,7 @@ PER_GPU = {"processes": "per-gpu"}
 
 def living(folder):
     """All processes of a run: launchers, ranks, and what ranks started."""
-    return workers(folder, "slurmgpu.worker.groups") + workers(folder) + workers(folder, "child")
+    return workers(folder, "slurmgpu.worker.group_launcher") + workers(folder) + workers(folder, "child")
 
 
 def wait_for_silence(folder):
@@ -93,7 +93,10 @@ def test_without_pytorch_a_sentence_says_that_it_is_needed(project, slurmgpu):
 def test_whatever_of_a_group_is_killed_the_rest_goes_with_it_and_a_new_one_loses_nothing(project):
     folder = hold(project, 40, {8: "first", 24: "second"}, settings={"child": True}, resources=PER_GPU)
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
-    for module, n_shards, held in (("slurmgpu.worker.main", 1, "first"), ("slurmgpu.worker.groups", 3, "second")):
+    for module, n_shards, held in (
+        ("slurmgpu.worker.main", 1, "first"),
+        ("slurmgpu.worker.group_launcher", 3, "second"),
+    ):
         wait_until_held(folder, n_shards)
         former = living(folder)
         victim = workers(folder, module)[-1][0]

@@ -281,7 +281,7 @@ def check_left(folder, failure, signame):
     assert record["message"] == f"stopped by {signame}; {left}"
     assert counts(folder) == {0: [1, 2, 3]}
     assert (folder / "run" / "counts" / "0.kept").exists()
-    assert not workers(folder) + workers(folder, "slurmgpu.worker.groups")
+    assert not workers(folder) + workers(folder, "slurmgpu.worker.group_launcher")
     assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
 
 
@@ -305,7 +305,7 @@ def test_a_group_leaves_its_item_however_many_of_it_sigterm_reaches_and_another_
     folder = holding(1, {"keeping_s": 0.5}, resources={"processes": "per-gpu"})
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
     wait_for_items(folder, 0)
-    group = workers(folder) + workers(folder, "slurmgpu.worker.groups")
+    group = workers(folder) + workers(folder, "slurmgpu.worker.group_launcher")
     assert len(group) == 3
     for pid in (*(pid for pid, _ in group if to_all), records(folder)[0]["pid"]):
         os.kill(pid, signal.SIGTERM)

@@ -65,7 +65,11 @@ def test_another_user_of_the_node_runs_no_code_as_the_runs_user(project):
     folder = hold(project, 40, {8: "held"}, resources={"processes": "per-gpu"})
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 1)
-    group = [pid for module in ("slurmgpu.worker.groups", "slurmgpu.worker.main") for pid, _ in workers(folder, module)]
+    group = [
+        pid
+        for module in ("slurmgpu.worker.group_launcher", "slurmgpu.worker.main")
+        for pid, _ in workers(folder, module)
+    ]
     found = listeners(group)
     assert found  # or the attack shows nothing
     marker = folder / "owned"

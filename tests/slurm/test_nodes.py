@@ -30,12 +30,12 @@ RESOURCES = {"processes": "per-gpu", "nodes_per_task": 2}
 
 
 def living(folder):
-    return workers(folder, "slurmgpu.worker.groups") + workers(folder)
+    return workers(folder, "slurmgpu.worker.group_launcher") + workers(folder)
 
 
 def on_second_node(folder):
     """The launcher of the group's processes there; None while there is none."""
-    found = [pid for pid, line in workers(folder, "slurmgpu.worker.groups") if "--node-rank 1" in line]
+    found = [pid for pid, line in workers(folder, "slurmgpu.worker.group_launcher") if "--node-rank 1" in line]
     # One that is about to become a rank is called as its launcher for a moment.
     return next((pid for pid in found if parent(pid) not in found), None)
 

@@ -164,7 +164,7 @@ def workers(folder, module="slurmgpu.worker.main"):
         try:
             line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if re.match(r"rank \d", (path / "comm").read_text()):  # a fork of its launcher
-                line = line.replace("slurmgpu.worker.groups", "slurmgpu.worker.main")
+                line = line.replace("slurmgpu.worker.group_launcher", "slurmgpu.worker.main")
         except OSError:
             continue
         if module in line and str(folder) in line:

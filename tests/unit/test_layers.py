@@ -41,7 +41,7 @@ FOREIGN = {
     "IPython": {"progress"},
     "cloudpickle": {"code.functions"},
     "pydantic": {"plan"},
-    "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups"},
+    "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups", "worker.group_launcher"},
     "transformers": {"workloads", "llm"},
     "huggingface_hub": {"llm", "inputs"},
     "peft": {"llm"},
