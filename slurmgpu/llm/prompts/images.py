@@ -6,7 +6,6 @@ import base64
 import io
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,9 +105,7 @@ def _opened(source: ImageSource) -> tuple[Image, str | None, bytes]:
     if not held:
         raise ItemError(f"{name} is empty: it has 0 bytes")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
-            found = Image.open(io.BytesIO(held))
+        found = Image.open(io.BytesIO(held))
         width, height = found.size
         if math.prod(found.size) > MOST_PIXELS:
             raise ItemError(f"{name} has {width} × {height} pixels; expected at most {MOST_PIXELS:,}")

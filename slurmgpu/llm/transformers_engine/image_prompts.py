@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
@@ -12,7 +15,11 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
 from slurmgpu.llm.prompts.images import check_pillow, open_image
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
+
+N_READERS, N_AHEAD = 4, 8
+"""Threads that open images, and prompts whose images are opened before the model's processor takes them."""
 
 REFUSES = (ValueError, ZeroDivisionError, IndexError)
 """What processors raise for images of sizes that they do not take, such as an aspect ratio above 200."""
@@ -81,6 +88,10 @@ def marks_of(processor: Any) -> frozenset[str]:
     )
 
 
+def _open(prompt: Prompt) -> list[Image]:
+    return [open_image(source) for source in prompt.images]
+
+
 class ImagePrompts:
     """Encodes requests whose prompts may have images."""
 
@@ -91,38 +102,36 @@ class ImagePrompts:
 
     def encode(self, requests: Sequence[Request]) -> list[ShownRequest | PromptError]:
         """Each request's tokens and tensors, or why it cannot be asked; requests of one prompt share them."""
-        known: dict[int, Shown | PromptError] = {}
-        return [self._encode(request, known) for request in requests]
+        prompts = {id(request.prompt): request.prompt for request in requests}  # an item's samples have the same one
+        known = dict(zip(prompts, self.show([*prompts.values()]), strict=True))
+        return [self._fit(request, known[id(request.prompt)]) for request in requests]
 
-    def _encode(self, request: Request, known: dict[int, Shown | PromptError]) -> ShownRequest | PromptError:
-        at = id(request.prompt)  # samples of an item have the same prompt
+    def _fit(self, request: Request, shown: Shown | PromptError) -> ShownRequest | PromptError:
+        if isinstance(shown, PromptError):
+            return shown
         try:
-            if at not in known:
-                known[at] = self._shown(request.prompt)
-            shown = known[at]
-            return (
-                shown if isinstance(shown, PromptError) else ShownRequest(self._codec.fit(request, shown.tokens), shown)
-            )
+            return ShownRequest(self._codec.fit(request, shown.tokens), shown)
         except PromptError as error:
             return error
 
-    def show(self, prompt: Prompt, *, answers_at_once: bool = False) -> Shown:
-        """What the model is shown of a prompt; PromptError if it takes none of it.
+    def show(self, prompts: Sequence[Prompt], *, answers_at_once: bool = False) -> Iterator[Shown | PromptError]:
+        """What the model is shown of each prompt, in order, or why it takes none of it.
 
-        For `answers_at_once` see `Codec.render`.
+        Images are opened ahead, by threads. For `answers_at_once` see `Codec.render`.
         """
-        try:
-            images = [open_image(source) for source in prompt.images]
-            text, _ = self._codec.render(prompt, answers_at_once=answers_at_once)
-        except ItemError as error:
-            raise PromptError(str(error)) from error
-        return self._read(self._codec.parts(text), images)
-
-    def _shown(self, prompt: Prompt) -> Shown | PromptError:
-        try:
-            return self.show(prompt)
-        except PromptError as error:
-            return error
+        with ThreadPoolExecutor(N_READERS) as readers:
+            opened: deque[Future[list[Image]]] = deque()
+            rest = iter(prompts)
+            for prompt in prompts:
+                opened.extend(readers.submit(_open, each) for each in islice(rest, N_AHEAD + 1 - len(opened)))
+                try:
+                    images = opened.popleft().result()
+                    text, _ = self._codec.render(prompt, answers_at_once=answers_at_once)
+                    yield self._read(self._codec.parts(text), images)
+                except ItemError as error:
+                    yield PromptError(str(error))
+                except PromptError as error:
+                    yield error
 
     def _read(self, parts: Sequence[str], images: Sequence[Any]) -> Shown:
         """The prompt of texts between marks, one of which has the places of all images."""

@@ -57,9 +57,10 @@ class ImageScorer:
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores or error, in order."""
         asked: list[tuple[Asked, Shown]] = []
-        for question in questions:
+        shown = self._prompts.show([question.prompt for question in questions], answers_at_once=True)
+        for question, found in zip(questions, shown, strict=True):
             try:
-                asked.append(self._ask(question))
+                asked.append(self._ask(question, found))
             except PromptError as error:
                 yield failed(question, str(error))
         ways = [way for number, each in enumerate(asked) for way in _ways(number, *each)]
@@ -70,10 +71,10 @@ class ImageScorer:
             next_ones = [way.lengths for way in islice(waiting, MOST_ROWS)]
             n_taken, load = n_that_fit(Load(), next_ones, self._budget.tokens)
             some = [waiting.popleft() for _ in range(n_taken)]
-            found = attempt(lambda some=some: self._read(some), self._place)  # type: ignore[misc]
-            if found is not None:
+            told = attempt(lambda some=some: self._read(some), self._place)  # type: ignore[misc]
+            if told is not None:
                 self._budget.succeed()
-                for way, logprobs in zip(some, found, strict=True):
+                for way, logprobs in zip(some, told, strict=True):
                     known[way.number].update(logprobs)
                 continue
             free_memory()
@@ -82,18 +83,19 @@ class ImageScorer:
             else:
                 self._budget.reduce(load.tokens)
                 waiting.extendleft(reversed(some))
-        for number, (each, shown) in enumerate(asked):
+        for number, (each, _) in enumerate(asked):
             if number in too_large:
-                said = f"out of memory for this prompt alone, which has {len(shown.tokens)} tokens"
+                said = f"out of memory for this prompt alone, which has {each.n_prompt_tokens} tokens"
                 yield failed(each.question, said, each.n_prompt_tokens)
             else:
                 yield scores_of(each, np.array([_sum(choice, known[number]) for choice in each.choices], np.float64))
 
-    def _ask(self, question: Question) -> tuple[Asked, Shown]:
+    def _ask(self, question: Question, shown: Shown | PromptError) -> tuple[Asked, Shown]:
         """The question's tokens, in which an image is one, and what the model is shown before the choices."""
+        if isinstance(shown, PromptError):
+            raise shown
         context = self._model.context
         asked = ask(question, self._codec, context)
-        shown = self._prompts.show(question.prompt, answers_at_once=True)
         n_all, n_less = len(shown.tokens), asked.n_prompt_tokens - len(asked.prompt)
         if n_less:  # the prompt's last tokens may belong to a choice
             types = {name: each[:, :-n_less] for name, each in shown.types.items()}
