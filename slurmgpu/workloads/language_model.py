@@ -12,7 +12,7 @@ from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing
-from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_tokenizer
+from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_takes_text_alone, check_tokenizer
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
 from slurmgpu.llm.placement.place import place
 from slurmgpu.llm.prompts.templates import Prompts
@@ -127,6 +127,8 @@ class LanguageModelWorkload:
         check_decoder(self.options.model)
         if self.options.images:
             check_takes_images(self.options.model)
+        elif self.options.engine == "transformers":
+            check_takes_text_alone(self.options.model)
         check_max_tokens(self._max_tokens, self.options)
         found = Placement(*place(self.options, share))
         refuse_missing(self.options.adapters)

@@ -13,6 +13,7 @@ from PIL import Image
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, Structure
+from slurmgpu.llm.models.decoders import WITH_IMAGES
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.images import open_image, sources_of
 from slurmgpu.workload import Item, Share, TaskContext
@@ -334,6 +335,10 @@ def test_a_model_without_images_and_images_without_a_model_for_them_are_refused(
     text_only = str(make_llama(tmp_path / "model"))
     with pytest.raises(SlurmGPUError, match=r"takes no images: .* has neither of preprocessor_config.json"):
         Generate(model=text_only, prompt="What?", images="image").place(Share(0))
+    with pytest.raises(
+        SlurmGPUError, match="has the type llava, which transformers loads for images beside text alone"
+    ):
+        Generate(model=str(folders["llava"]), prompt="{text}").place(Share(0))
     with pytest.raises(SlurmGPUError, match="has the type llava, which AutoModelForCausalLM of transformers does not"):
         engine(folders["llava"], images=False)
     with pytest.raises(SlurmGPUError, match="calibrate scores the prompt without an item, which has images"):
@@ -349,6 +354,15 @@ def test_planning_knows_the_size_of_a_model_that_takes_images_and_splits_it_by_l
     two = ours.place(Share(2, gpu_memory=1_700_000_000))
     assert two.processes == "one"
     assert ours.batch_size == 32
+
+
+def test_types_for_images_alone_are_those_that_transformers_has():
+    from transformers.models.auto import modeling_auto
+
+    of_images = set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    of_text = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert of_images - of_text <= WITH_IMAGES  # an older transformers has fewer
+    assert not WITH_IMAGES & of_text
 
 
 def _shapes(path):
