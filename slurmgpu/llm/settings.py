@@ -19,9 +19,6 @@ from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 
 EngineName = Literal["transformers", "vllm", "server"]
 
-IMAGE_ENGINES = ("transformers", "server")
-"""The engines that take images beside text."""
-
 
 class PromptSettings(TypedDict, total=False):
     """The settings of prompts that workloads with a `prompt` share."""
@@ -146,11 +143,6 @@ def _check_images(settings: Mapping[str, Any]) -> None:
         return
     if not settings["images"]:
         raise SlurmGPUError('images is empty; expected the field of the items that holds images, such as "path".')
-    if settings.get("engine", "transformers") not in IMAGE_ENGINES:
-        raise SlurmGPUError(
-            f"images is set, and engine is {settings['engine']!r}; images are taken by {' and '.join(IMAGE_ENGINES)}. "
-            'Remove engine, or let vLLM serve the model by engine = "server".'
-        )
     if settings.get("batching") == "continuous":
         raise SlurmGPUError('batching is "continuous", whose batches take no images. Remove batching.')
     if settings.get("chat") is False:

@@ -320,7 +320,6 @@ def test_a_field_holds_paths_or_bytes_as_hugging_face_has_them():
         ({"truncation_side": "left"}, "truncation_side is set, which is for prompts without images"),
         ({"adapter": "/nowhere"}, "adapter is set, which is for prompts without images"),
         ({"batching": "continuous"}, 'batching is "continuous", whose batches take no images'),
-        ({"engine": "vllm"}, "images is set, and engine is 'vllm'; images are taken by transformers and server."),
         ({"engine": "server", "url": "http://h:1", "image_folder": "/nowhere"}, "there is no folder /nowhere"),
     ],
 )

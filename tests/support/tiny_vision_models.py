@@ -76,8 +76,8 @@ def make_llava(folder: Path) -> Path:
     return folder
 
 
-def make_idefics3(folder: Path) -> Path:
-    """An Idefics3, whose processor cuts images into tiles, as many as their sizes need."""
+def make_idefics3(folder: Path, **more: Any) -> Path:
+    """An Idefics3, whose processor cuts images into tiles, as many as their sizes need; `more` is about its Llama."""
     import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -89,7 +89,7 @@ def make_idefics3(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Idefics3Config(
         vision_config={**vision, "image_size": 32, "patch_size": 8},
-        text_config=LlamaConfig(**_text(len(tokenizer))),
+        text_config=LlamaConfig(**_text(len(tokenizer), **more)),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
     )

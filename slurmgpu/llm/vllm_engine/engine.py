@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from slurmgpu.llm.interface.engine import (
     Output,
     Passage,
     Place,
+    Prompt,
     Question,
     Request,
     Scores,
@@ -31,7 +33,9 @@ from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.placement.needs import look_at
 from slurmgpu.llm.placement.splitting import QUANTIZATIONS, check_vllm
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of
+from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import eos_ids_of
 from slurmgpu.llm.transformers_engine.scoring import Asked, ask, scores_of
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
@@ -56,6 +60,8 @@ LEAST_CACHE_BYTES = 1 << 26
 """On CPUs: room for some of vLLM's blocks of 128 tokens, which a tiny model's batch does not fill."""
 
 Tokens = tuple[int, ...]
+Images = list[Any]
+"""The images of a prompt, as Pillow has them."""
 
 
 class VllmEngine:
@@ -68,36 +74,60 @@ class VllmEngine:
             _prepare_environment(self._node)
             self._llm: Any = _start(arguments, options, place, self._node)
             tokenizer, self._stop_ids = _tokenizer(options)
+            processor = load_processor(options) if options.images else None
         except BaseException:
             self._node.close()
             raise
         self._context = int(self._llm.model_config.max_model_len)
-        self._codec = Codec(tokenizer, options, self._context)
+        marks = frozenset[str]() if processor is None else marks_of(processor)
+        tokenizer = tokenizer if processor is None else processor.tokenizer
+        self._codec = Codec(tokenizer, options, self._context, marks)
+        self._prompts = None if processor is None else ImagePrompts(processor, self._codec)
         self._adapters = _lora_requests(options)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, all at the end."""
         encoded: list[Encoded] = []
+        shown: list[Images] = []
+        known: dict[int, tuple[Images, int]] = {}
         for request in requests:
             try:
                 _check(request)
-                encoded.append(self._codec.encode(request))
+                one = self._codec.encode(request)
+                at = id(request.prompt)  # samples of an item have the same prompt
+                known[at] = images, n_prompt = known.get(at) or self._images_of(request.prompt)
+                if n_prompt:
+                    self._codec.fit(request, (0,) * n_prompt)
+                shown.append(images)
+                encoded.append(one)
             except PromptError as error:
                 yield error.output(request)
-        answers = self._run(
+        outputs = self._outputs(
             [each.tokens for each in encoded],
             [self._sampling_arguments(each) for each in encoded],
             [each.request.prompt.adapter for each in encoded],
+            shown,
         )
-        for one, answer in zip(encoded, answers, strict=True):
-            yield self._codec.decode(_finished(one, answer))
+        for one, output in zip(encoded, outputs, strict=True):
+            # vLLM has put each image's own tokens in the place of one.
+            whole = replace(one, tokens=tuple(output.prompt_token_ids)) if one.request.prompt.images else one
+            yield self._codec.decode(_finished(whole, _answer(output)))
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores."""
         asked: list[Asked] = []
+        shown: list[Images] = []
         for question in questions:
             try:
-                asked.append(ask(question, self._codec, self._context))
+                one = ask(question, self._codec, self._context)
+                images, n_prompt = self._images_of(question.prompt)
+                if n_prompt + one.longest > self._context:
+                    raise PromptError(
+                        f"the prompt has {n_prompt} tokens, which with its choices exceeds the context of "
+                        f"{self._context} tokens"
+                    )
+                shown.append(images)
+                asked.append(one)
             except PromptError as error:
                 yield Scores(question.id, np.empty(0), np.empty(0, np.int64), error=str(error))
         # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
@@ -110,6 +140,7 @@ class VllmEngine:
                 for _, _, ids in places
             ],
             [asked[number].question.prompt.adapter for number, _, _ in places],
+            [shown[number] for number, _, _ in places],
         )
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         problems: dict[int, str] = {}
@@ -169,20 +200,45 @@ class VllmEngine:
             arguments["structured_outputs"] = _structured_outputs(lark)
         return arguments
 
+    def _images_of(self, prompt: Prompt) -> tuple[Images, int]:
+        """The prompt's images, and the number of its tokens with theirs; nothing and 0 without images.
+
+        PromptError if the model cannot be shown them: of a call with a prompt that is too long vLLM 0.32 refuses all,
+        and then hangs, so that the model's processor counts the tokens before.
+        """
+        if self._prompts is None or not prompt.images:
+            return [], 0
+        [found] = self._prompts.show([prompt])
+        if isinstance(found, PromptError):
+            raise found
+        return [open_image(source) for source in prompt.images], len(found.tokens)
+
     def _run(
-        self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
+        self,
+        prompts: Sequence[Tokens],
+        arguments: Sequence[dict[str, Any]],
+        adapters: Sequence[str],
+        images: Sequence[Images],
     ) -> list[Any]:
         """The answer to each prompt; None if vLLM gave none."""
-        outputs = self._outputs(prompts, arguments, adapters)
-        return [each.outputs[0] if each.outputs else None for each in outputs]
+        return [_answer(each) for each in self._outputs(prompts, arguments, adapters, images)]
 
     def _outputs(
-        self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]], adapters: Sequence[str]
+        self,
+        prompts: Sequence[Tokens],
+        arguments: Sequence[dict[str, Any]],
+        adapters: Sequence[str],
+        images: Sequence[Images] = (),
     ) -> list[Any]:
         if not prompts:
             return []
         from vllm import SamplingParams
 
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        if any(images):
+            for each, some in zip(inputs, images, strict=True):
+                each["multi_modal_data"] = {"image": some}
+            return list(self._llm.generate(inputs, [SamplingParams(**each) for each in arguments], use_tqdm=False))
         found: list[Any] = [None] * len(prompts)
         for is_adapted in (True, False):
             # Apart, since vLLM 0.32 gave requests without an adapter that of their neighbours, at least on CPUs.
@@ -190,7 +246,7 @@ class VllmEngine:
             if not some:
                 continue
             outputs = self._llm.generate(
-                [{"prompt_token_ids": list(prompts[number])} for number in some],
+                [inputs[number] for number in some],
                 [SamplingParams(**arguments[number]) for number in some],
                 use_tqdm=False,
                 lora_request=[self._adapters[adapters[number]] for number in some] if is_adapted else None,
@@ -200,6 +256,11 @@ class VllmEngine:
             for number, each in zip(some, outputs, strict=True):
                 found[number] = each
         return found
+
+
+def _answer(output: Any) -> Any:
+    """The answer in an output; None if it has none."""
+    return output.outputs[0] if output.outputs else None
 
 
 def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
