@@ -21,7 +21,7 @@ EXCEPTIONS = {
     **dict.fromkeys(
         (
             "util/cgroups.py",
-            "worker/groups.py",
+            "worker/group_launcher.py",
             "util/pids.py",
             "util/pipes.py",
             "run/liveness.py",
