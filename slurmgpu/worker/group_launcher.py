@@ -58,20 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     n_ranks = max(1, json.loads(arguments.assignment)["n_gpus"])
     _prepare_environment(n_ranks, arguments.nodes)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    watch_stdin(_abandon)
     try:
-        import torch.distributed  # noqa: F401
+        _import_torch()
     except ImportError as error:
         message = f'processes = "per-gpu" needs PyTorch in the Python of the worker, {sys.executable}: {error}'
         report_briefly({"event": "failed", "class": "workload_error", "message": message, "traceback": ""})
         return 1
     gc.freeze()  # no collection writes to pages that the ranks share
     ranks: list[_Rank] = []
-    for local_rank in range(n_ranks):  # before there is any thread or socket that they would have as well
+    for local_rank in range(n_ranks):  # before there is any socket that they would have as well
         if (rank := _fork(ranks)) is None:
             _work(local_rank, n_ranks, arguments)
             return 0
         ranks.append(rank)
-    watch_stdin(_abandon)
     try:
         return _launch(ranks, arguments)
     finally:
@@ -103,7 +103,8 @@ def _launch(ranks: Sequence[_Rank], arguments: argparse.Namespace) -> int:
         if arguments.nodes > 1:
             Exit(LOOPBACK, place, int(port), secret)
     for each in ranks:
-        os.write(each.told, str(place).encode())
+        with contextlib.suppress(BrokenPipeError):  # it has died, and says of what below
+            os.write(each.told, str(place).encode())
         os.close(each.told)
     first = arguments.node_rank * len(ranks)
     for rank, code in _ends({each.pid: first + local_rank for local_rank, each in enumerate(ranks)}):
@@ -117,7 +118,8 @@ def _fork(others: Sequence[_Rank]) -> _Rank | None:
     """Start a rank in its own session; None in the rank itself, once the launcher has told it the port."""
     ours, told = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of OpenBLAS, which prepares for forks
+        # Of threads: ours waits for the end of the task, OpenBLAS prepares its own for forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         os.close(ours)
@@ -156,8 +158,28 @@ def _work(local_rank: int, n_ranks: int, arguments: argparse.Namespace) -> None:
     prctl(PR_SET_NAME, f"rank {rank}".encode())
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # as in a process of its own; Python's random does so by itself, PyTorch's seed is fixed
+    _load_back_ends()
     sys.argv = ["slurmgpu.worker.main", arguments.run, arguments.assignment]
     runpy.run_module("slurmgpu.worker.main", run_name="__main__", alter_sys=True)
+
+
+def _import_torch(autoload: str = "TORCH_DEVICE_BACKEND_AUTOLOAD") -> None:
+    """Import PyTorch without the back ends of other packages, which may open their devices: each rank does that."""
+    own = os.environ.get(autoload)
+    os.environ[autoload] = "0"
+    try:
+        import torch.distributed  # noqa: F401
+    finally:
+        if own is None:
+            del os.environ[autoload]
+        else:
+            os.environ[autoload] = own
+
+
+def _load_back_ends(autoload: str = "TORCH_DEVICE_BACKEND_AUTOLOAD") -> None:
+    load = getattr(sys.modules["torch"], "_import_device_backends", None)
+    if load is not None and os.environ.get(autoload, "1") == "1":
+        load()
 
 
 def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:

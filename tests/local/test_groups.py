@@ -4,9 +4,13 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
+from slurmgpu.util.pipes import EXIT_ABANDONED
 from tests.support.held_ranks import hold
 from tests.support.nightly import by_night
 from tests.support.runs import (
@@ -147,3 +151,54 @@ def test_ctrl_c_ends_a_group_that_hangs_and_gives_its_shards_back(project):
     wait_for_silence(folder)
     assert [record["failure"] for record in records(folder)] == ["cancelled"]
     assert {path.name for path in (folder / "run" / "claims").glob("[0-9]*")} <= {"00000", "00001"}
+
+
+STAND_IN = """
+import os, sys, time
+told = os.environ["TOLD"]
+open(told, "w").close()
+while os.path.exists(told):
+    time.sleep(0.01)
+"""
+
+
+def launcher_with_a_stand_in(tmp_path, slow):
+    """The launcher of two ranks, whose PyTorch waits in its import, or when the store is opened."""
+    site = tmp_path / "site" / "torch"
+    site.mkdir(parents=True)
+    body = "class TCPStore:\n    def __init__(self, *args, **more):\n" + textwrap.indent(STAND_IN, "        ")
+    (site / "__init__.py").write_text(STAND_IN if slow == "import" else "")
+    (site / "distributed.py").write_text("" if slow == "import" else f"{body}\n    port = 0\n")
+    told = tmp_path / "told"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slurmgpu.worker.group_launcher", str(tmp_path / "run"), '{"n_gpus": 2}'],
+        env={**os.environ, "PYTHONPATH": str(site.parent), "TOLD": str(told)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(told.exists, "PyTorch's import" if slow == "import" else "the store")
+    return process, told
+
+
+def test_a_launcher_that_still_imports_pytorch_ends_with_its_task(tmp_path):
+    process, _ = launcher_with_a_stand_in(tmp_path, "import")
+    process.stdin.close()  # the task is gone
+    assert process.wait(timeout=280) == EXIT_ABANDONED
+
+
+def test_a_rank_that_dies_before_it_knows_the_store_is_named_with_its_signal(tmp_path):
+    process, told = launcher_with_a_stand_in(tmp_path, "store")
+
+    def ranks():
+        return sorted(pid for pid, _ in workers(tmp_path, "slurmgpu.worker.group_launcher") if pid != process.pid)
+
+    one, _ = ranks()
+    os.kill(one, signal.SIGKILL)
+    wait_until(lambda: one not in ranks(), "the end of a rank")
+    told.unlink()
+    _, said = process.communicate(timeout=280)
+    assert process.returncode == 128 + signal.SIGKILL, said
+    assert re.search("rank [01] died by SIGKILL", said)
+    assert not ranks()
