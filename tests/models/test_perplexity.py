@@ -6,7 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
@@ -14,6 +22,7 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine import token_scoring
+from slurmgpu.llm.transformers_engine.token_scoring import depends_on_length
 from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
@@ -31,7 +40,16 @@ def make_mamba(folder):
     return _save(MambaForCausalLM(MambaConfig(**_sizes() | sizes)), folder, None)
 
 
-MAKERS = {"llama": make_llama, "qwen3": make_qwen3, "gpt-oss": make_gpt_oss, "mamba": make_mamba}
+def make_phi3(folder):
+    """A Phi-3 whose positions have other frequencies in calls of more than 64 tokens."""
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    more = {"rope_parameters": rope, "original_max_position_embeddings": 64, "initializer_range": 0.2}
+    return _save(Phi3ForCausalLM(Phi3Config(**_sizes() | more)), folder, None)
+
+
+MAKERS = {"phi3": make_phi3, "llama": make_llama, "qwen3": make_qwen3, "gpt-oss": make_gpt_oss, "mamba": make_mamba}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +101,13 @@ def test_every_tokens_probability_is_that_of_the_model_alone(folders, name):
         np.testing.assert_allclose(each.logprobs, by_hand(folders[name], [BOS, *ids]), atol=2e-5)
 
 
+def test_a_text_is_the_same_beside_a_longer_one_where_positions_depend_on_the_longest(folders):
+    texts = ["we sing here" * 5, "they are kind" * 6]  # 60 and 78 tokens, on both sides of the 64
+    for text, found in zip(texts, found_by(engine(folders["phi3"]), passages_of(texts)), strict=True):
+        expected = by_hand(folders["phi3"], [BOS, *ids_of(folders["phi3"], text)])
+        np.testing.assert_allclose(found.logprobs, expected, atol=2e-5)
+
+
 def with_seen_shapes(ours, monkeypatch):
     """The shapes of the ids that the engine reads from now on."""
     forward, seen = ours._prefill.forward, []
@@ -97,6 +122,7 @@ def with_seen_shapes(ours, monkeypatch):
 
 def test_logits_of_a_few_columns_at_a_time_are_the_same(folders, monkeypatch):
     for name in ("llama", "gpt-oss"):  # of which one looks back through a window
+        assert not depends_on_length(AutoConfig.from_pretrained(folders[name]))
         whole = found_by(engine(folders[name]), passages_of(TEXTS))
         monkeypatch.setattr(token_scoring, "MOST_LOGITS", 3 * 7 * _sizes()["vocab_size"])
         ours = engine(folders[name])
@@ -111,10 +137,11 @@ def test_a_text_that_is_longer_than_the_context_is_read_in_windows(folders):
     text = TEXTS[-1]
     ids = [BOS, *ids_of(folders["llama"], text)]
     ours = engine(folders["llama"], max_context=32)
-    for stride in (None, 8, 31):
+    for stride in (None, 8, 31, 40):
         [found] = found_by(ours, [Passage(0, Prompt(text), stride)])
         assert len(found.logprobs) == len(ids) - 1
-        np.testing.assert_allclose(found.logprobs, by_hand(folders["llama"], ids, 1, 32, stride), atol=2e-5)
+        by_it = None if stride == 40 else stride  # more than a window has
+        np.testing.assert_allclose(found.logprobs, by_hand(folders["llama"], ids, 1, 32, by_it), atol=2e-5)
 
 
 @pytest.mark.parametrize(

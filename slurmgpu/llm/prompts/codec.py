@@ -125,6 +125,15 @@ class Quotes:
         return MARK.join([*pieces, text[end:]])
 
 
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # for which a tokenizer raises a TypeError
+        raise PromptError(
+            f"the prompt has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
+        ) from error
+
+
 def _special_tokens(tokenizer: Any) -> dict[int, str]:
     known = getattr(tokenizer, "added_tokens_decoder", {}).items()
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
@@ -285,12 +294,7 @@ class Codec:
 
     def parts(self, text: str) -> list[str]:
         """The texts between marks, which are tokenised one by one."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # for which a tokenizer raises a TypeError
-            raise PromptError(
-                f"the prompt has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
-            ) from error
+        _refuse_surrogates(text)
         return text.split(MARK)
 
     def begin(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -299,13 +303,16 @@ class Codec:
         Before it stands what the tokenizer adds; if that is nothing, the token that begins a text, or else the one that
         ends it; nothing if it has neither.
         """
-        cut = self._quotes.cut(text)
-        whole, own = self.tokens_of((cut, False)), tuple(self.pieces(cut.split(MARK)))
-        before = whole[: len(whole) - len(own)]
-        if before and whole != before + own:
-            raise PromptError("its tokens depend on those that the tokenizer adds")
-        if before:
-            return before, own
+        first, *rest = self._quotes.cut(text).split(MARK)
+        _refuse_surrogates(text)
+        own, whole = tuple(self.pieces([first])), tuple(self._tokenizer(first)["input_ids"])
+        places = range(len(whole) - len(own) + 1)
+        at = next((place for place in places if whole[place : place + len(own)] == own), None)
+        if at is None:
+            raise PromptError("the tokenizer makes other tokens of the text behind those that it adds")
+        own += tuple(self.pieces(rest))
+        if at:
+            return whole[:at], own
         ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
         return next(((number,) for number in ids if number is not None), ()), own
 

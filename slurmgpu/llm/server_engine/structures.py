@@ -6,12 +6,13 @@ of vLLM's server. A server may ignore all of them, so that answers are compared 
 
 from __future__ import annotations
 
+import functools
 import json
-import re
+from importlib.util import find_spec
 from typing import Any
 
 from slurmgpu.llm.interface.engine import Structure
-from slurmgpu.llm.prompts.structures import OWN_KEYWORD
+from slurmgpu.llm.prompts.structures import OWN_KEYWORD, lark_of, library
 
 
 def asked(structure: Structure) -> dict[str, Any]:
@@ -26,16 +27,38 @@ def asked(structure: Structure) -> dict[str, Any]:
 
 
 def problem(structure: Structure, text: str) -> str | None:
-    """What shows that the server has ignored a structure; None if nothing does. JSON is looked at where it is read."""
+    """What shows that the server has ignored a structure; None if nothing does. JSON is looked at where it is read.
+
+    An expression is looked at where llguidance is installed: Python's own matching may take for ever.
+    """
     if structure.kind == "choices":
         is_followed = text in json.loads(structure.text)
-    elif structure.kind == "regex":
-        try:
-            is_followed = re.fullmatch(structure.text, text) is not None
-        except re.error:  # an expression that is none in Python
-            return None
+    elif structure.kind == "regex" and find_spec("llguidance") is not None:
+        is_followed = _matches(structure, text)
     else:
         return None
     if is_followed:
         return None
     return f"the answer is {text!r:.80}, which {structure.kind} does not allow: the server does not follow it"
+
+
+def _matches(structure: Structure, text: str) -> bool:
+    found = _bytes()
+    matcher = library().LLMatcher(found, lark_of(structure), log_level=0)
+    data = text.encode("utf-8", "replace")
+    return matcher.try_consume_tokens([*data]) == len(data) and bool(matcher.is_accepting())
+
+
+@functools.cache
+def _bytes() -> Any:
+    """A tokenizer for llguidance, whose tokens are bytes."""
+
+    class Bytes:
+        eos_token_id, bos_token_id = 256, None
+        tokens = (*(bytes([number]) for number in range(256)), b"<end>")
+        special_token_ids = (256,)
+
+        def __call__(self, text: str) -> list[int]:
+            return [*text.encode()]
+
+    return library().LLTokenizer(library().TokenizerWrapper(Bytes()))

@@ -38,7 +38,7 @@ class TransformersEngine:
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
         self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill)
         self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
-        self._token_scorer = TokenScorer(place, budget, self._prefill, width)
+        self._token_scorer = TokenScorer(place, budget, self._prefill, loaded.model.config.get_text_config())
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded
         way = "" if self._continuous is None else "continuous batches; if impossible, "

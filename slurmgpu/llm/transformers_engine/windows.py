@@ -77,6 +77,8 @@ class _Asked:
         problem = next((each.error for each in parts if each.error is not None), None)
         logprobs = np.concatenate([each.logprobs for each in parts])
         tokens = np.array(self.tokens[self.n_before :], np.int32)
+        if problem is None and len(logprobs) != len(tokens):
+            raise RuntimeError(f"{len(logprobs)} of {len(tokens)} tokens have a log-probability")
         return Likelihood(self.id, logprobs, tokens, self.n_before, problem)
 
 
@@ -106,9 +108,9 @@ def windows_of(n_tokens: int, n_before: int, context: int, stride: int | None) -
 
     Each token from `n_before` on is scored once.
     """
-    stop = min(n_tokens, context + 1)
+    stop, step = min(n_tokens, context + 1), min(stride or context, context)
     found = [(0, n_before, stop)]
     while stop < n_tokens:
-        first, stop = stop, min(n_tokens, stop + (stride or context))
+        first, stop = stop, min(n_tokens, stop + step)
         found.append((max(0, stop - 1 - context), first, stop))
     return found
