@@ -16,6 +16,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question
 from slurmgpu.llm.models.decoders import WITH_IMAGES
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.images import open_image, sources_of
+from slurmgpu.llm.transformers_engine import image_prompts
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
@@ -201,6 +202,20 @@ def test_memory_that_runs_out_halves_the_batch_and_loses_nothing(engines, monkey
     monkeypatch.setattr(model, "generate", lambda **more: failing([0, 0, 0]))
     [found] = answers(ours, requests[:1])
     assert found.error.startswith("out of memory for this prompt alone, which has ")
+
+
+def test_tensors_of_many_images_are_not_held_at_once(engines, monkeypatch):
+    ours, asked = engines["llava"], requests_of(prompts_of(5))
+    questions = [Question(number, each.prompt, ("a", "bc")) for number, each in enumerate(asked)]
+    whole, scores = answers(ours, asked), [each.logprobs for each in sorted(ours.score(questions), key=lambda s: s.id)]
+    run, held = ours._batches.generate, []
+    monkeypatch.setattr(image_prompts, "MOST_BYTES", 1)
+    monkeypatch.setattr(ours._batches, "generate", lambda some: held.append(len(some)) or run(some))
+    for one, other in zip(whole, answers(ours, asked), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    assert held == [1] * 5
+    for found in ours.score(questions):
+        np.testing.assert_allclose(found.logprobs, scores[found.id], atol=1e-5)
 
 
 def test_answers_are_kept_to_a_structure_and_end_at_a_stop_text(engines):

@@ -52,14 +52,15 @@ class ImageEngine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, in the order in which they finish."""
-        asked: list[ShownRequest] = []
-        for request, found in zip(requests, self._prompts.encode(requests), strict=True):
-            if isinstance(found, PromptError):
-                yield found.output(request)
-            else:
-                asked.append(found)
-        for finished in self._batches.generate(asked):
-            yield self._codec.decode(finished)
+        for group in self._prompts.encode(requests):
+            asked: list[ShownRequest] = []
+            for request, found in group:
+                if isinstance(found, PromptError):
+                    yield found.output(request)
+                else:
+                    asked.append(found)
+            for finished in self._batches.generate(asked):
+                yield self._codec.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores, in any order."""

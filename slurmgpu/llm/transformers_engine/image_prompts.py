@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request
@@ -24,6 +24,11 @@ N_READERS, N_AHEAD = 4, 8
 REFUSES = (ValueError, ZeroDivisionError, IndexError)
 """What processors raise for images of sizes that they do not take, such as an aspect ratio above 200."""
 
+MOST_BYTES = 1 << 30
+"""The tensors of prompts that are held before answers to them are computed: a photo may have 300 MB."""
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -35,6 +40,11 @@ class Shown:
     tokens: tuple[int, ...]
     images: Mapping[str, Tensor] = field(default_factory=dict)
     types: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(each.nbytes for each in (*self.images.values(), *self.types.values()))
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,20 @@ def marks_of(processor: Any) -> frozenset[str]:
     )
 
 
+def in_groups(shown: Iterable[tuple[T, Shown | PromptError]]) -> Iterator[list[tuple[T, Shown | PromptError]]]:
+    """The pairs in order, in groups whose tensors take MOST_BYTES, and those of the last prompt."""
+    group: list[tuple[T, Shown | PromptError]] = []
+    held = 0
+    for pair in shown:
+        group.append(pair)
+        held += 0 if isinstance(pair[1], PromptError) else pair[1].n_bytes
+        if held >= MOST_BYTES:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
 def _open(prompt: Prompt) -> list[Image]:
     return [open_image(source) for source in prompt.images]
 
@@ -100,11 +124,14 @@ class ImagePrompts:
         self._codec = codec
         self._token = image_token(processor) or ""
 
-    def encode(self, requests: Sequence[Request]) -> list[ShownRequest | PromptError]:
-        """Each request's tokens and tensors, or why it cannot be asked; requests of one prompt share them."""
-        prompts = {id(request.prompt): request.prompt for request in requests}  # an item's samples have the same one
-        known = dict(zip(prompts, self.show([*prompts.values()]), strict=True))
-        return [self._fit(request, known[id(request.prompt)]) for request in requests]
+    def encode(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, ShownRequest | PromptError]]]:
+        """Each request's tokens and tensors, or why it cannot be asked, in groups; those of one prompt share them."""
+        alike: dict[int, list[Request]] = {}
+        for request in requests:  # an item's samples have the same prompt
+            alike.setdefault(id(request.prompt), []).append(request)
+        every = self.show([some[0].prompt for some in alike.values()])
+        for group in in_groups(zip(alike.values(), every, strict=True)):
+            yield [(request, self._fit(request, shown)) for some, shown in group for request in some]
 
     def _fit(self, request: Request, shown: Shown | PromptError) -> ShownRequest | PromptError:
         if isinstance(shown, PromptError):

@@ -18,7 +18,7 @@ from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, fr
 from slurmgpu.llm.interface.engine import Place, Question, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
-from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown
+from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, in_groups
 from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, scores_of
 
 if TYPE_CHECKING:
@@ -56,13 +56,17 @@ class ImageScorer:
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores or error, in order."""
-        asked: list[tuple[Asked, Shown]] = []
         shown = self._prompts.show([question.prompt for question in questions], answers_at_once=True)
-        for question, found in zip(questions, shown, strict=True):
-            try:
-                asked.append(self._ask(question, found))
-            except PromptError as error:
-                yield failed(question, str(error))
+        for group in in_groups(zip(questions, shown, strict=True)):
+            asked: list[tuple[Asked, Shown]] = []
+            for question, found in group:
+                try:
+                    asked.append(self._ask(question, found))
+                except PromptError as error:
+                    yield failed(question, str(error))
+            yield from self._score(asked)
+
+    def _score(self, asked: Sequence[tuple[Asked, Shown]]) -> Iterator[Scores]:
         ways = [way for number, each in enumerate(asked) for way in _ways(number, *each)]
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         too_large: set[int] = set()
