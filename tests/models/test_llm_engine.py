@@ -211,7 +211,7 @@ def test_scores_are_those_of_a_direct_forward_pass(folder, budget, prefix):
         for place, choice in enumerate(question.choices):
             whole = encode(ours, question.prompt.text + choice)
             direct = logits_of(ours, whole)[:-1].log_softmax(-1)[range(len(whole) - 1), whole[1:]]
-            assert scores.logprobs[place] == pytest.approx(float(direct[len(prompt) - 1 :].sum()), abs=1e-5)
+            assert scores.logprobs[place] == pytest.approx(float(direct[len(prompt) - 1 :].sum()), abs=1e-4)
         assert scores.n_tokens.tolist() == [len(choice) for choice in question.choices]
         assert scores.n_prompt_tokens == len(prompt)
         assert scores.error is None
