@@ -185,7 +185,10 @@ def _load_back_ends(autoload: str = "TORCH_DEVICE_BACKEND_AUTOLOAD") -> None:
 def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:
     """The ranks in the order of their ends, with exit codes, -N for signal N. Reaps orphans as well."""
     while started:
-        pid, status = os.waitpid(-1, 0)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:  # the task is gone, and the thread that noticed that has ended the ranks
+            os._exit(EXIT_ABANDONED)
         if pid in started:
             yield started.pop(pid), os.waitstatus_to_exitcode(status)
 
