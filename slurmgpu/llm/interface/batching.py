@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import Any, TypeVar
 
 from slurmgpu.llm.interface.engine import Place
@@ -29,6 +30,7 @@ LEAST_PREFIX, LEAST_SHARE = 32, 0.25
 """The tokens, and the share of the prompts, from which on a prefix is computed once."""
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class Budget:
@@ -137,6 +139,34 @@ def n_that_fit(load: Load, lengths: Sequence[tuple[int, int]], budget: int) -> t
             break
         load, taken = grown, taken + 1
     return taken, load
+
+
+def in_batches(
+    items: Iterable[Item],
+    lengths_of: Callable[[Item], tuple[int, int]],
+    work: Callable[[list[Item]], T],
+    budget: Budget,
+    place: Place,
+) -> Iterator[tuple[list[Item], T | None]]:
+    """Batches within the budget, long items first, with what `work` makes of each; None if one item lacks memory alone.
+
+    `lengths_of` are an item's tokens of prompt and of answer. A batch that lacks memory is made again, smaller.
+    """
+    waiting = deque(sorted(items, key=lambda each: [-length for length in lengths_of(each)]))
+    while waiting:
+        lengths = [lengths_of(each) for each in islice(waiting, MOST_ROWS)]
+        n_taken, load = n_that_fit(Load(), lengths, budget.tokens)
+        some = [waiting.popleft() for _ in range(n_taken)]
+        found = attempt(lambda some=some: work(some), place)  # type: ignore[misc]
+        if found is not None:
+            budget.succeed()
+        else:
+            free_memory()
+            if n_taken > 1:
+                budget.reduce(load.tokens)
+                waiting.extendleft(reversed(some))
+                continue
+        yield some, found
 
 
 def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:

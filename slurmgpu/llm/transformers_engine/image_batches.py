@@ -6,13 +6,11 @@ sample depends on its key alone: a batch is as long as its longest answer, and r
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.interface.batching import Budget, in_batches
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Finished
@@ -109,22 +107,9 @@ class ImageBatches:
 
     def generate(self, requests: Sequence[ShownRequest]) -> Iterator[Finished]:
         """Each request's answer, a batch after the other, the longest prompts first."""
-        waiting = deque(sorted(requests, key=lambda each: [-length for length in lengths_of(each.encoded)]))
-        while waiting:
-            lengths = [lengths_of(each.encoded) for each in islice(waiting, MOST_ROWS)]
-            n_taken, load = n_that_fit(Load(), lengths, self._budget.tokens)
-            some = [waiting.popleft() for _ in range(n_taken)]
-            finished = attempt(lambda some=some: self._run(some), self._place)  # type: ignore[misc]
-            if finished is not None:
-                self._budget.succeed()
-                yield from finished
-                continue
-            free_memory()
-            if n_taken == 1:
-                yield too_large(some[0].encoded)
-            else:
-                self._budget.reduce(load.tokens)
-                waiting.extendleft(reversed(some))
+        batches = in_batches(requests, lambda each: lengths_of(each.encoded), self._run, self._budget, self._place)
+        for asked, finished in batches:
+            yield from [too_large(asked[0].encoded)] if finished is None else finished
 
     def _run(self, asked: Sequence[ShownRequest]) -> list[Finished]:
         """The answers of one batch."""

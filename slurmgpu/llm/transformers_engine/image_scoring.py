@@ -6,15 +6,13 @@ which they differ, whose images are computed again.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.interface.batching import Budget, in_batches
 from slurmgpu.llm.interface.engine import Place, Question, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
@@ -70,23 +68,12 @@ class ImageScorer:
         ways = [way for number, each in enumerate(asked) for way in _ways(number, *each)]
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         too_large: set[int] = set()
-        waiting = deque(sorted(ways, key=lambda way: [-length for length in way.lengths]))
-        while waiting:
-            next_ones = [way.lengths for way in islice(waiting, MOST_ROWS)]
-            n_taken, load = n_that_fit(Load(), next_ones, self._budget.tokens)
-            some = [waiting.popleft() for _ in range(n_taken)]
-            told = attempt(lambda some=some: self._read(some), self._place)  # type: ignore[misc]
-            if told is not None:
-                self._budget.succeed()
-                for way, logprobs in zip(some, told, strict=True):
-                    known[way.number].update(logprobs)
-                continue
-            free_memory()
-            if n_taken == 1:
+        for some, told in in_batches(ways, lambda way: way.lengths, self._read, self._budget, self._place):
+            if told is None:
                 too_large.add(some[0].number)
-            else:
-                self._budget.reduce(load.tokens)
-                waiting.extendleft(reversed(some))
+                continue
+            for way, logprobs in zip(some, told, strict=True):
+                known[way.number].update(logprobs)
         for number, (each, _) in enumerate(asked):
             if number in too_large:
                 said = f"out of memory for this prompt alone, which has {each.n_prompt_tokens} tokens"
