@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""The environment variable by which PyTorch imports back ends of other packages, unless it is something but "1"."""
 DEATH_S = 5.0
 """How long to wait for killed processes: one blocked on a disk or a GPU may not die at all."""
 
@@ -163,22 +165,22 @@ def _work(local_rank: int, n_ranks: int, arguments: argparse.Namespace) -> None:
     runpy.run_module("slurmgpu.worker.main", run_name="__main__", alter_sys=True)
 
 
-def _import_torch(autoload: str = "TORCH_DEVICE_BACKEND_AUTOLOAD") -> None:
+def _import_torch() -> None:
     """Import PyTorch without the back ends of other packages, which may open their devices: each rank does that."""
-    own = os.environ.get(autoload)
-    os.environ[autoload] = "0"
+    own = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
     try:
         import torch.distributed  # noqa: F401
     finally:
         if own is None:
-            del os.environ[autoload]
+            del os.environ[AUTOLOAD]
         else:
-            os.environ[autoload] = own
+            os.environ[AUTOLOAD] = own
 
 
-def _load_back_ends(autoload: str = "TORCH_DEVICE_BACKEND_AUTOLOAD") -> None:
+def _load_back_ends() -> None:
     load = getattr(sys.modules["torch"], "_import_device_backends", None)
-    if load is not None and os.environ.get(autoload, "1") == "1":
+    if load is not None and os.environ.get(AUTOLOAD, "1") == "1":
         load()
 
 

@@ -303,8 +303,7 @@ class Codec:
         Before it stands what the tokenizer adds; if that is nothing, the token that begins a text, or else the one that
         ends it; nothing if it has neither.
         """
-        first, *rest = self._quotes.cut(text).split(MARK)
-        _refuse_surrogates(text)
+        first, *rest = self.parts(self.cut(text))
         own, whole = tuple(self.pieces([first])), tuple(self._tokenizer(first)["input_ids"])
         places = range(len(whole) - len(own) + 1)
         at = next((place for place in places if whole[place : place + len(own)] == own), None)

@@ -89,11 +89,13 @@ class Perplexity(LanguageModelWorkload):
 
     def sort_key(self, item: Item) -> int | tuple[str, int]:
         """Long texts first; where items choose an adapter, those of one beside each other."""
+        own = super().sort_key(item)
+        if self._is_alone:  # the text is the prompt
+            return own
         try:
             length = len(self._text.render(item.data))
         except ItemError:
             length = 0
-        own = super().sort_key(item)
         return own - length if isinstance(own, int) else (own[0], own[1] - length)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
