@@ -31,6 +31,13 @@ def judge(what: str, found: float, limit: float, unit: str = "") -> bool:
     return met
 
 
+def judge_least(what: str, found: float, limit: float, unit: str = "") -> bool:
+    """Whether `found` reaches its target; says so."""
+    met = found >= limit
+    print(f"{what}: {found:.3g}{unit}, target at least {limit:g}{unit}: {'met' if met else 'NOT MET'}", flush=True)
+    return met
+
+
 @contextlib.contextmanager
 def private_slurm() -> Iterator[Cluster | None]:
     """A test cluster that Slurm's commands find through the environment; None, the reason on stderr, without one."""

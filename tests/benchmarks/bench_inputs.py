@@ -17,6 +17,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
@@ -25,12 +26,19 @@ from pathlib import Path
 
 from slurmgpu.inputs import InputSpec, Reader, list_files, scan
 from slurmgpu.inputs.listing import FILE, Files
+from tests.benchmarks import judge_least
 
 BATCH = 16
 N_BATCHES = 2000
 
+MB_S = 300
+"""The least speed of planning a file of lines."""
+OF_LIBRARY = 0.8
+"""The least share of the speed at which the library alone reads a compressed file or a tar file."""
 
-def main() -> None:
+
+def main() -> int:
+    """Measure and print; 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size-mb", type=int, default=1000, help="size of the JSONL file (default: 1000)")
     parser.add_argument("--folder", type=Path, help="where to write it (default: the temporary directory)")
@@ -47,6 +55,7 @@ def main() -> None:
         for name, seconds in (("cat", cat_s), ("for line in file", loop_s), ("scan", plan_s)):
             speed = f"{size_mb / seconds:6.0f} MB/s"
             print(f"{name:18} {speed}   {seconds / cat_s:5.2f} x cat   {seconds / loop_s:5.2f} x loop")
+        lines_mb_s = size_mb / plan_s
         n_read = min(N_BATCHES, spec.n_items // BATCH) * BATCH
         print(f"{'Reader.read':18} {read_s / n_read * 1e6:6.2f} us/item   random batches of {BATCH}")
         packed = Path(folder) / "input.jsonl.gz"
@@ -64,12 +73,16 @@ def main() -> None:
                 f"{name:18} {speed}   {gzip_s / seconds:5.2f} of gzip   {gzip_loop_s / seconds:5.2f} of gzip and json"
             )
         path.unlink()
-        compare_tar(Path(folder), arguments.size_mb / 5)
+        of_tar = compare_tar(Path(folder), arguments.size_mb / 5)
         compare_folder(Path(folder))
+    results = [judge_least("planning lines", lines_mb_s, MB_S, " MB/s")]
+    for what, found in {"planning gzip": gzip_s / plan_s, "reading gzip": gzip_s / read_s, **of_tar}.items():
+        results.append(judge_least(what, found, OF_LIBRARY, " x"))
+    return 0 if all(results) else 1
 
 
-def compare_tar(folder: Path, size_mb: float) -> None:
-    """Print how fast a tar file is read, in MB/s and beside `tarfile`."""
+def compare_tar(folder: Path, size_mb: float) -> dict[str, float]:
+    """Print how fast a tar file is read, in MB/s and beside `tarfile`; its planning and reading by the latter."""
     path, index = folder / "input.tar", folder / "index"
     n_items = round(size_mb * 1e6 / 21_000)
     write_tar(path, n_items)
@@ -82,6 +95,7 @@ def compare_tar(folder: Path, size_mb: float) -> None:
     print(f"tar: {size_mb:.0f} MB, {n_items} items of a picture and its JSON")
     for name, seconds in (("tarfile", loop_s), ("scan", plan_s), ("Reader.read", read_s)):
         print(f"{name:18} {size_mb / seconds:6.0f} MB/s   {loop_s / seconds:5.2f} x the speed of tarfile")
+    return {"planning tar": loop_s / plan_s, "reading tar": loop_s / read_s}
 
 
 def compare_folder(folder: Path, n_files: int = 20_000) -> None:
@@ -191,4 +205,4 @@ def best_of(*actions: Callable[[], object]) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
