@@ -16,6 +16,7 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.head import Head, HeadInput
 from slurmgpu.llm.heads.inputs import Encoded, HeadCodec
+from slurmgpu.llm.heads.own_classes import own_class
 from slurmgpu.llm.interface.batching import (
     CPU_PADDING,
     GPU_PADDING,
@@ -193,7 +194,10 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
 
     started = time.monotonic()
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
-    source |= {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
+    own = next(filter(None, map(own_class, options.model.config.get("architectures") or ())), None)
+    # A class of ours takes transformers' own configuration.
+    is_trusted = options.trust_remote_code and own is None
+    source |= {"revision": options.model.revision, "trust_remote_code": is_trusted}
     config = AutoConfig.from_pretrained(**source)
     if options.precision == "fp32":
         torch.set_float32_matmul_precision("highest")  # as `loading.load_model` does
@@ -202,11 +206,14 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     # Absolute positions are counted from the left.
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="right")
     dtype = getattr(torch, TORCH_NAMES[options.precision])
-    auto = {
-        "sequence": transformers.AutoModelForSequenceClassification,
-        "token": transformers.AutoModelForTokenClassification,
-        "choices": transformers.AutoModelForCausalLM,
-    }[head.kind]
+    auto = (
+        own
+        or {
+            "sequence": transformers.AutoModelForSequenceClassification,
+            "token": transformers.AutoModelForTokenClassification,
+            "choices": transformers.AutoModelForCausalLM,
+        }[head.kind]
+    )
     arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config, auto)}
     model, report = from_pretrained(arguments, auto)
     check_whole(model, report, options, "a model without a trained head cannot score texts")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.heads.own_classes import STEP_ENDS
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_tokenizer
 from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
@@ -21,6 +22,9 @@ Activation = Literal["none", "sigmoid", "softmax"]
 CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The end of the name of the class with a head of each kind."""
 
+STEP_END = "\n"
+"""What stands behind a step where the model's class does not say: the separator of TRL's PRMTrainer."""
+
 USUAL_WIDTH = 4096
 """The hidden size of a model whose config.json does not tell."""
 
@@ -33,12 +37,14 @@ class Head:
     """A head's outputs.
 
     `kind` says of what: one for each text ("sequence"), one for each step ("token"), or the logits of given texts as
-    the token behind each step ("choices"). `activation` is what the model was trained with.
+    the token behind each step ("choices"). `activation` is what the model was trained with, and `step_end` the text
+    behind a step.
     """
 
     kind: HeadKind
     labels: tuple[str, ...]
     activation: Activation
+    step_end: str = STEP_END
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) 
             )
         return Head("choices", tuple(choices), "softmax")
     kind: HeadKind = "token" if steps else "sequence"
-    if not any(name.endswith(CLASSES[kind]) for name in named):
+    if not any(_has_head(name, kind) for name in named):
         raise SlurmGPUError(f"model {source.name!r} is a {_said(source)} by its config.json{_expected(kind, named)}")
     labels = config.get("id2label")
     if isinstance(labels, Mapping):
@@ -83,9 +89,16 @@ def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) 
     else:
         # Two are transformers' default, and not written.
         names = tuple(f"LABEL_{number}" for number in range(int(config.get("num_labels") or 2)))
+    step_end = next((STEP_ENDS[name] for name in named if name in STEP_ENDS), STEP_END)
     if len(names) == 1:
-        return Head(kind, names, "none")
-    return Head(kind, names, "sigmoid" if config.get("problem_type") == "multi_label_classification" else "softmax")
+        return Head(kind, names, "none", step_end)
+    is_multi = config.get("problem_type") == "multi_label_classification"
+    return Head(kind, names, "sigmoid" if is_multi else "softmax", step_end)
+
+
+def _has_head(name: str, kind: HeadKind) -> bool:
+    """Whether a model's class, by its name in config.json, has a head of this kind."""
+    return name.endswith(CLASSES[kind]) or (kind == "token" and name in STEP_ENDS)
 
 
 def _said(source: ModelSource) -> str:
@@ -93,9 +106,9 @@ def _said(source: ModelSource) -> str:
 
 
 def _expected(kind: HeadKind, named: Sequence[str]) -> str:
-    if kind == "sequence" and any(name.endswith(CLASSES["token"]) for name in named):
+    if kind == "sequence" and any(_has_head(name, "token") for name in named):
         return "; it scores tokens, not texts. Set steps to the field with the steps of an answer."
-    if kind == "token" and any(name.endswith(CLASSES["sequence"]) for name in named):
+    if kind == "token" and any(_has_head(name, "sequence") for name in named):
         return "; it scores texts, not steps. Remove steps, and set answer to score an answer as a whole."
     if kind == "token" and any(GENERATES.search(name) for name in named):
         return (

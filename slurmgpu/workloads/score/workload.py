@@ -60,7 +60,7 @@ class Score(LanguageModelWorkload):
         pair: Sequence[str] = (),
         steps: str | None = None,
         step_delimiter: str = "\n",
-        step_end: str = "\n",
+        step_end: str | None = None,
         choices: Sequence[str] = (),
         path_by: PathScore = "min",
         positive: str | None = None,
@@ -82,13 +82,13 @@ class Score(LanguageModelWorkload):
         ):
             if value not in get_args(known):
                 raise SlurmGPUError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(known)))}.")
-        if steps is not None and not (step_delimiter and step_end):
+        if steps is not None and not (step_delimiter and step_end != ""):
             raise SlurmGPUError("step_delimiter and step_end are texts between and behind steps; one of them is empty.")
         last: Last = "drop" if answer is not None or steps is not None else "continue"
         self.prompts = Prompts(pair[0] if pair else prompt, messages, system, last=None if messages is None else last)
         self._answer = None if answer is None else Template(answer, "answer")
         self._second = Template(pair[1], "pair") if pair else None
-        self._steps, self._delimiter, self._step_end = steps, step_delimiter, step_end
+        self._steps, self._delimiter = steps, step_delimiter
         self._choices, self._path_by = tuple(choices), path_by
         self._chat, self._why_chat = chat_of(settings.get("chat"), messages, answer, pair, steps)
         if cut and (self._chat or steps is not None):
@@ -99,6 +99,7 @@ class Score(LanguageModelWorkload):
         self._cut = cut
         self.use_model(model, settings)
         self._head = self._read_head(labels, activation)
+        self._step_end = step_end or self._head.step_end
         self._positive = self._find_positive(positive)
         if path_by == "product" and self._activation == "none" and steps is not None:
             raise SlurmGPUError('path_by = "product" multiplies probabilities; set activation = "sigmoid".')
@@ -125,9 +126,9 @@ class Score(LanguageModelWorkload):
     def _read_head(self, labels: Sequence[str], activation: Activation | None) -> Head:
         """The head, by the settings where the plan has written them: a merge must not need the model."""
         kind: HeadKind = "choices" if self._choices else "token" if self._steps is not None else "sequence"
-        if labels and activation is not None:
+        if activation is not None and (labels or self._choices):
             self._activation: Activation = activation
-            return Head(kind, tuple(labels), activation)
+            return Head(kind, self._choices or tuple(labels), activation)
         head = read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
         if labels and len(labels) != len(head.labels):
             raise SlurmGPUError(
@@ -135,7 +136,7 @@ class Score(LanguageModelWorkload):
                 f"{', '.join(head.labels)}; expected a name for each."
             )
         self._activation = activation or head.activation
-        return Head(kind, tuple(labels) or head.labels, head.activation)
+        return Head(kind, tuple(labels) or head.labels, head.activation, head.step_end)
 
     def _find_positive(self, positive: str | None) -> int | None:
         """The output that is the score; None if there is none, as of a classifier of several labels."""
@@ -170,8 +171,10 @@ class Score(LanguageModelWorkload):
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: also the head's labels, and the activation."""
-        frozen = {"activation": self._activation}
+        """Settings that the plan fixes: also the head's labels, its activation, and what ends a step."""
+        frozen: dict[str, Any] = {"activation": self._activation}
+        if self._steps is not None:
+            frozen["step_end"] = self._step_end
         return super().frozen_settings | frozen | ({} if self._choices else {"labels": list(self._head.labels)})
 
     def place(self, share: Share) -> Placement:
