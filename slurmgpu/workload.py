@@ -636,7 +636,8 @@ def settings_hints(cls: type) -> dict[str, Any]:
     for parameter in inspect.signature(cls).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             [table] = typing.get_args(hints.pop(parameter.name, None)) or (None,)
-            hints |= typing.get_type_hints(table) if typing.is_typeddict(table) else {}
+            # Not typing.is_typeddict, which does not know the tables of typing_extensions.
+            hints |= typing.get_type_hints(table) if isinstance(table, type) and issubclass(table, dict) else {}
     return hints
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
+
+from typing_extensions import TypedDict
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import Batching, EngineOptions, Precision, Sampling, TruncationSide

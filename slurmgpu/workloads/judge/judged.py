@@ -74,13 +74,13 @@ def check_one_text(each: str, truth: str | None, rubric: Rubric) -> None:
         )
 
 
-def check_renamed(renamed: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse a setting `fields` with a name that the rubric's texts do not have."""
+def check_renamed(renamed: Mapping[str, str], known: Collection[str], owner: str) -> None:
+    """Refuse a setting `fields` with a name that the templates of the rubric, or another `owner`, do not have."""
     for name in renamed:
         if name not in known:
             raise SlurmGPUError(
-                f"fields has {name!r}, which is not in the rubric; expected the rubric's name of a field = the items' "
-                f"name.{did_you_mean(name, known)}"
+                f"fields has {name!r}, which is not in the templates of {owner}; expected their name of a field = the "
+                f"items' name.{did_you_mean(name, known)}"
             )
 
 

@@ -15,7 +15,7 @@ from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import Prompts, take
 from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, check_temperature, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
-from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.judge.judged import (
     TEXTS,
@@ -28,10 +28,21 @@ from slurmgpu.workloads.judge.judged import (
 )
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
-from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
+from slurmgpu.workloads.judge.rubrics import Reader, Rubric, read_rubric
+from slurmgpu.workloads.judge.scored import (
+    COMPARED,
+    PREFERENCE,
+    check_alone,
+    check_compared,
+    compared,
+    judging_scorer,
+    summarize_compared,
+)
 from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
 from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload
-from slurmgpu.workloads.samples import Samples, check_each, has_failed
+from slurmgpu.workloads.samples import OF_PATHS, Samples, check_each, has_failed
+from slurmgpu.workloads.score.scorer import ScorerSettings, scorer_table
+from slurmgpu.workloads.score.workload import Score
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -39,18 +50,21 @@ if TYPE_CHECKING:
 Method = Literal["parse", "score"]
 T = TypeVar("T")
 
+RETRIES, RETRY_TEMPERATURE = 2, 0.7
+
 FINAL = "final"
 """The name in prompts of the final answer that an answer checker finds in the judged text."""
 
 
 class Judge(LanguageModelWorkload):
-    """A verdict on each item, usually an answer of an earlier run, by a `rubric`.
+    """A verdict on each item, usually an answer of an earlier run, by a `rubric`, or the score of a trained head.
 
-    `rubric` is the name of a built-in one, the path of a .toml file, or a table. `fields` renames fields of the items
-    for its prompt. `against` is the merged file of a second run, whose texts a pairwise rubric compares with those of
-    the first. With `final`, the name of an answer checker, `{final}` in a rubric's prompt is the final answer in the
-    field `text`. An answer without a verdict is repeated up to `retries` times at `retry_temperature`. `truth` is a
-    field with a verdict to compare with. docs/reference/language-models.md has all settings.
+    `rubric` is the name of a built-in one, the path of a .toml file, or a table; `scorer` is a model with a trained
+    head, in place of `model` and `rubric`. `fields` renames fields of the items for their prompts. `against` is the
+    merged file of a second run, whose texts are compared with those of the first, by a pairwise rubric or by their
+    scores. With `final`, the name of an answer checker, `{final}` in a prompt is the final answer in the field `text`.
+    An answer without a verdict is repeated up to `retries` times at `retry_temperature`. `truth` is a field with a
+    verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
     template = Template(
@@ -65,8 +79,9 @@ class Judge(LanguageModelWorkload):
     def __init__(
         self,
         *,
-        model: str,
-        rubric: str | dict[str, Any] = "correctness",
+        model: str | None = None,
+        scorer: str | ScorerSettings | None = None,
+        rubric: str | dict[str, Any] | None = None,
         system: str | None = None,
         method: Method | None = None,
         fields: dict[str, str] | None = None,
@@ -75,40 +90,34 @@ class Judge(LanguageModelWorkload):
         final: str | None = None,
         pattern: str | None = None,
         reference: str | None = None,
-        retries: int = 2,
-        retry_temperature: float = 0.7,
+        retries: int | None = None,
+        retry_temperature: float | None = None,
         truth: str | None = None,
         keep: Sequence[str] = (),
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        given: dict[str, Any] = {"system": system, "method": method}
-        given = {name: value for name, value in given.items() if value is not None}
-        self.rubric = dataclasses.replace(read_rubric(rubric), **given)
-        if self.rubric.method not in ("parse", "score"):
-            raise SlurmGPUError(f"method is {method!r}; expected 'parse' or 'score'.")
-        if self.rubric.method == "score":
-            check_scored(settings)
-        if retries < 0:
-            raise SlurmGPUError(f"retries is {retries}; expected at least 0.")
-        if retries and retry_temperature == 0:
-            raise SlurmGPUError(
-                f"retry_temperature is {retry_temperature}, which repeats the same answer; expected more than 0, or "
-                f"retries = 0."
-            )
-        check_range("retry_temperature", retry_temperature, 0, None)
-        if retries:
-            check_temperature("retry_temperature", retry_temperature, settings)
-        self.retries, self.retry_temperature = retries, retry_temperature
         self.renamed, self.truth, self.kept_fields = dict(fields or {}), truth, tuple(keep)
-        self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)
-        if against is not None and len(self.rubric.swap) != 2:
-            raise SlurmGPUError(
-                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
-                'rubric = "pairwise". Remove against, or choose such a rubric.'
-            )
-        self.opponent = None if against is None else Opponent.find(against)
-        self.sampling = sampling({"max_tokens": self.rubric.max_tokens, **settings})
+        own: dict[str, Any] = {"model": model, "rubric": rubric, "system": system, "method": method, "truth": truth}
+        own |= {"retries": retries, "retry_temperature": retry_temperature}
+        given = {name: value for name, value in own.items() if value is not None}
+        self.scorer: Score | None = None
+        if scorer is not None:
+            check_alone({*given, *settings})
+            self._scorer_table, self.scorer = scorer_table(scorer), judging_scorer(scorer)
+            self.rubric, self.prompts, self._asked = PREFERENCE, self.scorer.prompts, frozenset(self.scorer.fields)
+            if against is not None:
+                check_compared(self.scorer, each)
+        else:
+            rules = {name: given[name] for name in ("system", "method") if name in given}
+            self._follow(dataclasses.replace(read_rubric(rubric or "correctness"), **rules), settings)
+            self._repeat(retries, retry_temperature, settings)
+            if against is not None and len(self.rubric.swap) != 2:
+                raise SlurmGPUError(
+                    "against is set, and the rubric judges one text at a time; expected one with swap, such as "
+                    'rubric = "pairwise". Remove against, or choose such a rubric.'
+                )
         self.names = self.rubric.names
+        self.opponent = None if against is None else Opponent.find(against)
         if final is None and pattern is not None:
             raise SlurmGPUError(
                 "pattern finds the final answer in the judged text, and final is not set. To find the verdict in the "
@@ -119,49 +128,90 @@ class Judge(LanguageModelWorkload):
             check_one_text(each, truth, self.rubric)
         self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
         # With `each` a checker also finds the answers for votes, and no prompt need have them.
-        known = self.prompts.fields if self.checker is None else self.prompts.fields - {FINAL} | {"text"}
-        check_renamed(self.renamed, known)
-        self.whole = self.prompts.whole_fields & (TEXTS | set(self.rubric.swap))
+        known = self._asked if self.checker is None else self._asked - {FINAL} | {"text"}
+        check_renamed(self.renamed, known, "the rubric" if self.scorer is None else "the scorer")
+        whole = self.prompts.whole_fields if self.scorer is None else self.scorer.whole_fields
+        self.whole = whole & (TEXTS | set(self.rubric.swap))
         self.each, self._reference = each, reference
         self.fields = self._taken()
-        self._reader = Reader(self.rubric)
         self.columns = self._own_columns()
         self.samples = None
         if each is not None:
-            is_raw = min(self.rubric.values.values()) < 0
             right = self._is_right if self.rubric.measure == "accuracy" else None
+            is_raw = min(self.rubric.values.values()) < 0 if self.scorer is None else self.scorer.is_raw
             self.samples = Samples(each, self.columns, self.checker, reference, is_raw, right)
             self.columns = self.samples.columns
-        if settings.get("engine") == "server" and self.rubric.method == "parse":
-            self.rubric = dataclasses.replace(self.rubric, fallback=False)
+        if self.scorer is not None:
+            self.use_model_of(self.scorer)
+        elif model is None:
+            raise SlurmGPUError(
+                'judge needs the setting "model", which follows the rubric, or "scorer", a model with a trained head. '
+                "Put one of them under [settings]."
+            )
+        else:
+            self._use_judge(model, settings)
+
+    def _follow(self, rubric: Rubric, settings: Mapping[str, Any]) -> None:
+        """Take the rubric; SlurmGPUError for settings that do not go with it."""
+        if rubric.method not in ("parse", "score"):
+            raise SlurmGPUError(f"method is {rubric.method!r}; expected 'parse' or 'score'.")
+        if rubric.method == "score":
+            check_scored(settings)
+        self.rubric, self._reader = rubric, Reader(rubric)
+        self.prompts = Prompts(rubric.prompt, system=rubric.system or None)
+        self._asked = self.prompts.fields
+        self.sampling = sampling({"max_tokens": rubric.max_tokens, **settings})
+        if settings.get("engine") == "server" and rubric.method == "parse":
+            self.rubric = dataclasses.replace(rubric, fallback=False)
+
+    def _repeat(self, retries: int | None, temperature: float | None, settings: Mapping[str, Any]) -> None:
+        """Take the settings of retries; SlurmGPUError for wrong ones."""
+        retries = RETRIES if retries is None else retries
+        temperature = RETRY_TEMPERATURE if temperature is None else temperature
+        if retries < 0:
+            raise SlurmGPUError(f"retries is {retries}; expected at least 0.")
+        if retries and temperature == 0:
+            raise SlurmGPUError(
+                f"retry_temperature is {temperature}, which repeats the same answer; expected more than 0, or "
+                f"retries = 0."
+            )
+        check_range("retry_temperature", temperature, 0, None)
+        if retries:
+            check_temperature("retry_temperature", temperature, settings)
+        self.retries, self.retry_temperature = retries, temperature
+
+    def _use_judge(self, model: str, settings: Mapping[str, Any]) -> None:
         scores = f'{SCORES_NOTHING} Set method = "parse", or choose another engine for this rubric.'
         beyond = [scores] if self.rubric.method == "score" else []
         max_tokens = self.sampling.max_tokens if self.rubric.method == "parse" else 0
         self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
 
     def _taken(self) -> set[str]:
-        names = set(self.prompts.fields)
+        names = set(self._asked)
         if self.checker is not None:
             names = names - {FINAL} | {"text"}
-        if self.opponent is not None:
+        if self.opponent is not None and self.rubric.swap:
             first, second = self.rubric.swap
             names = names - {first, second} | {self.renamed.get(first, "text")}
         taken = {self.renamed.get(name, name) for name in names}
         if self.each is not None:
-            # A prompt's `text` may be that of an entry.
-            taken = taken - {"text"} | {self.each}
+            # A prompt's `text` and `steps` may be those of an entry.
+            taken = taken - set(OF_PATHS) | {self.each}
         return taken | {*filter(None, (self.truth, self._reference))}
 
     @property
     def advice(self) -> dict[str, str]:
         """Advice that planning adds if the input lacks one of `fields`."""
         alone = () if self.opponent is not None else self.rubric.swap
-        return advice(self.prompts.fields, self.renamed, alone)
+        return advice(self._asked, self.renamed, alone)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: also the rubric's text, and the second run."""
-        frozen = {**super().frozen_settings, "rubric": self.rubric.to_json()}
+        """Settings that the plan fixes: also the rubric's text, or what the scorer's head says, and the second run."""
+        if self.scorer is None:
+            frozen = {**super().frozen_settings, "rubric": self.rubric.to_json()}
+        else:
+            frozen = {"scorer": {**self._scorer_table, **self.scorer.frozen_settings}}
         return frozen if self.opponent is None else {**frozen, "against": self.opponent.to_json()}
 
     @property
@@ -174,7 +224,9 @@ class Judge(LanguageModelWorkload):
         if self.each is not None:
             return
         called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
-        if self.opponent is not None:
+        if self.opponent is not None and self.scorer is not None:
+            check_texts(self.opponent.path, [called["text"]])
+        elif self.opponent is not None:
             first, second = self.rubric.swap
             called[first] = self.renamed.get(first, "text")
             if second in called:
@@ -184,6 +236,10 @@ class Judge(LanguageModelWorkload):
             check_texts(path, set(called.values()))
         if self.opponent is not None:
             self.opponent.check_input(files, n_items)
+
+    def place(self, share: Share) -> Placement:
+        """The judge's placement, or the scorer's, on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
+        return super().place(share) if self.scorer is None else self.scorer.place(share)
 
     def check_here(self) -> None:
         """Refuse a machine that lacks what the checker needs."""
@@ -196,12 +252,17 @@ class Judge(LanguageModelWorkload):
             self.opponent.open()
         if self.checker is not None:
             self.checker.load()
-        super().load(task)
+        if self.scorer is None:
+            super().load(task)
+        else:
+            self.scorer.load(task)
 
     def sort_key(self, item: Item) -> int:
         """Long prompts first."""
         try:
             first = item if self.samples is None else next(self.samples.parts(item))
+            if self.scorer is not None:
+                return self.scorer.sort_key(self._shown(first))
             return -self.prompts.length(self._orders(first)[0])
         except ItemError:
             return 0
@@ -211,6 +272,8 @@ class Judge(LanguageModelWorkload):
         return self._judge(items) if self.samples is None else self.samples.compute(items, self._judge)
 
     def _judge(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        if self.scorer is not None:
+            return self._score_texts(self.scorer, items)
         asked: list[Asked] = []
         rows: list[dict[str, Any] | ItemError] = []
         for number, item in enumerate(items):
@@ -233,8 +296,36 @@ class Judge(LanguageModelWorkload):
             for number, row in enumerate(rows)
         ]
 
+    def _score_texts(self, scorer: Score, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The scores of items, or their comparisons with those of the second run."""
+        asked: list[tuple[Item, ...] | ItemError] = []
+        for item in items:
+            try:
+                self._kept(item)
+                first = self._shown(item)
+                if self.opponent is None:
+                    asked.append((first,))
+                    continue
+                field = self.renamed.get("text", "text")
+                second = {**first.data, "text": take(self.opponent.row(item, [field]), field)}
+                asked.append((first, dataclasses.replace(first, data=second)))
+            except ItemError as error:
+                asked.append(error)
+        rows = iter(scorer([one for each in asked if not isinstance(each, ItemError) for one in each]))
+        found = [each if isinstance(each, ItemError) else [next(rows) for _ in each] for each in asked]
+        return [each if isinstance(each, ItemError) else compared(*each) for each in found]
+
+    def _shown(self, item: Item) -> Item:
+        """The item as a scorer is shown it, with fields by the names in its templates."""
+        data = self._named(item)
+        self._check_texts(data)
+        return dataclasses.replace(item, data=data)
+
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count the verdicts, and compute the rubric's measure."""
+        """Count the verdicts, and compute the rubric's measure; by a scorer, describe the scores."""
+        if self.scorer is not None:
+            is_compared = self.opponent is not None
+            return summarize_compared(merged) if is_compared else self.scorer.summarize(merged, self.samples)
         if self.samples is not None:
             found = self.samples.summarize(merged)
             return found | summarize_each(merged, self.rubric, self.sampling.max_tokens)
@@ -245,6 +336,8 @@ class Judge(LanguageModelWorkload):
         return bool(row["verdict"]) and self.rubric.values[row["verdict"]] == 1
 
     def _own_columns(self) -> dict[str, Column]:
+        if self.scorer is not None:
+            return {**self.scorer.columns, **(COMPARED if self.opponent is not None else {})}
         columns: dict[str, Column] = {"verdict": Text(), "score": Array("float32"), "rationale": Text()}
         columns |= {"parse_ok": Array("bool"), "how": Text()}
         if self.rubric.method == "score":
@@ -266,21 +359,29 @@ class Judge(LanguageModelWorkload):
 
     def _orders(self, item: Item) -> list[dict[str, Any]]:
         """The fields for the prompt: once, or once for each order of the two texts."""
-        data = {**item.data, **{name: item.data[field] for name, field in self.renamed.items() if field in item.data}}
-        if self.checker is not None:
-            answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
-            data[FINAL] = "(none)" if answer is None else answer
+        data = self._named(item)
         if self.opponent is not None:
             first, second = self.rubric.swap
             data[first] = take(item.data, self.renamed.get(first, "text"))
             compared = [self.renamed.get(name, "text") for name in (first, second)]
             data[second] = take(self.opponent.row(item, compared), compared[1])
-        for name in self.whole:
-            text_in(data, name, self.renamed.get(name))
+        self._check_texts(data)
         if not self.rubric.swap:
             return [data]
         first, second = self.rubric.swap
         return [data, {**data, first: take(data, second), second: take(data, first)}]
+
+    def _named(self, item: Item) -> dict[str, Any]:
+        """The item's fields, also by the names in templates, and its final answer if there is a checker."""
+        data = {**item.data, **{name: item.data[field] for name, field in self.renamed.items() if field in item.data}}
+        if self.checker is not None:
+            answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
+            data[FINAL] = "(none)" if answer is None else answer
+        return data
+
+    def _check_texts(self, data: Mapping[str, Any]) -> None:
+        for name in self.whole:
+            text_in(data, name, self.renamed.get(name))
 
     def _score(self, asked: Sequence[Asked]) -> None:
         """Choose verdicts by the probabilities of their texts, each with and without a space before it."""

@@ -118,7 +118,7 @@ class Score(LanguageModelWorkload):
                     f"each chooses the text with the highest score, and the model has a score for each of "
                     f"{', '.join(self._head.labels)}; set positive to one of them."
                 )
-            self.samples = Samples(each, self.columns, self.checker, reference, self._activation == "none")
+            self.samples = Samples(each, self.columns, self.checker, reference, self.is_raw)
             self.columns = self.samples.columns
             # A template's `text` and `steps` may be those of an entry.
             self.fields = self.fields - set(OF_PATHS) | {each} | {*filter(None, (reference,))}
@@ -168,6 +168,22 @@ class Score(LanguageModelWorkload):
                 columns |= {"label": Text(), "scores": Array("float32", (len(self._head.labels),))}
         columns["n_tokens"] = Array("int32")
         return columns | ({"is_cut": Array("bool")} if self._cut else {})
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the head's outputs."""
+        return self._head.labels
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether scores are the head's own, which may be negative."""
+        return self._activation == "none"
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The fields that its templates use without a key."""
+        others = (each.whole_fields for each in (self._answer, self._second) if each is not None)
+        return self.prompts.whole_fields.union(*others)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
@@ -282,13 +298,17 @@ class Score(LanguageModelWorkload):
             f"text put all of it into prompt."
         )
 
-    def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count labels, and describe how the scores are distributed; with `each`, choices among texts as well."""
+    def summarize(self, merged: Merged, samples: Samples | None = None) -> dict[str, Any]:
+        """Count labels, and describe how the scores are distributed; of samples, choices among texts as well.
+
+        Another workload may have the samples that it scored; else they are those of `each`.
+        """
+        samples = samples or self.samples
         labels, n_cut, n_tokens, n_steps, scores = Counter[str](), 0, 0, 0, [np.empty(0)]
         for start, stop in blocks(len(merged)):
 
             def values(name: str, start: int = start, stop: int = stop) -> Iterator[Any]:
-                if self.samples is not None:
+                if samples is not None:
                     return flat(merged, name, start, stop)
                 return compress(merged[name][start:stop], (~merged.failed[start:stop]).tolist())
 
@@ -302,8 +322,8 @@ class Score(LanguageModelWorkload):
             if self._steps is not None:
                 n_steps += sum(len(each) for each in values("step_scores") if each is not None)
         summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": n_tokens}
-        if self.samples is not None:
-            summary = self.samples.summarize(merged) | summary
+        if samples is not None:
+            summary = samples.summarize(merged) | summary
         if self._cut:
             summary["n_cut"] = n_cut
         if self._steps is not None:
