@@ -24,7 +24,7 @@ TEMPLATE = """\
 {input:<33}  # a path, a list of paths or a glob: .jsonl, .csv, .parquet, .txt or .h5
 {run_dir:<33}  # default: runs/<this file's stem>
 # seed = 0
-# shard_items = 1024               # default: from the input's size alone, never from the number of GPUs
+# shard_items = 1024               # default: by the input's size, and for a small one by the tasks
 # auto_resubmit = 2                # how often the merge job may resubmit what is missing
 # on_end = "mail -s $SLURMGPU_NAME:$SLURMGPU_STATE ada@example.org"   # run when the run ends, report.json on stdin
 

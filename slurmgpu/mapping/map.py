@@ -27,8 +27,9 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
-from slurmgpu.plan.planner import TARGET_SHARDS, Draft, draft_run
+from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.run_file import Resources
+from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.results import open as open_merged
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
@@ -99,13 +100,18 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
         given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
         draft = open_ones.enter_context(
-            draft_run(given, values, target, records=without_index(items) if is_table(items) else None)
+            draft_run(
+                given,
+                values,
+                target,
+                records=without_index(items) if is_table(items) else None,
+                most_shards=_most_shards,
+            )
         )
         for note in (*draft.notes, *draft.plan.placement):
             log.warning("%s", note)
         if "pickled" in settings:
             _refuse_other_python(draft)
-        draft = _with_larger_shards(draft, values)
         api.submission_of(draft, None, inject)  # finds errors before an item is computed
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
@@ -215,18 +221,9 @@ def _declared(columns: Columns | None) -> dict[str, Type]:
     return {name: described(column) if isinstance(column, Column) else column for name, column in given.items()}
 
 
-def _with_larger_shards(draft: Draft, values: Mapping[str, Any]) -> Draft:
-    """The draft with fewer shards than by default: calls of a function may take a millisecond each.
-
-    Their size depends on the number of items alone, so that the same call with other resources has the same rows, from
-    the same shards.
-    """
-    plan = draft.plan
-    if values.get("shard_items") is not None:
-        return draft
-    n_shards = min(TARGET_SHARDS, max(FEWEST_SHARDS, plan.n_items // ITEMS_OF_SHARD))
-    n_batches = -(-plan.n_items // (plan.batch_size * n_shards))
-    return replace(draft, plan=replace(plan, shard_items=plan.batch_size * n_batches))
+def _most_shards(n_items: int) -> int:
+    """Fewer shards than by default: calls of a function may take a millisecond each."""
+    return min(TARGET_SHARDS, max(FEWEST_SHARDS, n_items // ITEMS_OF_SHARD))
 
 
 def _learnt(draft: Draft) -> dict[str, Type]:

@@ -32,6 +32,7 @@ from slurmgpu.plan.items import Items, Look, items_of, some_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
+from slurmgpu.plan.shard_size import TARGET_SHARDS, shard_size
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
@@ -56,8 +57,6 @@ from slurmgpu.workload import (
 
 LOOK = "-look"
 """What follows the name of a run in that of a look at it."""
-TARGET_SHARDS = 2048
-"""The most shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,7 @@ def draft_run(
     extends: Run | None = None,
     records: Any = None,
     replaces_look: bool = False,
+    most_shards: Callable[[int], int] = lambda n_items: TARGET_SHARDS,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
@@ -117,13 +117,14 @@ def draft_run(
     `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
     some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
     shards are taken. `records` is a table from Python with an Arrow form, in place of `input`. A look takes the place
-    of an earlier one, unless it has a `run_dir`; with `replaces_look` also there.
+    of an earlier one, unless it has a `run_dir`; with `replaces_look` also there. `most_shards` says how many shards
+    so many items have at most, unless the run file or the tasks say otherwise.
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
     refuse_variants(config, path)
     given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
-    gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
+    asked = allocate(config.resources, n_shards=None)
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     if look is not None:
         if extends is not None:
@@ -139,7 +140,7 @@ def draft_run(
     full_name, settings, workload = _build(config, path.parent, overrides)
     imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
     with working_folder(path.parent):
-        placement = place(workload, config.resources, gpus_per_task)
+        placement = place(workload, config.resources, asked.gpus_per_task)
         settings |= workload.frozen_settings
         paths, environ, scripts = workload.paths, workload.environ, workload.scripts
         workload.check()
@@ -158,7 +159,6 @@ def draft_run(
     columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
     batch_size = _batch_size(config, workload)
-    batch_size = min(batch_size, shard_items or batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         room = functools.cache(lambda: _room_beside(target, stack))
         fields = keep.values()
@@ -166,7 +166,7 @@ def draft_run(
             config,
             path,
             workload,
-            batch_size,
+            min(batch_size, shard_items or batch_size),
             Path(scratch),
             after,
             progress,
@@ -177,6 +177,10 @@ def draft_run(
         )
         items = some_of(replace(items, files=[*items.files, *given.files]), look)
         spec = items.spec
+        if shard_items is None:
+            size = shard_size(spec.n_items, batch_size, asked.n_concurrent, most_shards(spec.n_items))
+            shard_items = size.n_items
+            notes += [size.note] if size.note else []
         plan = Plan(
             name=target.name,
             input=spec.to_json(),
@@ -186,8 +190,8 @@ def draft_run(
             search_path=str(path.parent),
             settings=settings,
             columns=columns,
-            batch_size=batch_size,
-            shard_items=shard_items or default_shard_items(spec.n_items, batch_size),
+            batch_size=min(batch_size, shard_items),
+            shard_items=shard_items,
             seed=config.seed,
             lease_s=config.lease_s,
             margin_s=config.margin_s,
@@ -264,11 +268,6 @@ def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
         if (model := table_of((table,))) is not None and name in model.model_fields:
             return f" {name} is a key of [{table}] in the run file: set it there, or with -s {table}.{name}=…."
     return ""
-
-
-def default_shard_items(n_items: int, batch_size: int) -> int:
-    """Items in a shard: whole batches, for at most 2048 shards; it depends on the input, not on the number of GPUs."""
-    return batch_size * -(-n_items // (batch_size * TARGET_SHARDS))
 
 
 def allocate(resources: Resources, n_shards: int | None) -> Allocation:

@@ -121,19 +121,31 @@ def drafted(
             # The directory of a run that is there cannot be planned once more.
             target = folder.with_name(f".{variant.name}.again") if is_there else folder
             with _naming(variant):
+                overrides = variant.overrides
+                if is_there:
+                    there.append(Run.open(folder))
+                    overrides = _cut_as(there[-1], source, overrides)
                 draft = stack.enter_context(
-                    draft_run(source, variant.overrides, target, None, after, look, replaces_look=replaces)
+                    draft_run(source, overrides, target, None, after, look, replaces_look=replaces)
                 )
                 if not is_there:
                     to_submit.append((variant, draft))
                     continue
-                there.append(Run.open(folder))
                 if there[-1].plan.fingerprint != draft.plan.fingerprint:
                     raise SlurmGPUError(
                         f"{folder} holds a run that computes something else. Name another folder, by --run-dir or "
                         f"run_dir, or move that run away."
                     )
         yield Drafts(variants, to_submit, there)
+
+
+def _cut_as(run: Run, source: RunFileSource, overrides: Overrides) -> Overrides:
+    """The values with the shards of a run that is there, which may have been planned for another number of tasks."""
+    if read_run_file(source, overrides).shard_items is not None:
+        return overrides
+    found = copy.deepcopy(overrides)
+    found.put({"shard_items": run.plan.shard_items}, str(run.folder))
+    return found
 
 
 @contextlib.contextmanager

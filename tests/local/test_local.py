@@ -81,6 +81,22 @@ def test_the_number_of_tasks_does_not_change_a_byte_of_the_results(project, slur
     assert datasets(folder) == datasets(complete)
 
 
+def test_a_small_input_is_work_for_all_tasks_that_it_is_planned_for_whoever_computes_it(project, tmp_path, slurmgpu):
+    folder, alone = project(10, held_from=0, batch_size=128), make_project(tmp_path / "alone", 10, batch_size=128)
+    for each in (folder, alone):
+        text = (each / "slurmgpu.toml").read_text()
+        (each / "slurmgpu.toml").write_text(text.replace("shard_items = 8\n", ""))
+    process = start(*LOCAL, "--tasks", "4", cwd=folder)
+    wait_until_held(folder, 0, n_tasks=4)
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
+    assert "10 items are cut into 4 shards of 3, in place of 1 of 128, so that 4 tasks have one each" in output
+    check_rows(folder, 10)
+    slurmgpu("plan", "--gpus", "0", "--tasks", "4", cwd=alone, expect=0)
+    slurmgpu("resubmit", "run", "--executor", "debug", "--tasks", "1", cwd=alone, expect=0)
+    assert datasets(alone) == datasets(folder)
+
+
 def test_the_debug_executor_runs_the_same_in_one_process(project, slurmgpu):
     folder = project(20)
     slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)

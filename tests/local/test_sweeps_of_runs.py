@@ -55,6 +55,16 @@ def test_runs_that_are_there_stay_and_only_the_others_are_submitted(swept, slurm
     assert "items holds a run that computes something else" in changed.stderr
 
 
+def test_a_run_that_is_there_stays_also_if_it_would_now_be_cut_for_other_tasks(swept):
+    path = swept / "slurmgpu.toml"
+    path.write_text(path.read_text().replace("shard_items = 8\n", ""))
+    [first] = package.submit_all(path, executor="debug", gpus=0, overrides={"sweep.input": ["items.jsonl"]}).values()
+    runs = package.submit_all(path, executor="debug", gpus=0, tasks=3)
+    assert [run.run.plan.shard_items for run in runs.values()] == [first.run.plan.shard_items, 2] == [4, 2]
+    with pytest.raises(SlurmGPUError, match="items holds a run that computes something else"):
+        package.submit_all(path, executor="debug", gpus=0, tasks=3, overrides={"shard_items": 2})
+
+
 def test_nothing_is_made_if_one_of_them_cannot_be_planned(swept, slurmgpu):
     (swept / "others.jsonl").write_text("no JSON\n")
     done = slurmgpu("submit", *LOCAL, cwd=swept, expect=2)

@@ -14,6 +14,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
+from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import progress
@@ -71,7 +72,7 @@ def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, sent
 
 
 @pytest.mark.parametrize(("n", "n_items"), [(1, 128), (16, 128), (64, 32), (5000, 1)])
-def test_many_answers_to_few_items_are_work_for_several_tasks(nothing, n, n_items):
+def test_a_call_has_at_most_so_many_answers(nothing, n, n_items):
     assert Generate(model=nothing, prompt="{a}", n=n, temperature=1.0).batch_size == n_items
 
 
@@ -248,6 +249,23 @@ def test_stop_and_max_tokens_end_an_answer(adder):
     assert (stopped["text"], stopped["finish_reason"]) == ("7+5+0=12", "stop")
     [cut] = loaded(model=str(adder), prompt="{a}+{b}=", max_tokens=3)([item])
     assert (cut["text"], cut["finish_reason"], cut["n_tokens"]) == ("7+5", "length", 3)
+
+
+@pytest.mark.model
+def test_a_small_input_has_the_same_samples_on_one_task_and_cut_for_four(project, slurmgpu, nothing):
+    settings = {"model": nothing, "prompt": "{a}+{b}=", "max_tokens": 8, "temperature": 1.0, "n": 2, **FP32}
+    folder = project(items=sums(10), batch_size=128, settings={**settings, "tokens": True})
+    text = (folder / "slurmgpu.toml").read_text()
+    text = text.replace("workloads.py:Rows", "generate").replace("shard_items = 8\n", "")
+    (folder / "slurmgpu.toml").write_text(text)
+    found = []
+    for n_tasks in (1, 4):
+        words = ("submit", "--executor", "debug", "--gpus", "0", "--tasks", n_tasks, "--run-dir", f"{n_tasks}/run")
+        slurmgpu(*words, cwd=folder, expect=0, **ONE_THREAD)
+        assert Run.open(folder / f"{n_tasks}/run").plan.n_shards == n_tasks
+        rows = datasets(folder / str(n_tasks))
+        found.append({name: rows[name] for name in rows if name.startswith(("tokens", "text"))})
+    assert found[0] == found[1] != {}
 
 
 @pytest.mark.nightly

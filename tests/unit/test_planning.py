@@ -7,8 +7,9 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import fewer_tasks, first_submission
-from slurmgpu.plan.planner import Allocation, allocate, default_shard_items, draft_run
+from slurmgpu.plan.planner import Allocation, allocate, draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
+from slurmgpu.plan.shard_size import default_shard_items, shard_size
 from slurmgpu.plan.site_file import GivenRunFile
 
 
@@ -39,10 +40,70 @@ def test_shards_are_whole_batches_and_at_most_2048(n_items, batch_size, expected
     assert -(-n_items // expected) <= 2048
 
 
-def test_shards_depend_on_the_input_alone(project):
-    folder = project(100)
-    plans = [plan(folder, resources=r) for r in ({"gpus": 1}, {"gpus": 64, "array": True}, {"gpus": 0, "tasks": 7})]
-    assert len({(p.shard_items, p.n_shards, p.fingerprint) for p in plans}) == 1
+@pytest.mark.parametrize(
+    ("n_items", "batch_size", "n_tasks", "expected"),
+    [
+        (100, 128, 1, 128),
+        (100, 128, 4, 25),
+        (101, 128, 4, 26),
+        (5, 128, 4, 2),  # three shards of at most two items end as soon as four do
+        (3, 128, 8, 1),
+        (1, 128, 8, 128),
+        (1000, 128, 8, 128),
+        (1000, 128, 9, 112),
+        (100, 1, 200, 1),
+        (4, 2, 3, 2),  # two shards of two, and equal parts would be two of two
+        (10**6, 1, 3000, 334),
+    ],
+)
+def test_a_small_input_is_cut_into_a_shard_for_each_task(n_items, batch_size, n_tasks, expected):
+    found = shard_size(n_items, batch_size, n_tasks)
+    assert found.n_items == expected
+    by_input = default_shard_items(n_items, batch_size)
+    assert (found.note is None) == (expected == by_input)
+    # No task computes more items than the fullest would of equal parts, nor of the shards by the input's size.
+    n_shards, most = -(-n_items // expected), -(-n_items // n_tasks)
+    assert -(-n_shards // n_tasks) * expected <= max(most, by_input)
+
+
+def without_size(folder):
+    edit(folder, "shard_items = 8\n", "")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("resources", "cut"),
+    [
+        ({"gpus": 1}, (128, 128)),
+        ({"gpus": 4}, (128, 128)),  # one task holds all of them
+        ({"gpus": 4, "array": True}, (25, 25)),
+        ({"gpus": 4, "array": True, "tasks": 20}, (25, 25)),  # of which four run at once
+        ({"gpus": 8, "gpus_per_task": 4, "array": True}, (50, 50)),
+        ({"gpus": 0, "tasks": 7}, (15, 15)),
+    ],
+)
+def test_shards_of_a_small_input_are_for_the_tasks_that_run_at_once(project, resources, cut):
+    folder = without_size(project(100, batch_size=128))
+    with draft_run(folder / "slurmgpu.toml", {"resources": resources}) as draft:
+        made, notes = draft.plan, draft.notes
+    assert (made.shard_items, made.batch_size) == cut
+    if cut[0] == 128:
+        assert notes == ()
+    else:
+        n = made.n_shards
+        assert notes == (
+            f"100 items are cut into {n} shards of {cut[0]}, in place of 1 of 128, so that {n} tasks have one each; "
+            "shard_items sets another size.",
+        )
+    assert plan(folder, resources=resources, shard_items=64).n_shards == 2
+
+
+def test_shards_of_a_large_input_and_given_ones_do_not_depend_on_the_tasks(project):
+    resources = ({"gpus": 1}, {"gpus": 8, "array": True}, {"gpus": 0, "tasks": 7})
+    large, given = without_size(project(1000, batch_size=16)), project(100, batch_size=128)
+    for folder in (large, given):
+        plans = [plan(folder, resources=each) for each in resources]
+        assert len({(each.shard_items, each.batch_size, each.fingerprint) for each in plans}) == 1
 
 
 def test_the_fingerprint_covers_what_the_rows_depend_on(project):
@@ -120,38 +181,49 @@ def test_a_batch_is_no_larger_than_a_shard(project, shard_items, batch_size):
 
 
 @pytest.mark.parametrize(
-    ("n_items", "batch_size", "n_tasks", "said"),
+    ("n_items", "top", "resources", "said"),
     [
         (
             100,
-            128,
-            4,
-            "the run has 1 shard, so there is 1 task, one for each. shard_items = 25 makes 4 shards, whose batches "
-            "have 25 items in place of 100.",
+            {"shard_items": 128, "batch_size": 128},
+            {"gpus": 0, "tasks": 4},
+            "4 tasks were asked for; the run has 1 shard, so there is 1 task, one for each. shard_items = 25 makes 4 "
+            "shards, whose batches have 25 items in place of 100.",
         ),
         (
             1000,
-            128,
-            9,
-            "the run has 8 shards, so there are as many tasks, one for each. shard_items = 112 makes 9 shards, whose "
-            "batches have 112 items in place of 128.",
+            {"shard_items": 128, "batch_size": 128},
+            {"gpus": 0, "tasks": 9},
+            "9 tasks were asked for; the run has 8 shards, so there are as many tasks, one for each. shard_items = 112 "
+            "makes 9 shards, whose batches have 112 items in place of 128.",
         ),
-        (3, 1, 4, "the run has 3 shards, so there are as many tasks, one for each."),
-        (100, 10, 10, None),
+        (
+            100,
+            {"batch_size": 128},
+            {"gpus": 4, "array": True, "tasks": 20},
+            "20 tasks (4 GPUs) were asked for; the run has 4 shards, so there are as many tasks, one for each. "
+            "shard_items = 5 makes 20 shards, whose batches have 5 items in place of 25.",
+        ),
+        (
+            3,
+            {"batch_size": 1},
+            {"gpus": 0, "tasks": 4},
+            "4 tasks were asked for; the run has 3 shards, so there are as many tasks, one for each.",
+        ),
+        (100, {"batch_size": 128}, {"gpus": 0, "tasks": 4}, None),
+        (100, {"shard_items": 10, "batch_size": 10}, {"gpus": 0, "tasks": 10}, None),
     ],
 )
-def test_who_asks_for_more_tasks_than_shards_is_told_a_size_that_makes_them(
-    project, n_items, batch_size, n_tasks, said
-):
-    folder = project(n_items, batch_size=batch_size, resources={"gpus": 0, "tasks": n_tasks})
-    edit(folder, "shard_items = 8\n", "")
+def test_who_asks_for_more_tasks_than_shards_is_told_a_size_that_makes_them(project, n_items, top, resources, said):
+    folder = project(n_items, resources=resources, **top)
+    if "shard_items" not in top:
+        without_size(folder)
     made = plan(folder)
     submission = first_submission(made.resources, made.n_shards)
-    found = fewer_tasks(submission, made, made.n_shards)
-    assert found == ([] if said is None else [f"{n_tasks} tasks were asked for; {said}"])
+    assert fewer_tasks(submission, made, made.n_shards) == ([] if said is None else [said])
     if said and "shard_items" in said:
         wanted = int(re.search(r"shard_items = (\d+)", said)[1])
-        assert plan(folder, shard_items=wanted).n_shards == n_tasks
+        assert plan(folder, shard_items=wanted).n_shards == resources["tasks"]
 
 
 @pytest.mark.parametrize(

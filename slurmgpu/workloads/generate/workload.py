@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 MOST_ANSWERS = 2048
-"""The most answers of a call, so that 100 items of 64 each are work for four tasks; on CPUs 6,400 are no faster."""
+"""The most answers of a call, all of which a crash loses; on CPUs 6,400 at once are no faster."""
 
 
 class Generate(LanguageModelWorkload):
