@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from slurmgpu.code import former
+from slurmgpu.code import functions as code_functions
+from slurmgpu.code.functions import Packed
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, NothingToSubmitError, SlurmGPUError
@@ -127,15 +129,22 @@ class RunHandle:
         force: bool = False,
         code: str | None = None,
         other_code: bool = False,
+        function: Callable[..., Any] | None = None,
+        load: Callable[..., Any] | None = None,
         **resources: Any,
     ) -> RunHandle:
         """Submit the missing items, and with `failed` the failed items; `resources` are keys of [resources].
+
+        `function` and `load` take the place of those that `slurmgpu.map` was given, in this submission and later ones.
 
         `code` is `former` or the digest of a snapshot; by default the user's modules are taken as they are now. With
         `other_code`, rows that other code computed are computed again. Raises SlurmGPUError while a task of the run
         is alive or may be alive, unless `force` is set.
         """
-        outcome = resubmit(self.run, resources, failed=failed, force=force, code=code, other_code=other_code)
+        given = _packed(self.run, function, load, code)
+        outcome = resubmit(
+            self.run, resources, failed=failed, force=force, code=code, other_code=other_code, functions=given
+        )
         return RunHandle(self.run, outcome)
 
     def cancel(self) -> str:
@@ -443,12 +452,14 @@ def resubmit(
     force: bool = False,
     code: str | None = None,
     other_code: bool = False,
+    functions: Packed | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Submit the missing items as `RunHandle.resubmit` does; the outcome's notes say what was adjusted.
 
     `slurm` and `merging` are sbatch options of the array job and the merge job; they override those of the last
     submission. Changes in the code are notes, too; if `tell` is given, it gets them before anything starts.
+    `functions` take the place of those of a mapped run.
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
@@ -458,7 +469,10 @@ def resubmit(
         n_missing = run.plan.n_shards - len(run.published(fresh=True))
         if not n_missing and not again.shards and not other_code:
             raise _nothing_to_compute(run, failed)
-        taken, changed = former.former_code(run, code) if code else former.code_now(run, run.plan.container)
+        if code:
+            taken, changed = former.former_code(run, code)
+        else:
+            taken, changed = former.code_now(run, run.plan.container, functions)
         if other_code:
             again = former.with_rows_of_others(run, again, taken["digest"])
             if not n_missing and not again.shards:
@@ -487,9 +501,36 @@ def resubmit(
             what = count_of(again.n_items, "item" if other_code else "failed item")
             verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
             notes.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
+        if failed and functions is None and (name := code_functions.function_by_value(run)) is not None:
+            notes.append(
+                f"They are computed with the function that the run keeps; an edited one takes Python: "
+                f"{code_functions.with_another_function(run, name)}"
+            )
         return submission, notes
 
     return submitting.start(run, prepare, lambda: on_tick(run))
+
+
+def _packed(
+    run: Run, function: Callable[..., Any] | None, load: Callable[..., Any] | None, code: str | None
+) -> Packed | None:
+    """The pickle of functions that a mapped run is to be computed with; None if none is given."""
+    given = {role: each for role, each in (("function", function), ("load", load)) if each is not None}
+    if not given:
+        return None
+    plan = run.plan
+    if plan.workload != code_functions.MAPPED:
+        raise SlurmGPUError(
+            f"function= and load= are for runs of slurmgpu.map; {run.folder} computes {plan.workload}, whose code "
+            f"is taken as it is now."
+        )
+    if code is not None:
+        raise SlurmGPUError(
+            f"code={code!r} has the functions of that code: leave out either it, or function= and load=."
+        )
+    loads = load is not None or plan.settings.get("load") is not None
+    code_functions.check(function, load, loads=loads)
+    return code_functions.pack(given, Path(plan.search_path))
 
 
 def _nothing_to_compute(run: Run, failed: bool) -> SlurmGPUError:

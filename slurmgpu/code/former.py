@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from slurmgpu.code import snapshots
+from slurmgpu.code import functions, snapshots
+from slurmgpu.code.functions import Packed
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.code.versions import stretches_of
@@ -18,8 +20,11 @@ from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 FORMER = "former"
 
 
-def code_now(run: Run, container: ContainerRecord | None) -> tuple[Code, list[str]]:
-    """A snapshot of the code as it is now, and notes on what has changed since the last submission."""
+def code_now(run: Run, container: ContainerRecord | None, given: Packed | None = None) -> tuple[Code, list[str]]:
+    """A snapshot of the code as it is now, and notes on what has changed since the last submission.
+
+    Functions that are `given` take the place of those with the same roles, also in later submissions.
+    """
     line, notes = snapshots.code_of(run.submissions()), []
     former = None
     if line is not None:
@@ -28,7 +33,18 @@ def code_now(run: Run, container: ContainerRecord | None) -> tuple[Code, list[st
         except SlurmGPUError as error:
             notes = [f"Changes in the code are unknown. {error}"]
     # The former snapshot also has modules that were imported by names computed at run time.
-    now = snapshot_of(run.plan, container, git_state(Path(run.plan.search_path)), former=former.files if former else ())
+    now = snapshot_of(
+        run.plan,
+        container,
+        git_state(Path(run.plan.search_path)),
+        also=given.modules if given else (),
+        former=former.files if former else (),
+    )
+    in_use = dict(line.get("functions", {})) if line else {}
+    if given is not None:
+        in_use |= dict.fromkeys(given.roles, functions.keep(run.folder, given))
+    if in_use:
+        now = replace(now, about={**now.about, "functions": in_use})
     snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 

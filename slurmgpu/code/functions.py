@@ -12,12 +12,14 @@ import importlib
 import inspect
 import io
 import json
+import keyword
+import linecache
 import os
 import pickle
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -25,9 +27,15 @@ from typing import Any
 
 from slurmgpu.code.locator import own_modules
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Pickled
+from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.shared_files import UnusableFileError, read_own
 
+MAPPED = "slurmgpu.workloads.function:Function"
+"""The workload of runs of `slurmgpu.map`."""
 PICKLE = "function.pkl"
 SOURCE = "function.py"
 MOST_BYTES = 10_000_000
@@ -39,21 +47,54 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickle of functions, the source of the first as far as it is known, and the user's modules that they need."""
+    """A pickle of functions by `roles`, the source of the first as far as it is known, and modules of the user's."""
 
+    roles: tuple[str, ...]
     content: bytes
     source: str | None
     modules: tuple[str, ...]
 
     @property
-    def sha256(self) -> str:
-        """The digest of the pickle."""
-        return hashlib.sha256(self.content).hexdigest()
+    def record(self) -> Pickled:
+        """The digest of the pickle, and the version of Python that can read it."""
+        return {"sha256": hashlib.sha256(self.content).hexdigest(), "python": minor_version()}
 
 
 def minor_version() -> str:
     """The version of Python without its last number, such as `3.12`: a pickle of code is for that one alone."""
     return ".".join(platform.python_version_tuple()[:2])
+
+
+def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, *, loads: bool) -> None:
+    """Raise SlurmGPUError unless a function can be called with an item, and with what `load` returns if it `loads`."""
+    for each in (function, load):
+        if each is not None and not callable(each):
+            raise SlurmGPUError(f"{each!r} is no function; expected one that takes an item.")
+    if function is None:
+        return
+    if inspect.iscoroutinefunction(function):
+        raise SlurmGPUError(f"{shown_name(function)} is a coroutine: expected a plain function.")
+    arguments = ("item", "loaded") if loads else ("item",)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise SlurmGPUError(
+            f"{shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
+        ) from error
+    except ValueError:
+        pass  # some of C have no signature
+
+
+def function_by_value(run: Run) -> str | None:
+    """The name of the function of `slurmgpu.map` that the run keeps in a pickle, which no edit changes; else None."""
+    by_value = run.plan.workload == MAPPED and "pickled" in run.plan.settings
+    return str(run.plan.settings["function"]) if by_value else None
+
+
+def with_another_function(run: Run, name: str) -> str:
+    """The line of Python that computes the failed items of a run with another function."""
+    named = name if name.isidentifier() and not keyword.iskeyword(name) else "corrected"
+    return f"slurmgpu.open_run({str(run.folder)!r}).resubmit(failed=True, function={named})"
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
@@ -93,8 +134,9 @@ def pack(functions: Mapping[str, Callable[..., Any] | None], folder: Path) -> Pa
 
     SlurmGPUError names the variable that is too large, on a GPU, or that cannot be pickled.
     """
+    codes: list[CodeType] = []
     try:
-        content = _dumps(dict(functions))
+        content = _dumps(dict(functions), codes)
     except _CannotPackError as error:
         raise SlurmGPUError(_why_not(functions, error)) from error
     late = {name for function in functions.values() for code in _codes(function) for name in _imported_in(code)}
@@ -104,16 +146,29 @@ def pack(functions: Mapping[str, Callable[..., Any] | None], folder: Path) -> Pa
         source = inspect.getsource(first)  # type: ignore[arg-type]  # TypeError is caught
     except (OSError, TypeError):
         source = None
-    return Packed(content, source, tuple(sorted({*modules, *late})))
+    return Packed(tuple(functions), content + pickle.dumps(_lines_of(codes)), source, tuple(sorted({*modules, *late})))
 
 
-def unpack(run: Path, sha256: str, python: str) -> dict[str, Callable[..., Any] | None]:
-    """The functions that a run's pickle holds; SlurmGPUError unless it is the one that was planned, and this user's.
+def keep(run: Path, packed: Packed) -> Pickled:
+    """Write a pickle that a resubmission was given into a run directory, and its source; its record."""
+    path = path_of(run, packed.record)
+    write_bytes(path, packed.content, mode=0o600)
+    if packed.source is not None:
+        write_bytes(path.with_suffix(".py"), packed.source.encode("utf-8", "backslashreplace"))
+    return packed.record
+
+
+def path_of(run: Path, given: Pickled) -> Path:
+    """The path of a pickle that a resubmission was given."""
+    return run / f"function.{given['sha256'][:DIGITS]}.pkl"
+
+
+def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]:
+    """The functions in a pickle, by role; SlurmGPUError unless it is the one that was submitted, and this user's.
 
     Its bytes are compared before they are unpickled, as unpickling runs code.
     """
-    path = run / PICKLE
-    if python != minor_version():
+    if (python := planned["python"]) != minor_version():
         raise SlurmGPUError(
             f"{path} has a function of Python {python}, and this is Python {minor_version()}. Submit from Python "
             f"{minor_version()}, use an image with Python {python}, or put the function into a module, to be imported."
@@ -125,14 +180,17 @@ def unpack(run: Path, sha256: str, python: str) -> dict[str, Callable[..., Any] 
             f"{path}, the function of this run, is not used: {error.strerror}. Only the user who submitted it can "
             f"compute it; in a folder of your own, map the function again."
         ) from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise SlurmGPUError(f"{path} is not the function that the run was planned with. Plan the run again.")
+    if hashlib.sha256(content).hexdigest() != planned["sha256"]:
+        raise SlurmGPUError(f"{path} is not the function that the run was submitted with. Map the function again.")
+    file = io.BytesIO(content)
     try:
-        found: dict[str, Callable[..., Any] | None] = pickle.loads(content)
+        found: dict[str, Callable[..., Any] | None] = pickle.load(file)
     except ModuleNotFoundError as error:
         raise SlurmGPUError(
             f"{path} needs the module {error.name!r}, which is not installed here. Install it, or add it to the image."
         ) from error
+    if file.tell() < len(content):  # an older slurmgpu has written no lines
+        _show_lines(pickle.load(file))
     return found
 
 
@@ -153,11 +211,18 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
-def _dumps(value: Any) -> bytes:
+def _dumps(value: Any, codes: list[CodeType] | None = None) -> bytes:
+    """A pickle of a value; `codes` gets the code in it."""
     import cloudpickle  # takes long
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's is not typed
         def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, CodeType):
+                if codes is not None:
+                    codes.append(obj)
+                made, arguments = self.dispatch_table[CodeType](obj)
+                # cloudpickle 3.1.3 leaves the file's name out, by which errors tell their place.
+                return _code_of_file, (made, arguments, obj.co_filename)
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
                 raise _CannotPackError(f"is a tensor on {obj.device}")
@@ -171,6 +236,28 @@ def _dumps(value: Any) -> bytes:
     except Exception as error:  # any that the user's objects raise
         raise _CannotPackError(f"cannot be pickled ({type(error).__name__}: {error})") from error
     return file.getvalue()
+
+
+def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], filename: str) -> CodeType:
+    return make(*arguments).replace(co_filename=filename)
+
+
+def _lines_of(codes: Iterable[CodeType]) -> dict[str, dict[int, str]]:
+    """The source lines of code as they are now, by file and line number, as far as they are known."""
+    found: dict[str, dict[int, str]] = {}
+    for code in codes:
+        numbers = [number for _, _, number in code.co_lines() if number]
+        for number in range(min(numbers, default=1), max(numbers, default=0) + 1):
+            if line := linecache.getline(code.co_filename, number):
+                found.setdefault(code.co_filename, {})[number] = line
+    return {filename: dict(sorted(lines.items())) for filename, lines in sorted(found.items())}
+
+
+def _show_lines(known: Mapping[str, Mapping[int, str]]) -> None:
+    """Make tracebacks show these lines: the file may have changed since, and a node may lack it."""
+    for filename, lines in known.items():
+        text = [lines.get(number, "\n") for number in range(1, max(lines) + 1)]
+        linecache.cache.setdefault(filename, (sum(map(len, text)), None, text, filename))
 
 
 def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: _CannotPackError) -> str:

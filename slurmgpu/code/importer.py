@@ -23,6 +23,7 @@ import slurmgpu
 from slurmgpu.code import snapshots
 from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers import INSIDE, image_name
+from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 BY_PATH = "slurmgpu_workload_"
@@ -66,6 +67,7 @@ class Finder(MetaPathFinder):
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self._folder = folder
+        self.functions = snapshot.about.get("functions", {})
         self._same: dict[str, Signature] = {}
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
@@ -144,6 +146,12 @@ def as_submitted(script: Path) -> Path:
     """Where a script of the user's is as it was submitted; `script` itself without a snapshot that has it."""
     finder = _in_use()
     return script if finder is None else finder.as_submitted(script)
+
+
+def functions_given() -> Mapping[str, Pickled]:
+    """The pickles, by role, that the active snapshot has in place of the functions of the plan."""
+    finder = _in_use()
+    return {} if finder is None else finder.functions
 
 
 def use_as_parent() -> None:

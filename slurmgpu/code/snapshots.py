@@ -78,8 +78,9 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of names and syntax trees, which ignores comments and layout."""
+        """The digest of names and syntax trees, which ignores comments and layout, and of functions given since."""
         parts = sorted((file.name, file.digest) for file in self.files)
+        parts += sorted((f"{role}()", each["sha256"]) for role, each in self.about.get("functions", {}).items())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
 
     def line(self) -> Code:
@@ -221,6 +222,8 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     gone = {file.name for file in before.files if not Path(file.path).exists()}
     for name in sorted(then.keys() - today.keys()):
         found.append(f"{name} is {'gone' if name in gone else 'no longer imported'}")
+    of_former, of_now = before.about.get("functions", {}), now.about.get("functions", {})
+    found += [f"`{role}` is another function" for role, each in of_now.items() if of_former.get(role) != each]
     return found + changed_versions(before.about, now.about)
 
 

@@ -41,7 +41,6 @@ from slurmgpu.util.shared_files import status_of
 
 log = logging.getLogger(__name__)
 
-WORKLOAD = "slurmgpu.workloads.function:Function"
 FEWEST_SHARDS, ITEMS_OF_SHARD = 512, 256
 """A run has at least so many shards, if it has as many items, and more only of so many items."""
 
@@ -88,7 +87,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     known = None if not declared or None in declared.values() else declared
     target = Path(run_dir).expanduser() if run_dir is not None else _target(base, name, function)
     values = api.overrides_of(None, image, resources, overrides, profile)
-    table: dict[str, Any] = {"use": WORKLOAD, "batch_size": batch_size}
+    table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
     executor = read_run_file(GivenRunFile({"workload": table}, base), values).resources.executor
     with contextlib.ExitStack() as open_ones:
         # Its modules are imported while the run is planned.
@@ -136,20 +135,7 @@ def _function(
     function: Callable[..., Any], load: Callable[..., Any] | None, scratch: Path, base: Path
 ) -> tuple[dict[str, Any], list[Path], Sequence[str]]:
     """The settings that name the functions, files with them for the run directory, and modules that they need."""
-    for each in (function, load):
-        if each is not None and not callable(each):
-            raise SlurmGPUError(f"{each!r} is no function; expected one that takes an item.")
-    if inspect.iscoroutinefunction(function):
-        raise SlurmGPUError(f"{functions.shown_name(function)} is a coroutine: expected a plain function.")
-    arguments = ("item",) if load is None else ("item", "loaded")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise SlurmGPUError(
-            f"{functions.shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
-        ) from error
-    except ValueError:
-        pass  # some of C have no signature
+    functions.check(function, load, loads=load is not None)
     names = functions.name_of(function), None if load is None else functions.name_of(load)
     if names[0] is not None and (load is None or names[1] is not None):
         return {"function": names[0], "load": names[1]}, [], ()
@@ -159,9 +145,8 @@ def _function(
     if packed.source is not None:
         files.append(scratch / functions.SOURCE)
         files[1].write_text(packed.source, "utf-8")
-    pickled = {"sha256": packed.sha256, "python": functions.minor_version()}
     shown = {"function": functions.shown_name(function), "load": None if load is None else functions.shown_name(load)}
-    return {**shown, "pickled": pickled}, files, packed.modules
+    return {**shown, "pickled": packed.record}, files, packed.modules
 
 
 def _refuse_other_python(draft: Draft) -> None:

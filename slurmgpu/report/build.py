@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from slurmgpu.code import snapshots
+from slurmgpu.code.functions import function_by_value, with_another_function
 from slurmgpu.code.versions import RowsByCode, Stretch, rows_by_code
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
@@ -109,6 +110,7 @@ class _Later(TypedDict, total=False):
     damaged_records: list[str]
     unreadable_records: list[str]
     ledger: Ledger | None
+    resubmit_failed: str | None
     image: Image | None
     computed_with: dict[str, dict[str, int]] | None
     code: list[CodeRows]
@@ -193,6 +195,7 @@ def build_report(
         "accounting": lives is not None and any(map(is_slurms, attempts)),
         "submissions": list(map(public, run.submissions())),
         "resubmit": _resubmit(run, complete),
+        "resubmit_failed": _resubmit_failed(run, len(items)),
         "image": _image(run),
         "computed_with": computed_with(records),
         "code": _code(run, () if joined is None else joined.code),
@@ -298,12 +301,21 @@ def last_report(run: Run) -> Report:
             f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
         )
     merged = None if report.get("merged") is None else str(run.merged)
-    resubmit = _resubmit(run, report["complete"])
-    return {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged, "resubmit": resubmit}
+    now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}
+    now["resubmit"] = _resubmit(run, report["complete"])
+    now["resubmit_failed"] = _resubmit_failed(run, report["n_errors"])
+    return now
 
 
 def _resubmit(run: Run, is_complete: bool) -> str | None:
     return None if is_complete else f"slurmgpu resubmit {run.typed}"
+
+
+def _resubmit_failed(run: Run, n_errors: int) -> str | None:
+    if not n_errors:
+        return None
+    name = function_by_value(run)
+    return f"slurmgpu resubmit {run.typed} --failed" if name is None else with_another_function(run, name)
 
 
 def is_complete(run: Run) -> bool:

@@ -26,8 +26,22 @@ class Git(TypedDict):
     dirty: bool
 
 
-class CodeAbout(TypedDict):
-    """The versions with which a snapshot of the user's modules was taken."""
+class Pickled(TypedDict):
+    """The digest of a pickle of functions, and the version of Python that can read it."""
+
+    sha256: str
+    python: str
+
+
+class _Replaced(TypedDict, total=False):
+    functions: dict[str, Pickled]
+
+
+class CodeAbout(_Replaced):
+    """The versions with which a snapshot of the user's modules was taken.
+
+    `functions` are those of a mapped run that a resubmission was given in place of the planned ones, by their roles.
+    """
 
     python: str
     distributions: dict[str, str]

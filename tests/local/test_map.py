@@ -12,6 +12,8 @@ import pytest
 
 import slurmgpu
 from slurmgpu import ItemError, SlurmGPUError
+from slurmgpu.cli.views.tables import show_report
+from slurmgpu.report.build import last_report
 from tests.support.runs import wait_until
 
 HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False, "lease_s": 4.0}}
@@ -148,6 +150,46 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
     assert [row["result"] for row in run.rows()] == [n * n for n in range(16)]
     with h5py.File(run.folder / "merged.h5") as file:
         assert file["result"][:].tolist() == [n * n for n in range(16)]
+
+
+def test_failed_items_are_computed_by_a_corrected_function(capsys):
+    def half(item, known):
+        return known["ten"] / item
+
+    def same(item, known):
+        return known["ten"] / (item or 1)
+
+    run = slurmgpu.map(half, [2, 0, 5, 0], columns="float64", load=lambda: {"ten": 10.0}, **IN_PROCESS)
+    assert "float division by zero (test_map.py, line" in values(run)[1][1]
+    line = f"slurmgpu.open_run({str(run.folder)!r}).resubmit(failed=True, function=half)"
+    assert run.report()["resubmit_failed"] == line
+    show_report(last_report(run.run))
+    assert capsys.readouterr().out.endswith(f"in Python, with the edited function, by: {line}\n")
+    kept = run.resubmit(failed=True)  # the same function fails again, which is said
+    assert any(line in note for note in kept.outcome.notes)
+    assert kept.report()["n_errors"] == 2
+    corrected = run.resubmit(failed=True, function=same)
+    assert "`function` is another function. New rows are by" in " ".join(corrected.outcome.notes)
+    assert [row["result"] for row in run.rows()] == [5, 10, 2, 10]
+    former, now = corrected.report()["code"]
+    assert (former["items"], now["items"]) == (2, 2)
+    assert corrected.report()["resubmit_failed"] is None
+    # The last function is that of later submissions, unless they are told otherwise.
+    run.resubmit(other_code=True)
+    assert [each["digest"] for each in run.report()["code"]] == [now["digest"]]
+    run.resubmit(other_code=True, load=lambda: {"ten": 20.0})
+    assert [row["result"] for row in run.rows()] == [10, 20, 4, 20]
+    with h5py.File(run.run.merged) as file:
+        assert file["result"][:].tolist() == [10, 20, 4, 20]
+    with pytest.raises(SlurmGPUError, match="leave out either"):
+        run.resubmit(code="former", function=same)
+    with pytest.raises(SlurmGPUError, match=r"half cannot be called as function\(item, loaded\)"):
+        run.resubmit(failed=True, function=by_name("half", lambda item: item))
+
+
+def by_name(name, function):
+    function.__name__ = name
+    return function
 
 
 def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_path, monkeypatch):

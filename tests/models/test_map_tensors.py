@@ -24,4 +24,4 @@ def test_tensors_on_the_cpu_travel(tmp_path):
     weights = torch.arange(3)
     packed = functions.pack({"function": by_value(lambda item: int(weights[item])), "load": None}, tmp_path)
     (tmp_path / functions.PICKLE).write_bytes(packed.content)
-    assert functions.unpack(tmp_path, packed.sha256, functions.minor_version())["function"](2) == 2
+    assert functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](2) == 2

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import linecache
 import threading
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
 
@@ -44,7 +46,7 @@ def test_a_pickle_calls_the_function_with_what_it_captured(tmp_path):
     scale, table = 3, {"a": 1}
     packed = functions.pack({"function": by_value(lambda item: item * scale + table["a"]), "load": None}, tmp_path)
     (tmp_path / functions.PICKLE).write_bytes(packed.content)
-    found = functions.unpack(tmp_path, packed.sha256, functions.minor_version())
+    found = functions.unpack(tmp_path / functions.PICKLE, packed.record)
     assert found["function"](2) == 7
     assert "item * scale" in packed.source
 
@@ -97,23 +99,39 @@ def test_a_function_that_a_fresh_process_cannot_read_is_refused(tmp_path, monkey
 
 def test_a_pickle_is_loaded_only_if_digest_owner_and_python_agree(tmp_path):
     packed = functions.pack({"function": by_value(lambda item: item), "load": None}, tmp_path)
-    path, python = tmp_path / functions.PICKLE, functions.minor_version()
+    path = tmp_path / functions.PICKLE
     evil = f"cos\nsystem\n(Vtouch {tmp_path}/ran\ntR.".encode()
     path.write_bytes(evil)
-    with pytest.raises(SlurmGPUError, match="is not the function that the run was planned with"):
-        functions.unpack(tmp_path, packed.sha256, python)
+    with pytest.raises(SlurmGPUError, match="is not the function that the run was submitted with"):
+        functions.unpack(path, packed.record)
     assert not (tmp_path / "ran").exists()
     path.write_bytes(packed.content)
     with pytest.raises(SlurmGPUError, match=r"has a function of Python 3\.1, and this is Python 3"):
-        functions.unpack(tmp_path, packed.sha256, "3.1")
+        functions.unpack(path, {**packed.record, "python": "3.1"})
     path.chmod(0o666)
     with pytest.raises(SlurmGPUError, match="others than its owner may write it"):
-        functions.unpack(tmp_path, packed.sha256, python)
+        functions.unpack(path, packed.record)
     path.chmod(0o600)
-    assert functions.unpack(tmp_path, packed.sha256, python)["function"](5) == 5
+    assert functions.unpack(path, packed.record)["function"](5) == 5
     path.unlink()
     with pytest.raises(SlurmGPUError, match="is not used: No such file"):
-        functions.unpack(tmp_path, packed.sha256, python)
+        functions.unpack(path, packed.record)
+
+
+def test_code_in_a_pickle_keeps_its_file_and_its_lines_though_the_file_has_changed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("def inner(n):\n    return 1 / n\n\n\ndef outer(n):\n    return inner(n)  # here\n")
+    names = {"__name__": "__main__"}
+    exec(compile(script.read_text(), script, "exec"), names)
+    packed = functions.pack({"function": names["outer"], "load": None}, tmp_path)
+    script.write_text("# nothing is left\n")
+    (tmp_path / functions.PICKLE).write_bytes(packed.content)
+    linecache.clearcache()
+    function = functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"]
+    with pytest.raises(ZeroDivisionError) as caught:
+        function(0)
+    frames = [(frame.filename, frame.lineno, frame.line) for frame in traceback.extract_tb(caught.tb)[1:]]
+    assert frames == [(str(script), 6, "return inner(n)  # here"), (str(script), 2, "return 1 / n")]
 
 
 def items_back(path, kind):

@@ -154,7 +154,8 @@ def show_report(report: Report) -> None:
 def _show_next(report: Report) -> None:
     """Print the command that goes on; where the same would fail again, what to change first."""
     folder = shlex.quote(report["run_dir"])
-    again = f"slurmgpu resubmit {folder} --failed"
+    again = report.get("resubmit_failed") or f"slurmgpu resubmit {folder} --failed"
+    by = "with" if again.startswith("slurmgpu ") else "in Python, with the edited function, by"
     if report["resubmit"]:
         policies = [POLICIES.get(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
@@ -164,10 +165,10 @@ def _show_next(report: Report) -> None:
             result(OTHER_RUN)
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
-        result(f"after a change of the code, recompute them with: {again}")
+        result(f"after a change of the code, recompute them {by}: {again}")
         result(OTHER_RUN)
     elif report["n_errors"]:
-        result(f"\nafter fixing the cause, recompute failed items with: {again}")
+        result(f"\nafter fixing the cause, recompute failed items {by}: {again}")
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:

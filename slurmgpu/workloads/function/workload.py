@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from slurmgpu.code.functions import import_named, unpack
+from slurmgpu.code import importer
+from slurmgpu.code.functions import PICKLE, import_named, path_of, unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.python_items import UNWRAP
+from slurmgpu.run.submissions import Pickled
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
 from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
@@ -20,8 +23,9 @@ class Function:
 
     `function` and `load` are names, `package.module:function`; `load` is called once in each worker, and what it
     returns is the function's second argument. With `pickled`, the functions lie in the run directory, in a pickle of
-    that digest and that version of Python. `columns` has a type for each column, or its description in run.json. With
-    `batched` the function takes and returns lists. With `learn` rows are the types of their columns.
+    that digest and that version of Python. Functions that a resubmission was given come first. `columns` has a type
+    for each column, or its description in run.json. With `batched` the function takes and returns lists. With `learn`
+    rows are the types of their columns.
     """
 
     def __init__(
@@ -52,14 +56,21 @@ class Function:
 
     def load(self, task: TaskContext) -> None:
         """Import or unpickle the function, and call `load`."""
-        name, load_name = self._names
-        if self._pickled is not None:
-            functions = unpack(task.run_dir, self._pickled["sha256"], self._pickled["python"])
-            function, load = functions["function"], functions["load"]
-        else:
-            function, load = import_named(name), import_named(load_name) if load_name else None
+        given = importer.functions_given()  # by a resubmission
+        functions = {role: unpack(path_of(task.run_dir, pickled), pickled)[role] for role, pickled in given.items()}
+        needed = {"function", "load"} if self._names[1] else {"function"}
+        if needed - functions.keys():
+            functions = {**self._planned(task.run_dir), **functions}
+        function, load = functions["function"], functions.get("load")
         assert function is not None
         self._function, self._loaded = function, () if load is None else (_called(load, task),)
+
+    def _planned(self, run: Path) -> dict[str, Callable[..., Any] | None]:
+        if self._pickled is not None:
+            pickled: Pickled = {"sha256": self._pickled["sha256"], "python": self._pickled["python"]}
+            return unpack(run / PICKLE, pickled)
+        name, load_name = self._names
+        return {"function": import_named(name), "load": import_named(load_name) if load_name else None}
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError] | Any:
         """The rows that the function returns."""
