@@ -8,8 +8,12 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.heads.engine import HeadEngine
+from slurmgpu.llm.interface.engine import Beside, Output
+from slurmgpu.llm.vllm_engine.limits import memory_share
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
 from tests.support.runs import report
@@ -196,3 +200,183 @@ def test_a_classifier_without_a_positive_label_and_a_comparison_without_texts_ar
         Judge(scorer={**one, "prompt": "{text}"}, against="runs/other", each="text")
     with pytest.raises(SlurmGPUError, match='judge needs the setting "model", which follows the rubric, or "scorer"'):
         Judge()
+
+
+# Paths of collect by a process reward model.
+
+
+@pytest.fixture(scope="module")
+def process_model(tmp_path_factory):
+    """A Llama with two classes for each token."""
+    return str(make_head(tmp_path_factory.mktemp("process"), task="TokenClassification"))
+
+
+SAMPLED = {"prompt": "{question}=", "temperature": 1.6, "max_tokens": 40, "precision": "fp32", "paths": 4}
+SUMS = [{"question": "47+85", "answer": 132}, {"question": "12+34", "answer": 46}, {"question": "90+19", "answer": 109}]
+
+
+def collecting(adder, **settings):
+    workload = Collect(model=str(adder), **{**SAMPLED, **settings})
+    workload.load(TaskContext("cpu", 0, Path()))
+    return workload
+
+
+def sums(workload, data=SUMS):
+    rows = workload([Item(number, each, 5) for number, each in enumerate(data)])
+    for row in rows:
+        convert_row(workload.columns, row)
+    return rows
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("shape", [{}, {"rollouts": 2}, {"paths": None, "tree": [3, 2]}])
+def test_each_step_of_each_path_has_the_process_reward_models_score(adder, process_model, shape):
+    workload = collecting(adder, scorer=fp32(process_model, activation="none"), **shape)
+    rows = sums(workload)
+    assert {bool(row["n_rollouts"]) for row in rows} == {"rollouts" in shape}
+    every = [(row, number, path) for row in rows for number, path in enumerate(row["paths"])]
+    data = [
+        {"q": item["question"], "s": path["steps"]}
+        for row, item in zip(rows, SUMS, strict=True)
+        for path in row["paths"]
+    ]
+    expected = alone(process_model, data, prompt="{q}=", steps="s", activation="none")
+    for (row, number, path), wanted in zip(every, expected, strict=True):
+        assert row["scores"][number] == pytest.approx(wanted["score"], abs=1e-4)
+        np.testing.assert_allclose(
+            [row["step_scores"][node] for node in path["nodes"]], wanted["step_scores"], atol=1e-4
+        )
+    assert np.ptp(np.concatenate([row["scores"] for row in rows])) > 0.1
+    for row in rows:
+        assert row["best"] == int(np.argmax(row["scores"]))
+        assert row["best_correct"] == row["paths"][row["best"]]["correct"]
+        votes = {}
+        for path, weight, score in zip(row["paths"], row["weights"], row["scores"], strict=True):
+            if path["answer"] is not None and not path["cut"]:
+                votes[path["answer"]] = votes.get(path["answer"], 0) + weight * np.exp(score)  # raw scores
+        assert row["weighted_vote"] == max(votes, key=votes.get)
+
+
+@pytest.mark.model
+def test_a_path_that_the_scorer_cannot_read_costs_its_score_alone(adder, process_model):
+    wild = {"temperature": 3.0, "paths": 12}
+    [whole] = sums(collecting(adder, scorer=fp32(process_model), **wild), SUMS[:1])
+    shown = [len("47+85=") + len(path["text"]) + 2 for path in whole["paths"]]  # the beginning, and the last step's end
+    assert whole["unscored"] == [None] * 12
+    assert len({*shown}) > 1
+    [row] = sums(collecting(adder, scorer=fp32(process_model, max_context=max(shown) - 1), **wild), SUMS[:1])
+    lost = [number for number, said in enumerate(row["unscored"]) if said is not None]
+    assert lost == [number for number, length in enumerate(shown) if length == max(shown)]
+    assert "and the model takes" in row["unscored"][lost[0]]
+    assert [number for number, score in enumerate(row["scores"]) if np.isnan(score)] == lost
+    assert row["best"] not in lost
+    assert [path["text"] for path in row["paths"]] == [path["text"] for path in whole["paths"]]
+
+
+@pytest.mark.model
+def test_a_run_with_a_scorer_reports_its_choices_and_its_plan_has_both_models(slurmgpu, tmp_path, adder, process_model):
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*SUMS, {"question": "1+1"}]))
+    (tmp_path / "collect.toml").write_text(
+        'input = "items.jsonl"\nrun_dir = "run"\nseed = 5\nworkload.use = "collect"\n[settings]\n'
+        f'model = "{adder}"\nprompt = "{{question}}="\ntemperature = 1.6\nmax_tokens = 40\nprecision = "fp32"\n'
+        "paths = 4\n"
+        f'scorer = {{model = "{process_model}", precision = "fp32"}}\n[resources]\ngpus = 0\nexecutor = "debug"\n'
+    )
+    said = slurmgpu("submit", "collect.toml", "--dry-run", cwd=tmp_path, expect=0).stdout
+    assert "scores steps on the same CPUs" in said
+    slurmgpu("submit", "collect.toml", cwd=tmp_path)
+    with results.open(tmp_path / "run" / "merged.h5") as merged:
+        assert merged.failed.tolist() == [False] * 3 + [True]
+        scores = np.concatenate([merged["scores"][row] for row in range(3)])
+        best = int(merged["best_correct"][:3].sum())
+    summary = report(tmp_path)["summary"]
+    assert summary["n_unscored"] == 0
+    assert summary["best_accuracy"] == pytest.approx(best / 4)
+    assert summary["mean_score"] == pytest.approx(scores.mean(), abs=1e-5)
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
+    assert settings["model_files"].keys() >= {"model.safetensors"}
+    assert settings["scorer"]["model_files"].keys() >= {"model.safetensors"}
+    assert settings["scorer"]["labels"] == ["LABEL_0", "LABEL_1"]
+    Collect(**{**settings, "model": "/gone", "scorer": {**settings["scorer"], "model": "/gone"}})  # as a merge does
+
+
+def test_both_models_must_fit_the_gpus_that_they_share(adder, process_model):
+    room = 1_633_000_000  # of which the reserve takes nearly all
+    Collect(model=str(adder), batch_tokens=64, **SAMPLED).place(Share(1, gpu_memory=room))
+    both = Collect(model=str(adder), batch_tokens=64, scorer=process_model, **SAMPLED)
+    with pytest.raises(
+        SlurmGPUError, match=rf"of weights and .* of cache, and .* of {process_model}, and .* can be used"
+    ):
+        both.place(Share(1, gpu_memory=room))
+    lines = both.place(Share(1, gpu_memory=10**10)).lines
+    assert any(f"of {process_model}, of the" in line for line in lines)
+    assert any("scores steps on the same GPUs, in the same process" in line for line in lines)
+    with pytest.raises(SlurmGPUError, match=f"{process_model} computes beside it, in the same process"):
+        both.place(Share(2, gpu_memory=10**10, processes="per-gpu"))
+    assert both.place(Share(2, gpu_memory=10**10)).processes == "one"
+
+
+def test_vllm_and_servers_leave_room_for_the_scorer(adder, process_model):
+    other = Beside("prm", weights=14e9, batch=1e9, layers=28)
+    assert memory_share(other, 1, 80 * 10**9) == pytest.approx(0.92 - 16.5 / 80)
+    assert other.on_each(4) == pytest.approx(14e9 * (1 / 4 + 1 / 28) + 1e9)
+    settings = {"prompt": "{question}=", "scorer": process_model, "engine": "server", "chat": False}
+    own = Collect(model=str(adder), serve=["serve", "{model}", "{port}"], **settings)
+    assert (
+        "The server of serve computes on the same GPUs: it must leave"
+        in own.place(Share(1, gpu_memory=10**10)).lines[-1]
+    )
+    with pytest.raises(SlurmGPUError, match="That does not fit one GPU of"):
+        own.place(Share(1, gpu_memory=1_500_000_000))
+    far = Collect(model="name", url="http://host:8000", **settings)
+    assert "On one GPU of 10.0 GB" in far.place(Share(1, gpu_memory=10**10)).lines[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"scorer": {"model": "{reward}"}}, "scorer: model .* it scores texts, not steps"),
+        (
+            {"scorer": {"model": "{prm}", "steps": "x"}},
+            "scorer has steps, and what it scores is the steps of the paths",
+        ),
+        ({"prompt": None, "messages": "chat", "last": "continue"}, 'last is "continue", so that a path begins'),
+        ({"scorer": {"model": "{prm}", "engine": "vllm"}}, "scorer: engine is 'vllm'; score computes by transformers"),
+    ],
+)
+def test_what_no_scorer_of_paths_can_do_is_refused(adder, process_model, reward_model, settings, said):
+    scorer = settings.pop("scorer", {"model": "{prm}"})
+    named = scorer["model"].format(prm=process_model, reward=reward_model)
+    with pytest.raises(SlurmGPUError, match=said):
+        Collect(**{**SAMPLED, "model": str(adder), "scorer": {**scorer, "model": named}, **settings})
+
+
+@pytest.mark.parametrize("engine", ["server", "transformers"])
+def test_a_scorer_computes_beside_any_engine_and_leaves_transformers_the_memory_to_measure(
+    adder, process_model, monkeypatch, engine
+):
+    order = []
+
+    class Says:
+        """An engine that gives each question two paths."""
+
+        def __init__(self):
+            order.append("engine")
+
+        def generate(self, requests):
+            for request in requests:
+                yield Output(request.id, "7+5=12\n132" if request.id % 2 else "it is 3", finish_reason="stop")
+
+    load = HeadEngine.__init__
+    monkeypatch.setattr("slurmgpu.workloads.language_model.open_engine", lambda options, where: Says())
+    monkeypatch.setattr(HeadEngine, "__init__", lambda *given, **more: order.append("scorer") or load(*given, **more))
+    where = {"server": {"model": "name", "url": "http://host:8000"}, "transformers": {"model": str(adder)}}[engine]
+    settings = {"prompt": "{question}", "paths": 2, "engine": engine, "scorer": fp32(process_model)}
+    workload = Collect(**where, **settings)
+    workload.load(TaskContext("cpu", 0, Path()))
+    assert order == (["scorer", "engine"] if engine == "transformers" else ["engine", "scorer"])
+    [row] = sums(workload, SUMS[:1])
+    expected = alone(
+        process_model, [{"q": "47+85", "s": s} for s in ("it is 3", "7+5=12\n132")], prompt="{q}", steps="s"
+    )
+    np.testing.assert_allclose(row["scores"], [each["score"] for each in expected], atol=1e-5)

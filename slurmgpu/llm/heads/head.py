@@ -9,7 +9,7 @@ from typing import Literal
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.own_classes import STEP_ENDS
-from slurmgpu.llm.interface.engine import EngineOptions, Prompt
+from slurmgpu.llm.interface.engine import Beside, EngineOptions, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_tokenizer
 from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
@@ -129,13 +129,18 @@ def has_chat_template(source: ModelSource) -> bool | None:
     return bool(read_json(own).get("chat_template")) if own.is_file() else None
 
 
+def beside(options: EngineOptions) -> Beside:
+    """The model as one that computes beside another on the same GPUs; SlurmGPUError if it cannot."""
+    _check_variant(options)
+    memory, _ = _memory(options, options.batch_tokens)
+    refuse_missing(look_at(options))
+    check_tokenizer(options.model)
+    return Beside(options.model.name, memory.weights, memory.cache, memory.layers)
+
+
 def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tuple[str, ...]:
     """Lines that say how a model with a head uses a task's GPUs; SlurmGPUError if it does not fit, with numbers."""
-    if options.model.quantization is not None:
-        raise SlurmGPUError(
-            f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
-            f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
-        )
+    _check_variant(options)
     memory, tokens = _memory(options, options.batch_tokens)
     refuse_missing(look_at(options))
     check_tokenizer(options.model)
@@ -164,6 +169,14 @@ def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tup
     if gpus > 1 and _total(memory, 1) <= usable(gpu_memory):
         lines.append(f"One GPU suffices: --array makes {gpus} replicas, which is faster than one copy on {gpus} GPUs.")
     return tuple(lines)
+
+
+def _check_variant(options: EngineOptions) -> None:
+    if options.model.quantization is not None:
+        raise SlurmGPUError(
+            f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
+            f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
+        )
 
 
 def _memory(options: EngineOptions, batch_tokens: int | None) -> tuple[Memory, int]:

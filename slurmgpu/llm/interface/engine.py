@@ -244,6 +244,21 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Another model on the same GPUs: the bytes of its weights, in so many layers, and of a batch's activations."""
+
+    name: str
+    weights: float
+    batch: float
+    layers: int
+
+    def on_each(self, n_gpus: int) -> float:
+        """Bytes on the fullest of `n_gpus`, over which its layers are spread; a batch is on one of them at a time."""
+        share = 1.0 if n_gpus < 2 else min(1.0, 1 / n_gpus + 1 / max(1, self.layers))
+        return self.weights * share + self.batch
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """The model and the settings of an engine.
 
@@ -251,7 +266,7 @@ class EngineOptions:
     reduces the model's context. `chat` says whether plain prompts are put into the chat template; None if there is
     one. `chat_options` go to the template: enable_thinking, reasoning_effort …
 
-    With `images` the model takes images beside text.
+    With `images` the model takes images beside text. `beside` is another model, which computes in the same process.
 
     For the engine "server" either `serve` is the command that starts one, or `url` that of one that runs;
     `concurrency` is the most requests that it has at a time.
@@ -271,6 +286,7 @@ class EngineOptions:
     url: str = ""
     concurrency: int = 64
     images: bool = False
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from slurmgpu.llm.models.sizes import (
 from slurmgpu.llm.placement.splitting import EXPERT_PARALLEL, stored_method
 
 if TYPE_CHECKING:
-    from slurmgpu.llm.interface.engine import EngineOptions
+    from slurmgpu.llm.interface.engine import Beside, EngineOptions
 
 ROWS = 8
 ROW_TOKENS = 4096
@@ -38,7 +38,8 @@ RUNTIME_BYTES = 1.5e9
 class Memory:
     """Bytes of a model: weights that can be split over GPUs, weights that cannot, and the batch's cache.
 
-    The cache is split by key-value heads into at most `cache_parts`; more GPUs than that hold copies.
+    The cache is split by key-value heads into at most `cache_parts`; more GPUs than that hold copies. `beside` is
+    another model on the same GPUs, which counts for neither weights nor cache.
     """
 
     split: float
@@ -46,6 +47,7 @@ class Memory:
     cache: float
     layers: int
     cache_parts: int = 1_000
+    beside: Beside | None = None
 
     @property
     def weights(self) -> float:
@@ -64,7 +66,12 @@ class Memory:
 
     def fits(self, n_gpus: int, gpu_memory: float, *, tensor_parallel: bool) -> bool:
         """Whether it fits on so many GPUs."""
-        return sum(self.on_each(n_gpus, tensor_parallel=tensor_parallel)) <= usable(gpu_memory)
+        return self.needed_on_each(n_gpus, tensor_parallel=tensor_parallel) <= usable(gpu_memory)
+
+    def needed_on_each(self, n_gpus: int, *, tensor_parallel: bool) -> float:
+        """Weights, cache and the other model on the fullest of `n_gpus`."""
+        other = 0.0 if self.beside is None else self.beside.on_each(n_gpus)
+        return sum(self.on_each(n_gpus, tensor_parallel=tensor_parallel)) + other
 
 
 def usable(gpu_memory: float) -> float:
@@ -138,6 +145,7 @@ def _model(options: EngineOptions, weights: Weights) -> Model:
         cache=0.0,
         layers=int(config.get("num_hidden_layers") or config.get("n_layer") or USUAL_LAYERS),
         cache_parts=1 if is_whole else heads_of(config)[1],
+        beside=options.beside,
     )
     tokens = options.batch_tokens or ROWS * row_tokens(options)
     return Model(options, weights, cache_sizes(source, options.precision), memory, tokens).with_batch(tokens)

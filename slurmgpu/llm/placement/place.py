@@ -63,7 +63,7 @@ def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tenso
 
 def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
     if offer.gpus == 0:
-        size = gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)
+        size = gb(model.memory.needed_on_each(1, tensor_parallel=False) + RUNTIME_BYTES)
         yield f"On CPUs: each task needs about {size} of memory."
         return
     yield _without_memory(model, offer, choice) if offer.gpu_memory is None else _on_gpus(model, offer, choice)
@@ -119,7 +119,7 @@ def _how(model: Model, n_gpus: int, choice: Choice) -> tuple[str, str]:
 
 
 def _without_memory(model: Model, offer: Offer, choice: Choice) -> str:
-    each = sum(model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel))
+    each = model.memory.needed_on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     return (
         f"{''.join(_how(model, offer.gpus, choice))}: needs GPUs of at least {gb((each + RUNTIME_BYTES) / USABLE)}. "
         f'To check that before tasks start, set gpu_memory under [resources], such as "80G", or a gpu_type with its '
@@ -130,12 +130,18 @@ def _without_memory(model: Model, offer: Offer, choice: Choice) -> str:
 def _on_gpus(model: Model, offer: Offer, choice: Choice) -> str:
     gpu_memory = offer.gpu_memory or 0
     weights, cache = model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
+    needed = model.memory.needed_on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     how, by = _how(model, offer.gpus, choice)
     return (
-        f"{how} of {gb(gpu_memory)}{by}: {gb(weights)} of weights and {gb(cache)} of cache of "
-        f"the {gb(usable(gpu_memory))} that can be used on each; "
-        f"{gb(usable(gpu_memory) - weights - cache)} are left."
+        f"{how} of {gb(gpu_memory)}{by}: {gb(weights)} of weights and {gb(cache)} of cache"
+        f"{_and_beside(model, offer.gpus)} of the {gb(usable(gpu_memory))} that can be used on each; "
+        f"{gb(usable(gpu_memory) - needed)} are left."
     )
+
+
+def _and_beside(model: Model, n_gpus: int) -> str:
+    other = model.memory.beside
+    return "" if other is None else f", and {gb(other.on_each(n_gpus))} of {other.name},"
 
 
 def refuse_missing(model: Model) -> None:
@@ -172,6 +178,7 @@ def _too_large(model: Model, offer: Offer, choice: Choice) -> SlurmGPUError:
     gpus = f"{offer.gpus} GPUs" if offer.gpus > 1 else "one GPU"
     return SlurmGPUError(
         f"{_describe(model)} That does not fit {gpus} of {gb(gpu_memory)}: on each, "
-        f"{gb(weights)} of weights and {gb(cache)} of cache, and {gb(usable(gpu_memory))} can be "
+        f"{gb(weights)} of weights and {gb(cache)} of cache{_and_beside(model, offer.gpus) or ','} and "
+        f"{gb(usable(gpu_memory))} can be "
         f"used. What fits: {options}."
     )

@@ -42,6 +42,8 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
         return "the engine vllm starts its processes itself" if n_gpus > 1 else None
     if options.images:
         return "a model that takes images is computed in one process"
+    if options.beside is not None:
+        return f"{options.beside.name} computes beside it, in the same process"
     if options.adapters.sources:
         return "adapters are added to a model in one process"
     if source.quantization == "4bit" or method == "bitsandbytes":

@@ -95,6 +95,11 @@ class TransformersEngine:
     def _open_continuous(self, loaded: Loaded, options: EngineOptions, place: Place) -> Continuous | None:
         if options.batching == "static" or loaded.switch is not None:
             return None
+        if options.beside is not None:
+            log.info(
+                "no continuous batching: its cache would take the memory in which %s computes", options.beside.name
+            )
+            return None
         from slurmgpu.llm.transformers_engine.continuous import Continuous, advisable, available
 
         if options.batching == "continuous":

@@ -39,7 +39,7 @@ from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_pr
 from slurmgpu.llm.transformers_engine.loading import eos_ids_of
 from slurmgpu.llm.transformers_engine.scoring import Asked, ask, scores_of
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
-from slurmgpu.llm.vllm_engine.limits import vllm_refuses
+from slurmgpu.llm.vllm_engine.limits import memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
 from slurmgpu.util.socket_paths import socket_folder
 
@@ -294,6 +294,11 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= greatest)
         arguments["max_loras"] = min(len(sources), MOST_LORAS)
         arguments["max_cpu_loras"] = len(sources)
+    if options.beside is not None and place.device != "cpu":
+        import torch
+
+        total = min(torch.cuda.get_device_properties(device).total_memory for device in range(n_parts))
+        arguments["gpu_memory_utilization"] = memory_share(options.beside, n_parts, total)
     if place.device == "cpu":
         # Unless told, vLLM would take nearly all memory of the node for its cache.
         cache = look_at(options).with_batch(options.batch_tokens or CPU_TOKENS).memory.cache

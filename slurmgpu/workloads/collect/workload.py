@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -13,16 +14,18 @@ from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.steps import ROOT, Path, Tree, prefix_key
-from slurmgpu.llm.interface.engine import Output, Prompt, Request
+from slurmgpu.llm.interface.engine import EngineOptions, Output, Prompt, Request
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import Last, Prompts
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.collect.scored import SCORED, ScoredTree, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint
+from slurmgpu.workloads.score.scorer import ScorerSettings
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -41,6 +44,7 @@ class Search:
     tree: Tree
     n_tokens: int = 0
     n_rollouts: int = 0
+    scored: ScoredTree | None = None
     error: ItemError | None = None
 
 
@@ -82,6 +86,7 @@ class Collect(LanguageModelWorkload):
         paths: int | None = None,
         tree: Sequence[int] = (),
         rollouts: int | None = None,
+        scorer: str | ScorerSettings | None = None,
         pass_at: Sequence[int] = (),
         step_delimiter: str = "\n",
         max_steps: int = 64,
@@ -98,7 +103,7 @@ class Collect(LanguageModelWorkload):
         self.n_paths = 8 if paths is None else paths
         self.n_independent = self.tree[0] if self.tree else self.n_paths
         self.pass_at = checked_pass_at(pass_at, self.n_independent)
-        self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
+        self.rollouts = 0 if self.tree else rollouts if rollouts is not None else 4 if scorer is None else 0
         if not step_delimiter:
             raise SlurmGPUError('step_delimiter is empty; expected the text between two steps, such as "\\n".')
         if max_steps < 1:
@@ -113,6 +118,12 @@ class Collect(LanguageModelWorkload):
         self.kept_fields = tuple(keep)
         self.fields = {*self.prompts.fields, *([] if ":" in checker else [reference])}
         self.columns = COLUMNS
+        self.steps_scorer = (
+            None if scorer is None else StepsScorer(scorer, prompt, messages, last, system, step_delimiter)
+        )
+        if self.steps_scorer is not None:
+            self.columns = {**COLUMNS, **SCORED}
+            self.fields |= self.steps_scorer.fields
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if (self.rollouts or len(self.tree) > 1) and uses_chat(settings):
             beyond.append(
@@ -123,18 +134,57 @@ class Collect(LanguageModelWorkload):
 
     @property
     def paths(self) -> list[FilePath]:
-        """The model's files and the checker's file, which a task reads beside the input."""
+        """The models' files and the checker's file, which a task reads beside the input."""
         rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
-        return super().paths + rules
+        return super().paths + rules + ([] if self.steps_scorer is None else self.steps_scorer.score.paths)
+
+    @functools.cached_property
+    def options(self) -> EngineOptions:
+        """The model and the engine's settings, with the scorer beside it; SlurmGPUError if there is no such model."""
+        own = super().options
+        if self.steps_scorer is None or own.engine == "server":
+            return own
+        return dataclasses.replace(own, beside=self.steps_scorer.beside())
+
+    @property
+    def frozen_settings(self) -> dict[str, Any]:
+        """Settings that the plan fixes: also what the scorer's head says, and its model."""
+        own = super().frozen_settings
+        return own if self.steps_scorer is None else {**own, "scorer": self.steps_scorer.frozen()}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Environment variables of workers, for both models."""
+        return {**({} if self.steps_scorer is None else self.steps_scorer.score.environ), **super().environ}
+
+    def fetch(self) -> str:
+        """Download the models to where the tasks will look for them."""
+        return "; ".join([super().fetch(), *([] if self.steps_scorer is None else [self.steps_scorer.score.fetch()])])
+
+    def place(self, share: Share) -> Placement:
+        """The model's placement, with a scorer on the same GPUs; SlurmGPUError, with numbers, if both do not fit."""
+        found = super().place(share)
+        if self.steps_scorer is None:
+            return found
+        return Placement(found.processes, (*found.lines, *self.steps_scorer.lines(share, self.options)))
 
     def check_here(self) -> None:
         """Refuse a machine that lacks what the checker needs."""
         self.checker.check_here()
 
     def load(self, task: TaskContext) -> None:
-        """Load the model and what the checker needs."""
+        """Load the models and what the checker needs."""
         self.checker.load()
-        super().load(task)
+        if self.steps_scorer is None:
+            super().load(task)
+        elif self.options.engine == "transformers":
+            # First, since the engine makes its batches as large as the memory that is free then.
+            self.steps_scorer.score.load(task)
+            super().load(task)
+        else:
+            # vLLM and servers take their share of a GPU that must be free.
+            super().load(task)
+            self.steps_scorer.score.load(task)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
@@ -145,6 +195,10 @@ class Collect(LanguageModelWorkload):
             self._sample([draw for search in searches for draw in _missing_branches(search, depth, n_branches)])
         if self.rollouts:
             self._roll_out(searches)
+        good = [search for search in searches if search.error is None]
+        if self.steps_scorer is not None:
+            for search, scored in zip(good, self.steps_scorer.each([(s.item, s.tree) for s in good]), strict=True):
+                search.scored = scored
         return [search if isinstance(search, ItemError) else self._row(search) for search in begun]
 
     def _begin(self, item: Item) -> Search | ItemError:
@@ -231,7 +285,7 @@ class Collect(LanguageModelWorkload):
         tree, paths, prompt = search.tree, search.tree.paths, search.prompt
         values, nodes, weights = tree.values()[1:], tree.nodes[1:], tree.weights()
         vote = self._vote(paths, weights)
-        return {
+        row: dict[str, Any] = {
             "n_paths": len(paths),
             "n_correct": sum(path.correct for path in paths),
             "accuracy": float(sum(weight for path, weight in zip(paths, weights, strict=True) if path.correct)),
@@ -263,21 +317,38 @@ class Collect(LanguageModelWorkload):
             "visits": [n_visits for _, n_visits in values],
             "draws": tree.draws()[1:],
         }
+        return row if search.scored is None else {**row, **self._chosen(search.scored, paths, weights)}
 
-    def _vote(self, paths: Sequence[Path], weights: Sequence[Fraction]) -> Path | None:
+    def _chosen(self, scored: ScoredTree, paths: Sequence[Path], weights: Sequence[Fraction]) -> Row:
+        """The columns of a scorer: the best path, and the vote in which each path counts as much as its score."""
+        best = scored.best
+        vote = self._vote(paths, [float(weight) * w for weight, w in zip(weights, scored.worth, strict=True)])
+        return {
+            "scores": scored.scores,
+            "step_scores": scored.steps,
+            "unscored": scored.errors,
+            "best": best,
+            "best_correct": best >= 0 and paths[best].correct,
+            "weighted_vote": "" if vote is None else vote.answer,
+            "weighted_vote_correct": vote is not None and vote.correct,
+        }
+
+    def _vote(self, paths: Sequence[Path], weights: Sequence[Fraction | float]) -> Path | None:
         """The first path with the answer that most samples come to (Wang et al. 2023, arXiv:2203.11171)."""
-        votes: dict[str, Fraction] = {}
+        votes: dict[str, Fraction | float] = {}
         first: dict[str, Path] = {}
         for path, weight in zip(paths, weights, strict=True):
             if path.answer is not None and not path.cut:
                 answer = self.checker.normal(path.answer)
-                votes[answer] = votes.get(answer, Fraction()) + weight
+                votes[answer] = votes.get(answer, 0) + weight
                 first.setdefault(answer, path)
         return first[max(votes, key=votes.__getitem__)] if votes else None
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count paths, right paths, and the questions that they answer; a failed question is not answered."""
         found = totals(merged, self.n_independent, self.pass_at)
+        if self.steps_scorer is not None:
+            found |= scored_totals(merged)
         return found | cut_hint(found["n_cut"], found["n_paths"], self.sampling.max_tokens, "paths")
 
 

@@ -200,12 +200,16 @@ class Score(LanguageModelWorkload):
                 "score spreads a model's layers over the GPUs of one process on one node; remove processes, or give "
                 "each task the GPUs of one node."
             )
+        lines = place_head(self.options, share.gpus, share.gpu_memory)
+        self.check_head()
+        return Placement("one", lines)
+
+    def check_head(self) -> None:
+        """Refuse a model without a head of the kind that is needed, or without the chat template that is."""
         # The head is read even where the plan has its labels: a model of another kind must not be queued.
         read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
-        lines = place_head(self.options, share.gpus, share.gpu_memory)
         if self._chat and has_chat_template(self.options.model) is False:
             raise self._without_template()
-        return Placement("one", lines)
 
     def check_here(self) -> None:
         """Refuse a machine that lacks what the checker needs."""

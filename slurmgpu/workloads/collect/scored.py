@@ -1,0 +1,175 @@
+"""The steps of collected paths, scored by a process reward model beside rollouts or in place of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.answers.metrics import ratio, wilson_interval
+from slurmgpu.llm.answers.steps import Path, Tree
+from slurmgpu.llm.heads.head import beside, place_head
+from slurmgpu.llm.interface.engine import Beside, EngineOptions
+from slurmgpu.llm.placement.needs import ROW_TOKENS
+from slurmgpu.llm.placement.place import gb
+from slurmgpu.llm.prompts.templates import Last
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.workload import Item, Row, Share
+from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.score.outputs import distribution
+from slurmgpu.workloads.score.scorer import INPUTS, ScorerSettings, open_scorer, scorer_table
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+STEPS = "the steps of a path"
+"""The field in which the scorer finds a path's steps; no item has one of this name."""
+
+GIVEN = ("steps", "step_delimiter", "answer", "pair", "cut")
+"""The settings of `score` that say what is scored, which is the paths."""
+
+SCORED: Mapping[str, Column] = {
+    "scores": Ragged("float32"),
+    "step_scores": Ragged("float32"),
+    "unscored": Json(),
+    "best": Array("int32"),
+    "best_correct": Array("bool"),
+    "weighted_vote": Text(),
+    "weighted_vote_correct": Array("bool"),
+}
+"""The columns of a scorer; `step_scores` has an entry for each node, as `values` has."""
+
+
+@dataclass(frozen=True)
+class ScoredTree:
+    """The `scores` of a tree's paths, with the `errors` of those without one, and the scores of its nodes' `steps`.
+
+    What has no score has NaN. `worth` is what each path counts in a vote: its score, or of raw ones the exponential.
+    """
+
+    scores: list[float]
+    errors: list[str | None]
+    steps: list[float]
+    worth: list[float]
+
+    @property
+    def best(self) -> int:
+        """The number of the path with the highest score, of equals the first; -1 if none has one."""
+        known = [number for number, score in enumerate(self.scores) if not math.isnan(score)]
+        return max(known, key=self.scores.__getitem__, default=-1)
+
+
+class StepsScorer:
+    """A model that scores the steps of paths, behind their prompt unless it has one of its own."""
+
+    def __init__(
+        self,
+        scorer: str | ScorerSettings,
+        prompt: str | None,
+        messages: str | None,
+        last: Last | None,
+        system: str | None,
+        delimiter: str,
+    ) -> None:
+        self._table = scorer_table(scorer)
+        for name in GIVEN:
+            if name in self._table:
+                raise SlurmGPUError(f"scorer has {name}, and what it scores is the steps of the paths. Remove {name}.")
+        own = any(name in self._table for name in INPUTS)
+        if not own and last == "continue":
+            raise SlurmGPUError(
+                'last is "continue", so that a path begins in the prompt, and a scorer sees the path alone. Set '
+                'last = "drop", or what the scorer is shown: scorer = {model = "…", prompt = "…"}.'
+            )
+        shown: dict[str, Any] = {} if own else {"prompt": prompt, "messages": messages, "system": system}
+        # Its batches must leave the rest of the memory to the other model.
+        shown |= {"steps": STEPS, "step_delimiter": delimiter, "batch_tokens": ROW_TOKENS}
+        self.score = open_scorer(scorer, {name: value for name, value in shown.items() if value is not None})
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields of items that it is shown."""
+        return {*self.score.fields} - {STEPS}
+
+    def frozen(self) -> dict[str, Any]:
+        """The setting as the plan fixes it."""
+        return {**self._table, **self.score.frozen_settings}
+
+    def beside(self) -> Beside:
+        """Its memory beside another model; SlurmGPUError for a model that does not score steps."""
+        self.score.check_head()
+        return beside(self.score.options)
+
+    def lines(self, share: Share, options: EngineOptions) -> tuple[str, ...]:
+        """Lines of a plan that say where it computes; SlurmGPUError if it does not fit beside a server."""
+        other = self.beside()
+        if options.engine != "server":
+            where = "on the same CPUs" if share.gpus == 0 else "on the same GPUs, in the same process"
+            return (
+                f"{other.name} scores steps {where}: {gb(other.weights)} of weights, and {gb(other.batch)} for its "
+                f"batches.",
+            )
+        own = place_head(self.score.options, share.gpus, share.gpu_memory)
+        if options.url or share.gpus == 0:
+            return own
+        needed = gb(other.on_each(share.gpus))
+        return (
+            *own,
+            f"The server of serve computes on the same GPUs: it must leave {needed} of each of them, as vLLM does with "
+            f"--gpu-memory-utilization.",
+        )
+
+    def each(self, trees: Sequence[tuple[Item, Tree]]) -> list[ScoredTree]:
+        """The scores of each tree's paths; paths of the same nodes are scored once."""
+        asked: dict[tuple[int, tuple[int, ...]], Item] = {}
+        for number, (item, tree) in enumerate(trees):
+            for path in tree.paths:
+                steps = [tree.nodes[node].text for node in path.nodes]
+                asked.setdefault((number, path.nodes), Item(item.index, {**item.data, STEPS: steps}, item.run_seed))
+        rows = dict(zip(asked, self.score([*asked.values()]), strict=True))
+        return [
+            self._tree(tree, [rows[number, path.nodes] for path in tree.paths])
+            for number, (_, tree) in enumerate(trees)
+        ]
+
+    def _tree(self, tree: Tree, rows: Sequence[Row | ItemError]) -> ScoredTree:
+        scores = [math.nan if isinstance(row, ItemError) else float(row["score"]) for row in rows]
+        highest = max((score for score in scores if not math.isnan(score)), default=0.0)
+        worth = [math.exp(score - highest) if self.score.is_raw else score for score in scores]
+        return ScoredTree(
+            scores,
+            [str(row) if isinstance(row, ItemError) else None for row in rows],
+            _by_node(tree.paths, rows, len(tree.nodes)),
+            [0.0 if math.isnan(each) else each for each in worth],
+        )
+
+
+def _by_node(paths: Sequence[Path], rows: Sequence[Row | ItemError], n_nodes: int) -> list[float]:
+    """The score of each node's step, by the first of its paths that has scores; without the root."""
+    found: dict[int, float] = {}
+    for path, row in zip(paths, rows, strict=True):
+        if not isinstance(row, ItemError):
+            for node, score in zip(path.nodes, row["step_scores"], strict=True):
+                found.setdefault(node, float(score))
+    return [found.get(node, math.nan) for node in range(1, n_nodes)]
+
+
+def scored_totals(merged: Merged) -> dict[str, Any]:
+    """How often the best path and the weighted vote are right, of all questions, and how scores are distributed."""
+    right, scores, n_unscored = {"best": 0, "weighted_vote": 0}, [np.empty(0)], 0
+    for start, stop in blocks(len(merged)):
+        good = ~merged.failed[start:stop]
+        for name in right:
+            right[name] += int(merged[f"{name}_correct"][start:stop][good].sum())
+        found = [row for row, is_good in zip(merged["scores"][start:stop], good, strict=True) if is_good]
+        scores += found
+        n_unscored += sum(int(np.isnan(row).sum()) for row in found)
+    n = len(merged)
+    summary: dict[str, Any] = {"n_unscored": n_unscored}
+    for name, count in right.items():
+        summary |= {f"{name}_accuracy": ratio(count, n), f"{name}_accuracy_interval": wilson_interval(count, n)}
+    return summary | distribution(np.concatenate(scores))
