@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
-from slurmgpu.llm.transformers_engine import caches
+from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
@@ -27,24 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Batch:
-    """Rows that are generated together; each one's last token is not in the cache yet.
+    """Rows that are generated together.
 
-    `mask` (row, column) marks a row's columns in the cache, `lengths` (row,) counts them; `latest` (row,) has the last
-    tokens, `counts` (row,) the numbers of tokens in the answers.
+    `latest` (row,) has the last tokens, `counts` (row,) the numbers of tokens in the answers.
     """
 
     rows: list[Row]
-    cache: Any
-    mask: Tensor
-    lengths: Tensor
+    decoding: Decoding
     counts: Tensor
     rules: Rules
     latest: Tensor
-    is_padded: bool = True
 
     def load(self) -> Load:
         """The batch's load."""
-        return Load(len(self.rows), self.mask.shape[1], max(row.more for row in self.rows))
+        return Load(len(self.rows), self.decoding.columns, max(row.more for row in self.rows))
 
 
 @dataclass
@@ -120,19 +116,7 @@ class StaticBatches:
         return True
 
     def _step(self, batch: _Batch) -> None:
-        import torch
-
-        batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.rows), 1)], 1)
-        mask = batch.mask if batch.is_padded else None  # attention is faster without a mask
-        # Ended rows are computed until they are dropped; some models have no further positions.
-        positions = batch.lengths.clamp(max=self._loaded.context - 1)[:, None]
-        logits = self._prefill.forward(batch.latest[:, None], mask, positions, batch.cache)[:, -1]
-        batch.lengths = batch.lengths + 1
-        self._record(batch, logits)
-
-    def _record(self, batch: _Batch, logits: Tensor) -> None:
-        """Choose each row's next token, and mark rows that end with it."""
-        batch.latest = self._chooser.record(batch.rows, logits, batch.rules, batch.counts)
+        batch.latest = self._chooser.record(batch.rows, batch.decoding.step(batch.latest), batch.rules, batch.counts)
         batch.counts = batch.counts + 1
 
     def _drop_ended(self, work: _Work) -> bool:
@@ -148,13 +132,10 @@ class StaticBatches:
         if not going_on:
             work.batch = None
             return True
-        order = caches.drop(batch.cache, going_on, batch.mask.device)
+        order = batch.decoding.keep(going_on)
         batch.rows = [batch.rows[i] for i in order]
-        rows = torch.tensor(order, device=batch.mask.device)
-        batch.mask = caches.trim(batch.cache, batch.mask[rows])
-        batch.lengths, batch.counts, batch.latest = batch.lengths[rows], batch.counts[rows], batch.latest[rows]
-        batch.rules = batch.rules.select(rows)
-        batch.is_padded = not bool(batch.mask.all())
+        rows = torch.tensor(order, device=batch.latest.device)
+        batch.counts, batch.latest, batch.rules = batch.counts[rows], batch.latest[rows], batch.rules.select(rows)
         return True
 
     def _fill(self, work: _Work) -> None:
@@ -172,33 +153,28 @@ class StaticBatches:
         batch, left = work.batch, work.taken
         while left:
             n_read = self._prefill.n_together([each.tokens for each in left]) if self._prefill.has_rows else len(left)
-            batch = self._join(batch, self._read(left[:n_read], work.shared, load))
+            batch = self._read(batch, left[:n_read], work.shared, load)
             left = left[n_read:]
         assert batch is not None  # n_taken is at least 1
         work.batch, work.taken = batch, []
-        batch.is_padded = not bool(batch.mask.all())
         self._budget.succeed()
         work.report()
         self._drop_ended(work)
 
-    def _read(self, requests: Sequence[Encoded], shared: Tokens, load: Load) -> _Batch:
-        read = self._prefill.read([each.tokens for each in requests], load.columns + load.more, shared)
-        mask = read.mask
-        samplings, keys = [each.request.sampling for each in requests], [each.request.key for each in requests]
-        rules, lengths = Rules.of(samplings, keys, mask.device), mask.sum(1)
-        rows = [self._chooser.start(each) for each in requests]
-        batch = _Batch(rows, read.cache, mask, lengths, lengths.new_zeros(len(rows)), rules, lengths)
-        self._record(batch, read.logits)
-        return batch
-
-    def _join(self, first: _Batch | None, second: _Batch) -> _Batch:
+    def _read(self, batch: _Batch | None, requests: Sequence[Encoded], shared: Tokens, load: Load) -> _Batch:
+        """The batch with these requests."""
         import torch
 
-        if first is None:
-            return second
-        caches.join(first.cache, second.cache, first.mask.shape[1], second.mask.shape[1])
-        together = [(getattr(first, name), getattr(second, name)) for name in ("lengths", "counts", "latest")]
-        lengths, counts, latest = (torch.cat(pair) for pair in together)
-        mask = caches.join_masks(first.mask, second.mask)
-        rules = first.rules.join(second.rules)
-        return _Batch(first.rows + second.rows, first.cache, mask, lengths, counts, rules, latest)
+        read = self._prefill.read([each.tokens for each in requests], load.columns + load.more, shared)
+        samplings, keys = [each.request.sampling for each in requests], [each.request.key for each in requests]
+        rules = Rules.of(samplings, keys, read.mask.device)
+        rows = [self._chooser.start(each) for each in requests]
+        counts = read.mask.new_zeros(len(rows))
+        latest = self._chooser.record(rows, read.logits, rules, counts)
+        counts = counts + 1
+        if batch is None:
+            decoding = GrowingRows(read, self._prefill, self._loaded.context)
+            return _Batch(rows, decoding, counts, rules, latest)
+        batch.decoding.join(read)
+        counts, latest = torch.cat([batch.counts, counts]), torch.cat([batch.latest, latest])
+        return _Batch(batch.rows + rows, batch.decoding, counts, batch.rules.join(rules), latest)

@@ -1,0 +1,82 @@
+"""Rows that a model generates on: what the key-value cache has of each, and one step of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from slurmgpu.llm.transformers_engine import caches
+from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Decoding(Protocol):
+    """Rows in a cache; each one's last token is not in it yet."""
+
+    @property
+    def columns(self) -> int:
+        """The cache's columns in use."""
+
+    def step(self, latest: Tensor) -> Tensor:
+        """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
+
+    def keep(self, going_on: Sequence[int]) -> list[int]:
+        """Keep these rows, given in ascending order; returns their new order."""
+
+    def join(self, read: Prefilled) -> None:
+        """Append prompts that were read, as rows."""
+
+
+class GrowingRows:
+    """Rows in a cache that grows by a column with each step.
+
+    A column is a position in the cache of all rows; a row's mask says which columns hold its tokens.
+    """
+
+    def __init__(self, read: Prefilled, prefill: Prefill, context: int) -> None:
+        self._prefill = prefill
+        self._context = context
+        self._cache, self._mask = read.cache, read.mask
+        self._lengths = read.mask.sum(1)
+        self._is_padded: bool | None = None
+
+    @property
+    def columns(self) -> int:
+        """The cache's columns in use."""
+        return int(self._mask.shape[1])
+
+    def step(self, latest: Tensor) -> Tensor:
+        """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
+        import torch
+
+        if self._is_padded is None:
+            self._is_padded = not bool(self._mask.all())
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(latest), 1)], 1)
+        mask = self._mask if self._is_padded else None  # attention is faster without a mask
+        # Ended rows are computed until they are dropped; some models have no further positions.
+        positions = self._lengths.clamp(max=self._context - 1)[:, None]
+        logits = self._prefill.forward(latest[:, None], mask, positions, self._cache)[:, -1]
+        self._lengths = self._lengths + 1
+        return logits
+
+    def keep(self, going_on: Sequence[int]) -> list[int]:
+        """Keep these rows, given in ascending order; returns their new order."""
+        import torch
+
+        order = caches.drop(self._cache, going_on, self._mask.device)
+        rows = torch.tensor(order, device=self._mask.device)
+        self._mask = caches.trim(self._cache, self._mask[rows])
+        self._lengths = self._lengths[rows]
+        self._is_padded = None
+        return order
+
+    def join(self, read: Prefilled) -> None:
+        """Append prompts that were read, as rows."""
+        import torch
+
+        caches.join(self._cache, read.cache, self.columns, read.mask.shape[1])
+        self._lengths = torch.cat([self._lengths, read.mask.sum(1)])
+        self._mask = caches.join_masks(self._mask, read.mask)
+        self._is_padded = None
