@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from typing_extensions import TypedDict
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.engine import Batching, EngineOptions, Precision, Sampling, TruncationSide
+from slurmgpu.llm.interface.engine import Batching, CudaGraphs, EngineOptions, Precision, Sampling, TruncationSide
 from slurmgpu.llm.models.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.models.source import find_model, served_model
@@ -46,6 +46,7 @@ class ModelSettings(TypedDict, total=False):
     batching: Batching
     batch_tokens: int
     max_context: int
+    cuda_graphs: CudaGraphs
     chat: bool
     chat_options: dict[str, Any]
     adapter: str
@@ -120,6 +121,8 @@ def check_engine(settings: Mapping[str, Any]) -> None:
     _check_choice("engine", settings.get("engine", "transformers"), EngineName)
     _check_choice("precision", settings.get("precision", "bf16"), Precision)
     _check_choice("batching", settings.get("batching", "auto"), Batching)
+    if (graphs := settings.get("cuda_graphs", "auto")) != "auto" and not isinstance(graphs, bool):
+        raise SlurmGPUError(f'cuda_graphs is {graphs!r}; expected true, false or "auto".')
     if choice_of(settings) is not None and settings.get("batching") == "continuous":
         raise SlurmGPUError(
             'batching is "continuous", whose batches share what prompts have in common, and adapters by field compute '

@@ -226,7 +226,7 @@ def _by_continuous(engine: TransformersEngine, encoded: Sequence[Encoded]) -> li
         found = list(engine._continuous.generate(encoded))
     finally:
         log.removeHandler(listener)
-    hold(not engine._continuous._given_up, "; ".join(said))
+    hold(not engine._continuous.given_up, "; ".join(said))
     return found
 
 
@@ -294,6 +294,7 @@ def scores_in_bf16_are_fp32s(machine: Machine) -> str:
 def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
     """Samples in fp32 are the same in small and in large batches; the docs say that in bf16 some are not."""
     from slurmgpu.llm.interface.batching import Budget
+    from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.static import StaticBatches
 
     requests, shares = _some(machine, temperature=1.0, top_p=0.9), {}
@@ -302,9 +303,9 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
         engine, found = _engine(machine, precision=precision, batching=batching), []
         for tokens in (400, 65_536):
             budget = Budget(tokens, _place(machine))
-            batches = StaticBatches(
-                engine._loaded, _place(machine), engine._codec, engine._grammars, budget, engine._prefill
-            )
+            options, parts = _options(_model(machine)), (engine._codec, engine._grammars, budget, engine._prefill)
+            eager = DecodingChoice(engine._loaded, options, _place(machine), engine._prefill, budget)
+            batches = StaticBatches(engine._loaded, _place(machine), *parts, eager)
             finished = batches.generate(_encoded(engine, requests))
             found.append({each.encoded.request.id: each.tokens for each in finished})
         shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)

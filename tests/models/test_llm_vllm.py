@@ -49,6 +49,12 @@ def test_model_precision_and_variant_reach_it(llama, suffix, quantization):
     assert "kv_cache_memory_bytes" not in found
 
 
+@pytest.mark.parametrize("cuda_graphs", ["auto", True, False])
+def test_without_cuda_graphs_it_computes_eagerly(llama, cuda_graphs):
+    options = EngineOptions(find_model(str(llama)), engine="vllm", cuda_graphs=cuda_graphs)
+    assert llm_arguments(options, Place("cuda:0", 1)).get("enforce_eager", False) == (cuda_graphs is False)
+
+
 def test_on_cpus_its_cache_has_the_size_that_was_planned_and_not_most_of_the_memory(llama):
     options = EngineOptions(find_model(str(llama)), engine="vllm", precision="fp32")
     assert llm_arguments(options, Place("cpu"))["kv_cache_memory_bytes"] == 64 << 20

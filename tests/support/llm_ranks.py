@@ -34,7 +34,7 @@ def compute(case, place):
     questions = [Question(number, prompt, ("1", "23", "ab")) for number, prompt in enumerate(prompts)]
     scores = {each.id: each.logprobs.tolist() for each in engine.score(questions)}
     held = [each.to_local() if hasattr(each, "to_local") else each for each in engine._loaded.model.parameters()]
-    given_up = engine._continuous is not None and engine._continuous._given_up
+    given_up = engine._continuous is not None and engine._continuous.given_up
     engine.close()
     return {
         "outputs": [outputs[number] for number in range(n_requests)],

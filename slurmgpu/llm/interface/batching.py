@@ -127,15 +127,17 @@ class Load:
         return Load(self.n_rows + 1, max(self.columns, prompt), max(self.more, answer))
 
 
-def n_that_fit(load: Load, lengths: Sequence[tuple[int, int]], budget: int) -> tuple[int, Load]:
+def n_that_fit(
+    load: Load, lengths: Sequence[tuple[int, int]], budget: int, size: Callable[[Load], int] = lambda load: load.tokens
+) -> tuple[int, Load]:
     """How many of the next rows (tokens of prompt and of answer) fit beside a load, and the load with them.
 
-    At least one row fits into an empty batch.
+    At least one row fits into an empty batch. `size` gives the tokens that a load takes.
     """
     taken = 0
     for prompt, answer in lengths:
         grown = load.add(prompt, answer)
-        if grown.n_rows > 1 and (grown.tokens > budget or grown.n_rows > MOST_ROWS):
+        if grown.n_rows > 1 and (grown.n_rows > MOST_ROWS or size(grown) > budget):
             break
         load, taken = grown, taken + 1
     return taken, load

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Batching = Literal["auto", "static", "continuous"]
+CudaGraphs = bool | Literal["auto"]
 FinishReason = Literal["stop", "length", "error"]
 TruncationSide = Literal["left", "right"]
 StructureKind = Literal["schema", "choices", "regex", "grammar"]
@@ -263,8 +264,9 @@ class EngineOptions:
     """The model and the settings of an engine.
 
     `batch_tokens` is the most tokens (prompt and answer) of a static batch; None lets the engine choose. `max_context`
-    reduces the model's context. `chat` says whether plain prompts are put into the chat template; None if there is
-    one. `chat_options` go to the template: enable_thinking, reasoning_effort …
+    reduces the model's context. `cuda_graphs` says whether steps are CUDA graphs: False never, True if a self-check
+    finds them right, "auto" if it finds them faster as well. `chat` says whether plain prompts are put into the chat
+    template; None if there is one. `chat_options` go to the template: enable_thinking, reasoning_effort …
 
     With `images` the model takes images beside text. `beside` is another model, which computes in the same process.
 
@@ -278,6 +280,7 @@ class EngineOptions:
     batching: Batching = "auto"
     batch_tokens: int | None = None
     max_context: int | None = None
+    cuda_graphs: CudaGraphs = "auto"
     chat: bool | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""Layers of a key-value cache that grow in place.
+"""Layers of a key-value cache that grow in place, and those of a fixed size.
 
 Transformers' own layers copy all keys and values of the batch for each token, and again for rows that end. Here they
 lie in tensors with room for more: `keys` and `values` are views, (row, head, column, dimension), of the columns in use.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 GROWTH = 32
 """The columns of room in new tensors: everything is copied once in so many tokens."""
@@ -114,3 +114,43 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
         if n_over > 0:
             self._show(len(self.keys), self._first + n_over, self.sliding_window - 1)
         return seen
+
+
+class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer that attends to all tokens, in tensors that stay where they are, for steps of one token.
+
+    `cursors` (row,) says in which column each of the `rows` (row,) writes, and the mask of a step what it attends to.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, cursors: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
+        self._rows, self._cursors = rows, cursors
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the tensors are there from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values, with the new ones of one token in each row."""
+        self.keys[self._rows, :, self._cursors] = key_states[:, :, 0]
+        self.values[self._rows, :, self._cursors] = value_states[:, :, 0]
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """All columns, from the first."""
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        """One less than all: by its place alone, which is the last, a token may attend to every column."""
+        return self.get_max_length() - 1
+
+    def get_max_length(self) -> int:
+        """All columns."""
+        return int(self.keys.shape[2])
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17

@@ -82,8 +82,11 @@ def _is_8bit(model: Any) -> bool:
     return bool(getattr(model, "is_loaded_in_8bit", False))
 
 
-def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool) -> dict[str, Any]:
-    """The manager's settings for requests of at most `longest` tokens, by the names of all versions."""
+def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool, graphs: bool = True) -> dict[str, Any]:
+    """The manager's settings for requests of at most `longest` tokens, by the names of all versions.
+
+    Without `graphs` it is told to do without CUDA graphs.
+    """
     wanted: dict[str, Any] = {
         "max_requests_per_batch": MOST_REQUESTS,
         "return_logprobs": needs.logprobs,
@@ -103,7 +106,7 @@ def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool) -> dict
         wanted["max_memory_percent"] = SAMPLING_SHARE
     if flash:
         wanted["max_blocks_per_request"] = -(-min(loaded.context, MOST_PAGED) // PAGE) + 1
-    if _is_8bit(loaded.model):
+    if _is_8bit(loaded.model) or not graphs:
         wanted["use_cuda_graph"] = False
     return wanted
 
@@ -211,26 +214,27 @@ class Continuous:
         self._made_for: tuple[Needs, float] = (Needs(), 0)
         self._names = itertools.count()
         self._checked: set[bool] = set()
-        self._given_up = False
+        self.given_up = False
+        """Whether all requests are now computed in static batches."""
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
         # The manager's log-probabilities include our noise and masks: they are right for free greedy requests only.
         ours = [each for each in requests if not (each.request.sampling.logprobs and _is_changed(each))]
-        given_up = self._given_up
+        given_up = self.given_up
         if ours:
             self._needs |= Needs.of(ours)
             self._longest = max(self._longest, *map(_length, ours))
         self._check(ours)
         left = {id(each): each for each in requests}
-        if ours and not self._given_up:
+        if ours and not self.given_up:
             try:
                 for finished in self._serve(ours):
                     del left[id(finished.encoded)]
                     yield finished
             except _FailedError as failure:
                 self._give_up(failure, len(left))
-        if self._given_up and not given_up:
+        if self.given_up and not given_up:
             free_memory()  # now that no traceback refers to the cache
         if left:
             self.release()  # the cache has most of the memory
@@ -263,7 +267,7 @@ class Continuous:
     def _check(self, requests: Sequence[Encoded]) -> None:
         """Compare the first greedy and the first sampled requests with static batches; on a difference give up."""
         kinds = {_is_sampled(each) for each in requests} - self._checked
-        if not kinds or self._given_up:
+        if not kinds or self.given_up:
             return
         self._checked |= kinds
         asked = probes([each for each in requests if _is_sampled(each) in kinds])
@@ -287,7 +291,7 @@ class Continuous:
             raise _FailedError(f"it disagrees with static batches: {reason}", common=True)
 
     def _give_up(self, failure: _FailedError, n_left: int) -> None:
-        self._given_up = True
+        self.given_up = True
         if self._place.world_size > 1 and not failure.common:
             # The other ranks may still wait for this one; an error lets the batch be computed again, statically.
             self.release()
@@ -395,7 +399,8 @@ class Continuous:
 
         # It logs each call, by its own handler.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
-        wanted = settings(needs, longest, self._loaded, flash=self._flash is not None)
+        graphs = self._options.cuda_graphs is not False
+        wanted = settings(needs, longest, self._loaded, flash=self._flash is not None, graphs=graphs)
         known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         if "page_size" in known:
             wanted.pop("block_size", None)

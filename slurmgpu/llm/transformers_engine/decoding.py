@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from slurmgpu.llm.interface.batching import Load
 from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
 
@@ -19,14 +20,17 @@ class Decoding(Protocol):
     def columns(self) -> int:
         """The cache's columns in use."""
 
+    def size(self, load: Load) -> int:
+        """The tokens of the cache that a load takes."""
+
     def step(self, latest: Tensor) -> Tensor:
-        """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
+        """The logits of the tokens after `latest` (row,), each row's last: (row, token). The next step reuses them."""
 
     def keep(self, going_on: Sequence[int]) -> list[int]:
         """Keep these rows, given in ascending order; returns their new order."""
 
-    def join(self, read: Prefilled) -> None:
-        """Append prompts that were read, as rows."""
+    def join(self, read: Prefilled, most: Sequence[int]) -> None:
+        """Append prompts that were read, as rows that get at most so many tokens each."""
 
 
 class GrowingRows:
@@ -46,6 +50,10 @@ class GrowingRows:
     def columns(self) -> int:
         """The cache's columns in use."""
         return int(self._mask.shape[1])
+
+    def size(self, load: Load) -> int:
+        """The tokens of the cache that a load takes."""
+        return load.tokens
 
     def step(self, latest: Tensor) -> Tensor:
         """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
@@ -72,8 +80,8 @@ class GrowingRows:
         self._is_padded = None
         return order
 
-    def join(self, read: Prefilled) -> None:
-        """Append prompts that were read, as rows."""
+    def join(self, read: Prefilled, most: Sequence[int]) -> None:
+        """Append prompts that were read, as rows that get at most so many tokens each."""
         import torch
 
         caches.join(self._cache, read.cache, self.columns, read.mask.shape[1])

@@ -10,6 +10,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import Budget, default_tokens, free_memory
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
+from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
 from slurmgpu.llm.transformers_engine.prefilling import Prefill
@@ -36,7 +37,8 @@ class TransformersEngine:
         self._prefill = Prefill(loaded)
         width = loaded.model.config.get_text_config().vocab_size
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
-        self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill)
+        self._decodings = DecodingChoice(loaded, options, place, self._prefill, budget)
+        self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill, self._decodings)
         self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
         self._token_scorer = TokenScorer(place, budget, self._prefill, loaded.model.config.get_text_config())
         self._continuous = self._open_continuous(loaded, options, place)
@@ -56,21 +58,21 @@ class TransformersEngine:
                 encoded.append(self._codec.encode(request))
             except PromptError as error:
                 yield error.output(request)
+        if self._continuous is None or self._continuous.given_up:
+            self._decodings.decide()
         batches = self._continuous or self._static
         for finished in batches.generate(encoded):
             yield self._codec.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores, in any order; those of an adapter together."""
-        if self._continuous is not None:
-            self._continuous.release()
+        self._release()
         for some in self._by_adapter(questions):
             yield from self._scorer.score(some)
 
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
         """The log-probabilities of each passage's tokens, in any order; those of an adapter together."""
-        if self._continuous is not None:
-            self._continuous.release()
+        self._release()
         for some in self._by_adapter(passages):
             yield from likelihoods(some, self._codec, self._loaded.context, self._token_scorer.read)
 
@@ -85,10 +87,15 @@ class TransformersEngine:
                 self._prefill.forget()  # what prompts have in common is computed differently
             yield groups[name]
 
+    def _release(self) -> None:
+        """Free the memory that generation keeps from one call to the next."""
+        if self._continuous is not None:
+            self._continuous.release()
+        self._decodings.release()
+
     def close(self) -> None:
         """End threads and free memory."""
-        if self._continuous is not None:
-            self._continuous.close()
+        self._release()
         self._prefill.forget()
         free_memory()
 

@@ -19,6 +19,17 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 N_PROBES, PROBE_TOKENS = 4, 16
 
 
+def miss(expected: Tensor, found: Tensor) -> float:
+    """The greatest difference of two computations of logits (row, token), as a share of the row's range of scores."""
+    import torch
+
+    wanted, logits = expected.float(), found.float()
+    off = torch.where(wanted == logits, 0.0, (wanted - logits).abs()).amax(-1)
+    # A model may give tokens that do not exist -inf.
+    mean = torch.where(wanted.isfinite(), wanted, torch.nan).nanmean(-1)
+    return float((off / (wanted.amax(-1) - mean).clamp(min=1e-6)).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
 def probes(requests: Sequence[Encoded]) -> list[Encoded]:
     """A few of the requests, greedy and sampled, with different prompts and short answers without stop texts."""
     found: list[Encoded] = []

@@ -15,11 +15,13 @@ from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, fr
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
-from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
+from slurmgpu.llm.transformers_engine.decoding import Decoding
+from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
+from slurmgpu.llm.transformers_engine.slots import SlotsError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,13 +71,20 @@ class StaticBatches:
     """Generates answers in batches within the budget."""
 
     def __init__(
-        self, loaded: Loaded, place: Place, codec: Codec, grammars: Grammars, budget: Budget, prefill: Prefill
+        self,
+        loaded: Loaded,
+        place: Place,
+        codec: Codec,
+        grammars: Grammars,
+        budget: Budget,
+        prefill: Prefill,
+        decodings: DecodingChoice,
     ) -> None:
-        self._loaded = loaded
         self._place = place
         self._chooser = Chooser(codec, grammars, loaded.eos_ids)
         self._budget = budget
         self._prefill = prefill
+        self._decodings = decodings
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
@@ -83,24 +92,40 @@ class StaticBatches:
         order = sorted(requests, key=lambda each: (-len(each.tokens), each.tokens, -lengths_of(each)[1]))
         work = _Work(deque(order), self._prefill.share([each.tokens for each in order]))
         while work.waiting or work.batch is not None:
-            if attempt(lambda: self._advance(work), self._place) is None:
+            failure = self._attempt(work)
+            if failure is not None and self._decodings.give_up(failure):
+                self._redo(work)
+            elif failure is not None:
                 self._back_off(work)
             finished, work.finished = work.finished, []
             yield from finished
 
-    def _back_off(self, work: _Work) -> None:
-        """After running out of memory: retry the batch with a smaller budget; a request alone fails."""
+    def _attempt(self, work: _Work) -> str | None:
+        """What went wrong with the slots, or that memory ran out, when nothing refers to its tensors any more."""
+        try:
+            return "out of memory" if attempt(lambda: self._advance(work), self._place) is None else None
+        except SlotsError as error:
+            return str(error)
+
+    def _redo(self, work: _Work) -> list[Encoded]:
+        """Let the requests of the batch wait again; what they were."""
         rows = work.batch.rows if work.batch is not None else []
         redone = [row.encoded for row in rows if row.ended is None] + work.taken
-        was_alone = len(rows) + len(work.taken) == 1 and redone
         work.batch, work.taken = None, []
         self._prefill.forget()
         free_memory()
-        if was_alone:
-            work.finished.append(too_large(redone[0]))
+        work.waiting.extendleft(reversed(redone))
+        return redone
+
+    def _back_off(self, work: _Work) -> None:
+        """After running out of memory: retry the batch with a smaller budget; a request alone fails."""
+        n_rows = len(work.batch.rows) if work.batch is not None else 0
+        was_alone = n_rows + len(work.taken) == 1
+        redone = self._redo(work)
+        if was_alone and redone:
+            work.finished.append(too_large(work.waiting.popleft()))
         else:
             self._budget.reduce(work.load.tokens)
-            work.waiting.extendleft(reversed(redone))
 
     def _advance(self, work: _Work) -> bool:
         """Generate one token for each row, then replace ended rows by waiting requests."""
@@ -144,7 +169,8 @@ class StaticBatches:
             return
         held = work.batch.load() if work.batch is not None else Load()
         next_ones = [lengths_of(each) for each in islice(work.waiting, MOST_ROWS)]
-        n_taken, load = n_that_fit(held, next_ones, self._budget.tokens)
+        size = self._decodings.size if work.batch is None else work.batch.decoding.size
+        n_taken, load = n_that_fit(held, next_ones, self._budget.tokens, size)
         # Reading even a few costs as much as a step.
         if n_taken < min(len(work.waiting), held.n_rows // 4 + 1):
             return
@@ -152,7 +178,9 @@ class StaticBatches:
         work.taken = [work.waiting.popleft() for _ in range(n_taken)]
         batch, left = work.batch, work.taken
         while left:
-            n_read = self._prefill.n_together([each.tokens for each in left]) if self._prefill.has_rows else len(left)
+            n_read = len(left)
+            if self._prefill.has_rows:
+                n_read = min(self._prefill.n_together([each.tokens for each in left]), self._decodings.n_read(left))
             batch = self._read(batch, left[:n_read], work.shared, load)
             left = left[n_read:]
         assert batch is not None  # n_taken is at least 1
@@ -172,9 +200,9 @@ class StaticBatches:
         counts = read.mask.new_zeros(len(rows))
         latest = self._chooser.record(rows, read.logits, rules, counts)
         counts = counts + 1
+        most = [each.max_tokens for each in samplings]
         if batch is None:
-            decoding = GrowingRows(read, self._prefill, self._loaded.context)
-            return _Batch(rows, decoding, counts, rules, latest)
-        batch.decoding.join(read)
+            return _Batch(rows, self._decodings.open(read, most, load), counts, rules, latest)
+        batch.decoding.join(read, most)
         counts, latest = torch.cat([batch.counts, counts]), torch.cat([batch.latest, latest])
         return _Batch(batch.rows + rows, batch.decoding, counts, batch.rules.join(rules), latest)

@@ -299,6 +299,8 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
 
         total = min(torch.cuda.get_device_properties(device).total_memory for device in range(n_parts))
         arguments["gpu_memory_utilization"] = memory_share(options.beside, n_parts, total)
+    if options.cuda_graphs is False:
+        arguments["enforce_eager"] = True
     if place.device == "cpu":
         # Unless told, vLLM would take nearly all memory of the node for its cache.
         cache = look_at(options).with_batch(options.batch_tokens or CPU_TOKENS).memory.cache

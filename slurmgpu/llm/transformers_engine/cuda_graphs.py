@@ -1,0 +1,125 @@
+"""Steps as CUDA graphs: one launch for all kernels of a forward pass, which read and write the same memory each time.
+
+Each size of a step is captured when it is first needed, and compared with what it was captured from before it is used.
+All graphs share one memory pool, as none runs beside another and what they compute is in the slots.
+See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.llm.placement.needs import GRAPHS_BYTES
+from slurmgpu.llm.transformers_engine.selfcheck import miss
+from slurmgpu.llm.transformers_engine.slots import Frame
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.interface.engine import Place
+    from slurmgpu.llm.transformers_engine.loading import Loaded
+
+log = logging.getLogger(__name__)
+
+N_WARM_UPS = 2
+"""Runs before a capture, in which libraries choose kernels and allocate what they keep."""
+MOST_GRAPHS = 128
+
+
+def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str | None:
+    """Why steps of this model cannot be CUDA graphs here; None if they may be, which only a try shows.
+
+    `has_other` says that another model computes on the same GPU.
+    """
+    from slurmgpu.llm.transformers_engine import caches
+    from slurmgpu.llm.transformers_engine.cache_layers import GrowingLayer
+
+    model = loaded.model
+    if loaded.device.type != "cuda":
+        return "the model is on the CPU"
+    if place.world_size > 1:
+        return f"it is split over {place.world_size} processes"
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        return f"its layers are on {len(devices)} devices"
+    if has_other:
+        return "another model computes beside it, and needs the memory that they keep"
+    if loaded.switch is not None:
+        return "its adapters change from item to item"
+    if getattr(model, "is_loaded_in_8bit", False):
+        return "8-bit weights of bitsandbytes wait for the GPU in each layer"
+    attention = str(getattr(model.config, "_attn_implementation", None))
+    if "flash" in attention:
+        return f"its attention ({attention}) takes no padding of a fixed size"
+    others = {type(layer).__name__ for layer in caches.new_cache(model).layers if type(layer) is not GrowingLayer}
+    if others:
+        return f"its cache has other layers than those of full attention: {', '.join(sorted(others))}"
+    return None
+
+
+class GraphRunner:
+    """Captures the work of each frame in a CUDA graph, and replays it. `bound` is how far logits may be from it."""
+
+    def __init__(self, device: Any, bound: float) -> None:
+        import torch
+
+        self._device = device
+        self._bound = bound
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: dict[tuple[int, int], Any] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self.held_bytes = 0
+        self.seconds = 0.0
+        """What the graphs hold beside the slots, and what capturing them has taken so far."""
+
+    @property
+    def n_graphs(self) -> int:
+        """The graphs that are held."""
+        return len(self._graphs)
+
+    def run(self, frame: Frame, work: Callable[[], None]) -> None:
+        """Replay the frame's graph, which is captured before if there is none."""
+        graph = self._graphs.get(frame.size)
+        if graph is not None:
+            graph.replay()
+            return
+        if self.held_bytes > GRAPHS_BYTES or len(self._graphs) >= MOST_GRAPHS:
+            self._forget()
+        self._graphs[frame.size] = self._capture(frame, work)
+
+    def _capture(self, frame: Frame, work: Callable[[], None]) -> Any:
+        """A graph whose replay has set the frame's logits, as the work does."""
+        import torch
+
+        started = time.monotonic()
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(N_WARM_UPS):
+                work()
+        here.wait_stream(self._stream)
+        expected = frame.logits.clone()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        graph = torch.cuda.CUDAGraph()
+        # Calls of other threads, such as a library's, may go on.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        self.held_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        frame.logits.zero_()
+        graph.replay()
+        if (found := miss(expected, frame.logits)) > self._bound:
+            raise ArithmeticError(f"the graph of {frame.size[0]} rows misses the scores by {found:.2g} of their range")
+        self.seconds += time.monotonic() - started
+        return graph
+
+    def _forget(self) -> None:
+        """Free all graphs, and begin with another pool."""
+        import torch
+
+        log.info("%d CUDA graphs hold %.0f MB; they are captured again as needed", self.n_graphs, self.held_bytes / 1e6)
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self.held_bytes = 0

@@ -1,0 +1,179 @@
+"""How a batch's rows are kept: in slots for CUDA graphs, if their self-check allows it, else in a cache that grows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from slurmgpu.llm.interface.batching import Budget, Load, free_memory
+from slurmgpu.llm.interface.engine import CudaGraphs, Place
+from slurmgpu.llm.transformers_engine import graph_check
+from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner, obstacle_to
+from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
+from slurmgpu.llm.transformers_engine.graph_marks import Marks
+from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
+from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.interface.engine import EngineOptions
+    from slurmgpu.llm.prompts.codec import Encoded
+    from slurmgpu.llm.transformers_engine.loading import Loaded
+    from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+
+log = logging.getLogger(__name__)
+
+NOTE = "cuda_graphs"
+"""The shard's note: 1 where tokens came by CUDA graphs, 0 where the self-check refused them or they failed."""
+
+
+class DecodingChoice:
+    """Makes the rows of batches. What is wrong with the slots ends their use, and costs no row."""
+
+    def __init__(self, loaded: Loaded, options: EngineOptions, place: Place, prefill: Prefill, budget: Budget) -> None:
+        self._loaded = loaded
+        self._place = place
+        self._prefill = prefill
+        self._budget = budget
+        self._wanted: CudaGraphs = options.cuda_graphs
+        self._has_other = options.beside is not None
+        self._bound = TOLERANCE[options.precision]
+        self._name = options.model.name
+        self._make_runner: Callable[[], Runner] | None = None
+        self._is_decided = False
+        self._slots: Slots | None = None
+
+    @property
+    def uses_slots(self) -> bool:
+        """Whether batches are made in slots."""
+        return self._make_runner is not None
+
+    @property
+    def slots(self) -> Slots | None:
+        """The memory that is held for them."""
+        return self._slots
+
+    def decide(self) -> None:
+        """Before the first batch: try CUDA graphs, unless the settings or the model exclude them."""
+        if self._is_decided:
+            return
+        self._is_decided = True
+        if self._wanted is False:
+            log.info("no CUDA graphs: the settings exclude them")
+        elif (reason := obstacle_to(self._loaded, self._place, has_other=self._has_other)) is not None:
+            log.log(logging.WARNING if self._wanted is True else logging.INFO, "no CUDA graphs: %s", reason)
+        else:
+            self.use(lambda: GraphRunner(self._loaded.device, self._bound))
+
+    def use(self, make_runner: Callable[[], Runner]) -> graph_check.Verdict:
+        """Make batches in slots by this runner, if its self-check allows it; the check's verdict."""
+        marks = Marks(self._name, *_versions(), self._device_name())
+        left = marks.found()
+        if left is not None:
+            verdict = graph_check.Verdict(left)
+        else:
+            with marks.trying():
+                verdict = self._check(make_runner)
+            free_memory()
+        if verdict.reason is None:
+            log.info("tokens by CUDA graphs: %s", verdict)
+            self._make_runner = make_runner
+        else:
+            log.warning("no CUDA graphs, tokens are computed eagerly: %s", verdict.reason)
+        self._is_decided = True
+        self._place.note(NOTE, int(verdict.reason is None))
+        return verdict
+
+    def _check(self, make_runner: Callable[[], Runner]) -> graph_check.Verdict:
+        import torch
+
+        checked = graph_check.Checked(
+            self._prefill,
+            make_runner,
+            n_tokens=self._budget.tokens,
+            n_words=self._loaded.model.config.get_text_config().vocab_size,
+            context=self._loaded.context,
+            bound=self._bound,
+            must_gain=self._wanted == "auto",
+            clock=self._clock,
+        )
+        try:
+            with torch.inference_mode():
+                return graph_check.check(checked)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+        self._raise_if_lost(reason)
+        return graph_check.Verdict(reason)
+
+    def size(self, load: Load) -> int:
+        """The tokens of the cache that a new batch of this load takes."""
+        return tokens_of(load) if self.uses_slots else load.tokens
+
+    def n_read(self, waiting: Sequence[Encoded]) -> int:
+        """How many of these requests, the longest first, may be read at once."""
+        if not self.uses_slots:
+            return len(waiting)
+        return max(1, int(READ_SHARE * self._budget.tokens) // max(1, len(waiting[0].tokens)))
+
+    def open(self, read: Prefilled, most: Sequence[int], load: Load) -> Decoding:
+        """The rows of a new batch, which begins with the prompts that were read and gets a load.
+
+        `most` are the most tokens of each answer.
+        """
+        if self._make_runner is None or tokens_of(load) > self._budget.tokens:
+            return GrowingRows(read, self._prefill, self._loaded.context)
+        if self._slots is None or self._slots.n_tokens < self._budget.tokens:
+            self._slots = None  # its memory, before there are others
+            self._slots = Slots(read, self._budget.tokens, self._make_runner())
+        found = SlotRows(self._slots, self._prefill, self._loaded.context)
+        found.join(read, most)
+        return found
+
+    def give_up(self, reason: str) -> bool:
+        """Go on without slots; whether there were any, in which case nothing else need be changed."""
+        if not self.uses_slots:
+            return False
+        self._make_runner = None
+        self.release()
+        self._raise_if_lost(reason)
+        log.warning("CUDA graphs failed, tokens are computed eagerly from now on: %s", reason)
+        self._place.note(NOTE, 0)
+        return True
+
+    def release(self) -> None:
+        """Free the slots and their graphs; the next batch makes new ones."""
+        if self._slots is not None:
+            self._slots = None
+            free_memory()
+
+    def _clock(self) -> float:
+        import torch
+
+        if self._loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._loaded.device)
+        return time.perf_counter()
+
+    def _device_name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name(self._loaded.device) if self._loaded.device.type == "cuda" else "cpu"
+
+    def _raise_if_lost(self, reason: str) -> None:
+        """Raise CUDA's error if nothing can be computed any more, and let the next process do without graphs."""
+        try:
+            self._clock()
+        except Exception:
+            Marks(self._name, *_versions(), self._device_name()).leave(f"they have broken CUDA: {reason}")
+            raise
+
+
+def _versions() -> tuple[str, str]:
+    import torch
+    import transformers
+
+    return str(torch.__version__), str(transformers.__version__)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,98 @@
+"""Remember on this node that a process ended while it tried CUDA graphs, so that the next one does without.
+
+A fault of the GPU may end the process, or break CUDA for it: the worker that is started in its place must not do the
+same. A mark is a file that its process locks; one that nobody locks is that of an ended process. It holds for the same
+job, and for an hour: nobody removes the mark of a process that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+KEEP_S = 3600.0
+ENDED = "a process on this node ended while it tried them"
+
+
+class Marks:
+    """The marks of one model, with one set of versions, on one kind of device, in this job."""
+
+    def __init__(self, *what: str) -> None:
+        self._folder = Path(tempfile.gettempdir()) / f"slurmgpu-graphs-{os.getuid()}"
+        name = "\n".join([*what, os.environ.get("SLURM_JOB_ID", "")])
+        self._name = hashlib.sha256(name.encode()).hexdigest()[:16]
+
+    def found(self) -> str | None:
+        """What an ended process has left; None if there is no such mark."""
+        if not self._is_own():
+            return None
+        for path in sorted(self._folder.glob(f"{self._name}-*")):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > KEEP_S:
+                    path.unlink()
+                elif _is_unlocked(path):
+                    return path.read_text(encoding="utf-8").strip() or ENDED
+        return None
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Have a mark, which stays if this process ends meanwhile."""
+        mark = self._make(ENDED)
+        try:
+            yield
+        finally:
+            if mark is not None:
+                mark[0].unlink(missing_ok=True)
+                os.close(mark[1])
+
+    def leave(self, reason: str) -> None:
+        """Leave a mark, for the process that is started in place of this one."""
+        mark = self._make(reason)
+        if mark is not None:
+            os.close(mark[1])
+
+    def _make(self, text: str) -> tuple[Path, int] | None:
+        """A locked file and its descriptor; None, with a line in the log, where the node has no place for it."""
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if not self._is_own():
+                raise PermissionError(f"{self._folder} is not a folder that you alone may write")
+            new = self._folder / f"new-{uuid.uuid4().hex}"
+            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before it has the name by which others find it
+            os.write(descriptor, text.encode())
+            path = self._folder / f"{self._name}-{uuid.uuid4().hex}"
+            new.rename(path)
+        except OSError as error:
+            log.info("no mark of a try of CUDA graphs: %s", error)
+            return None
+        return path, descriptor
+
+    def _is_own(self) -> bool:
+        try:
+            found = self._folder.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _is_unlocked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

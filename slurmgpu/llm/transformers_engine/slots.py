@@ -1,0 +1,281 @@
+"""Rows in a cache of fixed size, whose steps read and write the same memory each time, as CUDA graphs need it.
+
+A step has one of a few sizes: rows and columns of the cache, both rounded up. The rows beyond those in use are padding,
+which attends to its own token alone. All sizes share one allocation: the keys of a layer are the first rows x heads x
+columns x dimension numbers of a flat tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from slurmgpu.llm.interface.batching import MOST_ROWS, Load
+from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MOST_ROWS)
+"""The numbers of rows of a step. Each size is captured when it is first needed, which takes as long as many steps."""
+LEAST_COLUMNS = 64
+READ_SHARE = 0.25
+"""The share of the slots' tokens that is read at once: until they are copied, prompts are in a cache of their own."""
+
+T = TypeVar("T")
+
+
+class SlotsError(Exception):
+    """Something in the slots or in their graphs failed; the rows can be computed again without them."""
+
+
+def row_size(n_rows: int) -> int:
+    """The rows of a step of so many rows."""
+    return next(size for size in ROWS if size >= n_rows)
+
+
+def column_size(n_columns: int) -> int:
+    """The columns of a step that needs so many: 64, 96, 128, 192, 256, 384 …, at most half as many again."""
+    whole: int = max(LEAST_COLUMNS, 1 << (n_columns - 1).bit_length())
+    less = whole * 3 // 4
+    return less if n_columns <= less and less > LEAST_COLUMNS else whole
+
+
+def tokens_of(load: Load) -> int:
+    """The tokens of the cache that a load takes in slots, when it ends."""
+    return row_size(load.n_rows) * column_size(load.columns + load.more)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The memory of steps of one size: the first rows and columns of the slots'.
+
+    `ids`, `positions` (row, 1) and `mask` (row, column) are the model's inputs; `cursors` (row,) are the columns that
+    the step writes, up to `lasts` (row,); `logits` (row, token) gets what it computes.
+    """
+
+    size: tuple[int, int]
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    cursors: Tensor
+    lasts: Tensor
+    logits: Tensor
+    cache: Any
+
+
+class Runner(Protocol):
+    """How the work of a step is done: again and again in the same memory, for each frame."""
+
+    def run(self, frame: Frame, work: Callable[[], None]) -> None:
+        """Do the work, which sets the frame's logits; done twice it changes nothing more."""
+
+
+class EagerRunner:
+    """Calls the work each time."""
+
+    def run(self, frame: Frame, work: Callable[[], None]) -> None:
+        """Do the work, which sets the frame's logits."""
+        work()
+
+
+class Slots:
+    """The memory of at most `n_tokens` rows times columns, shaped as the cache of prompts that were read.
+
+    `runner` is for this memory alone: graphs have its addresses.
+    """
+
+    def __init__(self, like: Prefilled, n_tokens: int, runner: Runner) -> None:
+        import torch
+
+        self.n_tokens = n_tokens
+        self.runner = runner
+        self._shapes = [(layer.keys.shape, layer.values.shape) for layer in like.cache.layers]
+        self._flat = [
+            tuple(each.new_zeros(n_tokens * each.shape[1] * each.shape[3]) for each in (layer.keys, layer.values))
+            for layer in like.cache.layers
+        ]
+        device = like.mask.device
+        self._mask = torch.zeros(n_tokens, dtype=torch.int64, device=device)
+        self._ids = torch.zeros(MOST_ROWS, 1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(MOST_ROWS, 1, dtype=torch.int64, device=device)
+        self._cursors = torch.zeros(MOST_ROWS, dtype=torch.int64, device=device)
+        self._lasts = torch.zeros(MOST_ROWS, dtype=torch.int64, device=device)
+        self._rows = torch.arange(MOST_ROWS, device=device)
+        self._logits = like.logits.new_zeros(MOST_ROWS, like.logits.shape[1])
+        self._frames: dict[tuple[int, int], Frame] = {}
+
+    def frame(self, n_rows: int, n_columns: int) -> Frame:
+        """The views of a size."""
+        if (n_rows, n_columns) not in self._frames:
+            self._frames[n_rows, n_columns] = self._make_frame(n_rows, n_columns)
+        return self._frames[n_rows, n_columns]
+
+    def _make_frame(self, n_rows: int, n_columns: int) -> Frame:
+        from transformers.cache_utils import Cache
+
+        from slurmgpu.llm.transformers_engine.cache_layers import FixedLayer
+
+        rows, cursors = self._rows[:n_rows], self._cursors[:n_rows]
+        layers = [FixedLayer(keys, values, rows, cursors) for keys, values in self.layers(n_rows, n_columns)]
+        return Frame(
+            (n_rows, n_columns),
+            self._ids[:n_rows],
+            self._positions[:n_rows],
+            self.mask(n_rows, n_columns),
+            cursors,
+            self._lasts[:n_rows],
+            self._logits[:n_rows],
+            Cache(layers=layers),
+        )
+
+    def mask(self, n_rows: int, n_columns: int) -> Tensor:
+        """The mask of the first rows, where they have so many columns: (row, column)."""
+        return self._mask[: n_rows * n_columns].view(n_rows, n_columns)
+
+    def layers(self, n_rows: int, n_columns: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the first rows in each layer: (row, head, column, dimension)."""
+        return [
+            tuple(
+                flat[: n_rows * shape[1] * n_columns * shape[3]].view(n_rows, shape[1], n_columns, shape[3])
+                for flat, shape in zip(flats, shapes, strict=True)
+            )
+            for flats, shapes in zip(self._flat, self._shapes, strict=True)
+        ]
+
+
+class SlotRows:
+    """Rows in slots; row and column sizes follow the rows in use."""
+
+    def __init__(self, slots: Slots, prefill: Prefill, context: int) -> None:
+        self._slots = slots
+        self._prefill = prefill
+        self._context = context
+        self._ends: list[int] = []
+        self._lasts: list[int] = []
+        """The column of each row's next token, and the last that it needs, as in the cursors and lasts of frames."""
+        self._n_columns = 0
+
+    @property
+    def columns(self) -> int:
+        """The cache's columns in use."""
+        return max(self._ends)
+
+    def size(self, load: Load) -> int:
+        """The tokens of the cache that a load takes."""
+        return tokens_of(load)
+
+    def step(self, latest: Tensor) -> Tensor:
+        """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
+        return _guarded(lambda: self._step(latest))
+
+    def keep(self, going_on: Sequence[int]) -> list[int]:
+        """Keep these rows, given in ascending order; returns their new order."""
+        return _guarded(lambda: self._keep(going_on))
+
+    def join(self, read: Prefilled, most: Sequence[int]) -> None:
+        """Append prompts that were read, as rows that get at most so many tokens each."""
+        _guarded(lambda: self._join(read, most))
+
+    def _step(self, latest: Tensor) -> Tensor:
+        import torch
+
+        n_rows = len(self._ends)
+        self._set_columns(self.columns + 1)
+        frame = self._slots.frame(row_size(n_rows), self._n_columns)
+        frame.ids[:n_rows, 0] = latest
+        frame.mask[:n_rows].scatter_(1, frame.cursors[:n_rows, None], 1)
+
+        def work() -> None:
+            frame.logits.copy_(self._prefill.forward(frame.ids, frame.mask, frame.positions, frame.cache)[:, -1])
+
+        self._slots.runner.run(frame, work)
+        # Ended rows are computed until they are dropped: in their last column, and at a position that the model has.
+        frame.positions[:n_rows].add_(1).clamp_(max=self._context - 1)
+        frame.cursors[:n_rows] = torch.minimum(frame.cursors[:n_rows] + 1, frame.lasts[:n_rows])
+        self._ends = [min(end + 1, last) for end, last in zip(self._ends, self._lasts, strict=True)]
+        return frame.logits[:n_rows]
+
+    def _keep(self, going_on: Sequence[int]) -> list[int]:
+        import torch
+
+        n_rows = len(going_on)
+        kept = set(going_on)
+        holes = [row for row in range(n_rows) if row not in kept]
+        moved = dict(zip(holes, [row for row in going_on if row >= n_rows], strict=True))
+        order = [moved.get(row, row) for row in range(n_rows)]
+        frame = self._slots.frame(row_size(len(self._ends)), self._n_columns)
+        if moved:
+            targets, sources = (torch.tensor([*each], device=frame.mask.device) for each in (moved, moved.values()))
+            layers = [(layer.keys, layer.values) for layer in frame.cache.layers]
+            inputs = (frame.positions, frame.cursors, frame.lasts, frame.mask)
+            for each in (*inputs, *(each for pair in layers for each in pair)):
+                each[targets] = each[sources]
+        self._ends, self._lasts = [self._ends[row] for row in order], [self._lasts[row] for row in order]
+        self._clear(n_rows, row_size(n_rows))
+        wanted = column_size(self.columns + 1)
+        if wanted < self._n_columns:
+            self._move_to(wanted)
+        return order
+
+    def _join(self, read: Prefilled, most: Sequence[int]) -> None:
+        import torch
+
+        first, n_columns = len(self._ends), read.mask.shape[1]
+        if not self._ends:
+            self._n_columns = column_size(n_columns + 1)
+        self._set_columns(n_columns + 1)
+        n_rows = first + len(read.mask)
+        self._clear(first, row_size(n_rows))
+        self._ends += [n_columns] * len(read.mask)
+        # The last token of an answer is never read.
+        lasts = [n_columns + max(0, n - 2) for n in most]
+        self._lasts += lasts
+        frame = self._slots.frame(row_size(n_rows), self._n_columns)
+        new = slice(first, n_rows)
+        frame.mask[new, :n_columns] = read.mask
+        frame.cursors[new] = n_columns
+        frame.lasts[new] = torch.tensor(lasts, device=frame.lasts.device)
+        frame.positions[new, 0] = read.mask.sum(1).clamp(max=self._context - 1)
+        for mine, other in zip(frame.cache.layers, read.cache.layers, strict=True):
+            mine.keys[new, :, :n_columns] = other.keys
+            mine.values[new, :, :n_columns] = other.values
+
+    def _set_columns(self, n_needed: int) -> None:
+        if n_needed > self._n_columns:
+            self._move_to(column_size(n_needed))
+
+    def _move_to(self, n_columns: int) -> None:
+        """Give each row other columns, all of which are in the same memory: a copy of one layer at a time."""
+        n_rows, n_used = row_size(len(self._ends)), min(self._n_columns, n_columns)
+        places = [(self._slots.mask(n_rows, n) for n in (self._n_columns, n_columns))]
+        old, new = (self._slots.layers(n_rows, n) for n in (self._n_columns, n_columns))
+        places += [pair for olds, news in zip(old, new, strict=True) for pair in zip(olds, news, strict=True)]  # type: ignore[misc]
+        for before, after in places:
+            is_mask = before.ndim == 2
+            held = before[:, :n_used].clone() if is_mask else before[:, :, :n_used].clone()
+            # What a row does not attend to counts as 0 times what is there, which must be a number.
+            after.zero_()
+            (after[:, :n_used] if is_mask else after[:, :, :n_used]).copy_(held)
+        self._n_columns = n_columns
+
+    def _clear(self, first: int, end: int) -> None:
+        """Make rows padding: their only column in use is the first, which each step overwrites."""
+        if first >= end:
+            return
+        frame, rows = self._slots.frame(end, self._n_columns), slice(first, end)
+        for layer in frame.cache.layers:
+            layer.keys[rows] = 0
+            layer.values[rows] = 0
+        for each in (frame.mask, frame.ids, frame.positions, frame.cursors, frame.lasts):
+            each[rows] = 0
+        frame.mask[rows, 0] = 1
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    """The result of the work; SlotsError if it raises anything."""
+    try:
+        return work()
+    except Exception as error:
+        raise SlotsError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error

@@ -1,0 +1,683 @@
+"""Steps in memory that stays where it is give today's tokens, and whatever is wrong with them costs none.
+
+There is no GPU: what a graph would replay is called again in its place, in the same memory. `GraphRunner` itself runs
+on stand-ins of `torch.cuda`.
+"""
+
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.interface.batching import MOST_ROWS, Load
+from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, Structure
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.settings import engine_options
+from slurmgpu.llm.transformers_engine import continuous, cuda_graphs, decoding_choice, graph_check, slots
+from slurmgpu.llm.transformers_engine.graph_marks import ENDED, Marks
+from slurmgpu.llm.transformers_engine.prefilling import Prefilled
+from slurmgpu.llm.transformers_engine.selfcheck import miss
+from slurmgpu.llm.transformers_engine.slots import EagerRunner, SlotRows, Slots, column_size, row_size, tokens_of
+from tests.support.nightly import by_night
+from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, _sizes, make_gpt_oss, make_llama, make_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BEGINNING = "the same long beginning of some of these prompts: "
+
+
+def make(model, config, **sizes):
+    """A tiny model of any kind, by the names of its classes."""
+    import transformers
+
+    def write(folder):
+        torch.manual_seed(0)
+        return _save(getattr(transformers, model)(getattr(transformers, config)(**sizes)), folder, None)
+
+    return write
+
+
+WORDS = {"vocab_size": len(SPECIAL) + len(CHARACTERS), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = _sizes(num_local_experts=4, num_experts_per_tok=2, initializer_range=0.2, sliding_window=None)
+OTHER = {"n_layer": 2, "n_head": 4, "initializer_range": 0.2, **WORDS}
+MAKERS = {
+    "llama": make_llama,
+    "qwen3": make_qwen3,
+    "mixtral": make("MixtralForCausalLM", "MixtralConfig", **EXPERTS),  # experts
+    "gpt2": make("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_positions=512, **OTHER),  # learned positions
+    "bloom": make("BloomForCausalLM", "BloomConfig", hidden_size=64, **OTHER),  # ALiBi
+    "gpt_oss": make_gpt_oss,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made, root = {}, tmp_path_factory.mktemp("models")
+
+    def get(kind="llama"):
+        if kind not in made:
+            made[kind] = MAKERS[kind](root / kind)
+        return made[kind]
+
+    return get
+
+
+def engine(folder, **options):
+    notes = {}
+    settings = {"precision": "fp32", "batch_tokens": 2500, **options}
+    made = open_engine(EngineOptions(find_model(str(folder)), **settings), Place("cpu", note=notes.__setitem__))
+    made.notes = notes
+    return made
+
+
+def in_slots(folder, make_runner=EagerRunner, **options):
+    """An engine with batches in slots, which needs not be faster than today's here."""
+    made = engine(folder, cuda_graphs=True, **options)
+    made.verdict = made._decodings.use(make_runner)
+    return made
+
+
+def requests(n=24, seed=0, **sampling):
+    """Requests of all lengths, of which some begin alike and some have the same prompt."""
+    rng = random.Random(seed)
+    texts = ["".join(rng.choices(CHARACTERS, k=rng.randint(3, 60))) for _ in range(n)]
+    texts[: n // 5] = [BEGINNING + text for text in texts[: n // 5]]
+    texts[-1] = texts[-2]
+    keys = enumerate(texts)
+    return [
+        Request(i, Prompt(text), Sampling(**{"max_tokens": rng.randint(1, 50), **sampling}), key=i) for i, text in keys
+    ]
+
+
+class Answer(tuple):
+    """Equal to another one whose log-probabilities are the same but for rounding."""
+
+    __hash__ = None
+
+    def __new__(cls, tokens, finish_reason, logprobs):
+        made = super().__new__(cls, (tokens, finish_reason))
+        made.logprobs = logprobs
+        return made
+
+    def __eq__(self, other):
+        return tuple(self) == tuple(other) and self.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def answers(engine, asked):
+    found = {}
+    for output in engine.generate(asked):
+        assert output.id not in found
+        assert output.error is None
+        logprobs = () if output.logprobs is None else output.logprobs.tolist()
+        found[output.id] = Answer(output.tokens.tolist(), output.finish_reason, logprobs)
+    assert sorted(found) == [each.id for each in asked]
+    return found
+
+
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_p": 0.9, "logprobs": True},
+    "stopped": {"temperature": 1.0, "stop": ("a", "9")},
+    "structured": {"temperature": 1.0, "structure": Structure("regex", "[0-9]{2,30}[a-z]")},
+}
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("llama", way) for way in WAYS),
+        *((kind, "sampled") for kind in ("mixtral", "bloom")),
+        *map(by_night, ("qwen3", "gpt2", "qwen3", "mixtral", "gpt2", "bloom"), ("sampled",) * 2 + ("greedy",) * 4),
+    ],
+)
+def test_tokens_are_those_of_a_cache_that_grows(folder, kind, way):
+    asked = requests(**WAYS[way])
+    ours = in_slots(folder(kind))
+    assert ours.verdict.reason is None
+    assert answers(ours, asked) == answers(engine(folder(kind)), asked)
+    assert ours._decodings.uses_slots
+    assert ours.notes == {"cuda_graphs": 1}
+
+
+@pytest.mark.parametrize("batch_tokens", [300, pytest.param(1000, marks=pytest.mark.nightly), 30_000])
+def test_tokens_do_not_depend_on_the_size_of_the_slots(folder, batch_tokens):
+    """The smallest have no room for the longest request, which is computed as today; no batch outgrows its slots."""
+    asked = requests(temperature=1.0)
+    ours = in_slots(folder(), batch_tokens=batch_tokens)
+    assert answers(ours, asked) == answers(engine(folder()), asked)
+    sizes = [rows * columns for rows, columns in ours._decodings.slots._frames]
+    assert max(sizes) <= batch_tokens
+    assert len({columns for _, columns in ours._decodings.slots._frames}) > 1
+
+
+def test_a_row_that_has_ended_moves_on_no_further_than_it_may(folder):
+    """It waits for others to end; its columns would else outgrow the slots, and its positions the model."""
+    ours = in_slots(folder(), batch_tokens=64 * 96)
+    asked = [Request(i, Prompt("1" * 40), Sampling(max_tokens=2 if i < 7 else 50)) for i in range(64)]
+    assert answers(ours, asked) == answers(engine(folder(), batch_tokens=64 * 96), asked)
+    assert {columns for rows, columns in ours._decodings.slots._frames if rows == 64} == {64, 96}
+
+
+def test_what_a_row_leaves_behind_reaches_no_other(folder):
+    """Also not as 0 times a number that is none."""
+    ours = engine(folder())
+    read = lambda n_rows, length: ours._prefill.read([(3,) * length] * n_rows, 99)  # noqa: E731
+    with torch.inference_mode():
+        memory = Slots(read(1, 5), 4 * 128, EagerRunner())
+        for flat in itertools.chain(memory._mask[None], *memory._flat):
+            flat.fill_(float("nan") if flat.is_floating_point() else 1)
+        rows = SlotRows(memory, ours._prefill, 2048)
+        rows.join(read(3, 20), [60] * 3)
+        for _ in range(50):
+            assert rows.step(torch.tensor([5, 6, 7])).isfinite().all()
+        assert rows._n_columns == 96
+        for layer in memory.frame(4, 96).cache.layers:
+            layer.keys[1].fill_(float("inf"))
+            layer.values[1].fill_(float("nan"))
+        assert rows.keep([0, 2]) == [0, 2]
+        rows.join(read(1, 60), [10])
+        for _ in range(10):
+            assert rows.step(torch.tensor([5, 6, 7])).isfinite().all()
+
+
+def test_sizes_hold_what_they_must_and_not_much_more():
+    for n in range(1, MOST_ROWS + 1):
+        assert n <= row_size(n) <= max(2 * n, n + 1)
+    for n in range(1, 9000):
+        assert n <= column_size(n) <= max(64, 1.5 * n + 1)
+        assert column_size(n) % 32 == 0
+    assert [column_size(n) for n in (1, 64, 65, 96, 97, 129, 193)] == [64, 64, 96, 96, 128, 192, 256]
+    assert tokens_of(Load(5, 60, 40)) == 8 * 128
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_a_step_neither_reads_a_value_nor_copies_from_the_host(kind, attention):
+    """A graph cannot: on the device `meta` there are no values, and all tensors of each operation must be there."""
+    import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class OnDevice(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            tensors = [each for each in tree_leaves((args, kwargs, found)) if isinstance(each, torch.Tensor)]
+            assert {each.device.type for each in tensors} == {"meta"}, function
+            return found
+
+    config = getattr(transformers, f"{kind}Config")(**(EXPERTS if kind == "Mixtral" else _sizes()), dtype="bfloat16")
+    config._attn_implementation = attention
+    with torch.device("meta"), torch.inference_mode():
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config).eval().bfloat16()
+        like = SimpleNamespace(keys=torch.zeros(1, 2, 1, 16).bfloat16(), values=torch.zeros(1, 2, 1, 16).bfloat16())
+        cache = SimpleNamespace(layers=[like] * 2)
+        memory = Slots(Prefilled(cache, torch.zeros(1, 1), torch.zeros(1, 9).bfloat16()), 4 * 64, EagerRunner())
+        frame = memory.frame(4, 64)
+        inputs = {"input_ids": frame.ids, "attention_mask": frame.mask, "position_ids": frame.positions}
+        with OnDevice():
+            logits = model(**inputs, past_key_values=frame.cache, use_cache=True, logits_to_keep=1).logits
+    assert logits.shape == (4, 1, WORDS["vocab_size"])
+
+
+# The self-check
+
+
+class Wrong(EagerRunner):
+    """A runner that does something wrong in its `at`-th call."""
+
+    def __init__(self, at, wrong):
+        self.calls, self.at, self.wrong = itertools.count(1), at, wrong
+
+    def run(self, frame, work):
+        work()
+        if next(self.calls) == self.at:
+            self.wrong(frame)
+
+
+def one_wrong_logit(frame):
+    frame.logits[0, 7] += 0.5
+
+
+def fail(frame):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def lose_memory(frame):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "reason"),
+    [
+        (1, fail, "SlotsError: RuntimeError: operation not permitted when stream is capturing"),
+        (9, fail, "SlotsError: RuntimeError: operation not permitted when stream is capturing"),
+        (30, lose_memory, "SlotsError: OutOfMemoryError: CUDA out of memory"),
+        (3, one_wrong_logit, "with 1 rows scores are off by "),
+        (20 + graph_check.N_MORE // 2, one_wrong_logit, "rows scores are off by "),
+        (5, lambda frame: frame.logits.fill_(float("nan")), "scores are off by inf of their range"),
+    ],
+)
+def test_steps_that_are_wrong_or_fail_are_refused_and_hold_no_memory(folder, caplog, monkeypatch, at, wrong, reason):
+    held = []
+    make_slots = Slots.__init__
+    monkeypatch.setattr(
+        Slots, "__init__", lambda self, *args: held.append(weakref.ref(self)) or make_slots(self, *args)
+    )
+    ours = in_slots(folder(), lambda: Wrong(at, wrong))
+    assert reason in ours.verdict.reason
+    assert f"no CUDA graphs, tokens are computed eagerly: {ours.verdict.reason}" in caplog.text
+    assert ours.notes == {"cuda_graphs": 0}
+    gc.collect()
+    assert [each() for each in held] == [None]
+    assert answers(ours, requests(8)) == answers(engine(folder()), requests(8))
+    assert len(held) == 1
+
+
+def test_steps_that_take_longer_are_refused_unless_they_are_asked_for(folder, monkeypatch):
+    """By a clock of the test's: a step of the growing cache takes a second, one in slots two; then the other way."""
+    now = [0.0]
+    seconds = {"GrowingRows": 1.0, "SlotRows": 2.0}
+    for kind in (graph_check.GrowingRows, SlotRows):
+
+        def step(self, latest, kind=kind, real=kind.step):
+            now[0] += seconds[kind.__name__]
+            return real(self, latest)
+
+        monkeypatch.setattr(kind, "step", step)
+    monkeypatch.setattr(decoding_choice.DecodingChoice, "_clock", lambda self: now[0])
+    monkeypatch.setattr(graph_check, "LIMIT_S", 1000)
+    ours = engine(folder())
+    verdict = ours._decodings.use(EagerRunner)
+    assert verdict.reason.startswith("they are not faster: 1 x 40 tokens: off by ")
+    assert verdict.gain == 0.5
+    assert ours.notes == {"cuda_graphs": 0}
+    assert in_slots(folder()).verdict.gain == 0.5  # by cuda_graphs = true
+    seconds |= {"SlotRows": 0.5}
+    assert engine(folder())._decodings.use(EagerRunner).reason is None
+    monkeypatch.setattr(graph_check, "LIMIT_S", 20)
+    assert engine(folder())._decodings.use(EagerRunner).reason == "the self-check takes longer than 20 s"
+
+
+def test_the_check_fits_small_batches_and_short_contexts(folder):
+    assert in_slots(folder(), batch_tokens=100).verdict.trials[0].longest == 25
+    assert in_slots(folder(), batch_tokens=40).verdict.reason == "batches of 40 tokens are too small"
+    assert {each.longest for each in in_slots(folder(), max_context=30).verdict.trials} == {9}
+    large = in_slots(folder(), batch_tokens=30_000)
+    assert [(each.n_rows, each.longest) for each in large.verdict.trials] == [(1, 40), (32, 60), (4, 1500)]
+
+
+def test_a_model_with_other_layers_is_refused_by_the_check_as_well(folder):
+    assert "SlotsError" in in_slots(folder("gpt_oss")).verdict.reason
+
+
+def test_scores_that_differ_are_measured_by_their_range():
+    wanted = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.0, 10.0, 0.0, 10.0]])
+    assert miss(wanted, wanted) == 0
+    assert miss(wanted, wanted + torch.tensor([[0.1, 0, 0, 0]])) == pytest.approx(0.1)
+    without = torch.tensor([[-torch.inf, 1.0, 2.0, 0.0]])
+    assert miss(without, without) == 0
+    assert miss(without, without + 0.5) == 0.5
+    assert miss(without, without.nan_to_num()) == torch.inf
+    assert miss(wanted, wanted * torch.nan) == torch.inf
+
+
+# What goes wrong later
+
+
+LATER = [(1, lose_memory), (20, fail), (50, fail)]
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong"),
+    [(1, fail), (30, lose_memory), *(pytest.param(*each, marks=pytest.mark.nightly) for each in LATER)],
+)
+def test_steps_that_fail_later_cost_no_answer(folder, caplog, wrong, at):
+    runners = []
+
+    def make_runner():
+        runners.append(Wrong(at if runners else -1, wrong))
+        return runners[-1]
+
+    ours, asked = in_slots(folder(), make_runner), requests(temperature=1.0)
+    assert answers(ours, asked) == answers(engine(folder()), asked)
+    assert "CUDA graphs failed, tokens are computed eagerly from now on: " in caplog.text
+    assert "out of memory with a batch" not in caplog.text  # the batch had its memory without the slots
+    assert ours.notes == {"cuda_graphs": 0}
+    assert ours._decodings.slots is None
+    assert len(runners) == 2  # the check's and one
+
+
+@pytest.mark.parametrize("place", ["Slots.__init__", "Prefill._read"])
+def test_memory_that_runs_out_beside_the_slots_costs_them_first(folder, caplog, monkeypatch, place):
+    ours, asked = in_slots(folder()), requests(temperature=1.0)
+    name, _, method = place.partition(".")
+    kind = {"Slots": Slots, "Prefill": type(ours._prefill)}[name]
+    real, calls = getattr(kind, method), itertools.count(1)
+
+    def work(self, *args):
+        if next(calls) == 1:
+            lose_memory(None)
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, work)
+        found = answers(ours, asked)
+    assert found == answers(engine(folder()), asked)
+    assert "CUDA graphs failed, tokens are computed eagerly from now on: out of memory" in caplog.text
+    assert ours._static._budget.tokens == 2500
+
+
+def test_scores_have_the_memory_of_the_slots(folder):
+    ours = in_slots(folder())
+    expected = answers(ours, requests(8))
+    memory = weakref.ref(ours._decodings.slots)
+    list(ours.score([Question(0, Prompt("1+1"), ("a", "bc"))]))
+    assert memory() is None
+    assert answers(ours, requests(8)) == expected
+    ours.close()
+    assert ours._decodings.slots is None
+
+
+# A process that ended
+
+
+def test_a_process_that_ended_in_the_check_is_remembered_by_the_next(folder, caplog):
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            in_slots(folder(), lambda: Wrong(2, lambda frame: os._exit(7)))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    ours = in_slots(folder())
+    assert ours.verdict.reason == ENDED
+    assert answers(ours, requests(8)) == answers(engine(folder()), requests(8))
+
+
+def test_a_mark_holds_while_its_process_has_ended_and_for_an_hour(tmp_path, monkeypatch):
+    marks = Marks("model", "versions")
+    assert marks.found() is None
+    with marks.trying():
+        assert marks.found() is None  # this process lives
+    assert marks.found() is None
+    marks.leave("they have broken CUDA")
+    assert marks.found() == "they have broken CUDA"
+    assert Marks("another model", "versions").found() is None
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert Marks("model", "versions").found() is None
+    monkeypatch.delenv("SLURM_JOB_ID")
+    [path] = tmp_path.glob("slurmgpu-graphs-*/*")
+    os.utime(path, (path.stat().st_mtime - 3700,) * 2)
+    assert marks.found() is None
+    assert not path.exists()
+
+
+def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    marks = Marks("model")
+    marks.leave("something")
+    [folder] = tmp_path.iterdir()
+    folder.chmod(0o777)
+    assert marks.found() is None
+    with marks.trying():
+        pass
+    assert "is not a folder that you alone may write" in caplog.text
+
+
+def test_broken_cuda_ends_the_worker_and_the_next_does_without(folder, monkeypatch):
+    """An error that stays is raised, for the worker to be started again, which finds the mark."""
+    broken = []
+
+    def clock(self):
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return 0.0
+
+    monkeypatch.setattr(decoding_choice.DecodingChoice, "_clock", clock)
+    runners = []
+
+    def make_runner():
+        runners.append(Wrong(5 if runners else -1, lambda frame: (broken.append(1), fail(frame))))
+        return runners[-1]
+
+    with pytest.raises(RuntimeError, match="CUDA error: an illegal memory access"):
+        answers(in_slots(folder(), make_runner), requests(8))
+    broken.clear()
+    ours = in_slots(folder())
+    assert ours.verdict.reason.startswith("they have broken CUDA: RuntimeError: operation not permitted")
+    assert answers(ours, requests(8)) == answers(engine(folder()), requests(8))
+
+
+# When graphs are tried
+
+
+CARD = SimpleNamespace(type="cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": SimpleNamespace(type="cpu")}, "the model is on the CPU"),
+        ({"switch": object()}, "its adapters change from item to item"),
+        ({"kind": "gpt_oss"}, "its cache has other layers than those of full attention: GrowingSlidingLayer"),
+        ({"hf_device_map": {"a": 0, "b": 1}}, "its layers are on 2 devices"),
+        ({"is_loaded_in_8bit": True}, "8-bit weights of bitsandbytes wait for the GPU in each layer"),
+        ({"attention": "flash_attention_2"}, "its attention (flash_attention_2) takes no padding of a fixed size"),
+        ({"world_size": 2}, "it is split over 2 processes"),
+        ({"has_other": True}, "another model computes beside it, and needs the memory that they keep"),
+        ({}, None),
+    ],
+)
+def test_a_model_is_tried_if_all_of_its_cache_is_full_attention_on_one_gpu(folder, changes, reason):
+    model = engine(folder(changes.pop("kind", "llama")))._loaded.model
+    place = Place("cuda:0", gpus=1, world_size=changes.pop("world_size", 1))
+    loaded = SimpleNamespace(model=model, device=changes.pop("device", CARD), switch=changes.pop("switch", None))
+    model.config._attn_implementation = changes.pop("attention", model.config._attn_implementation)
+    has_other = changes.pop("has_other", False)
+    for name, value in changes.items():
+        setattr(model, name, value)
+    assert cuda_graphs.obstacle_to(loaded, place, has_other=has_other) == reason
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "level", "said"),
+    [
+        ("auto", logging.INFO, "no CUDA graphs: the model is on the CPU"),
+        (True, logging.WARNING, "no CUDA graphs: the model is on the CPU"),
+        (False, logging.INFO, "no CUDA graphs: the settings exclude them"),
+    ],
+)
+def test_on_a_cpu_they_are_off_with_a_line_in_the_log(folder, caplog, cuda_graphs, level, said):
+    caplog.set_level(logging.INFO)
+    ours = engine(folder(), cuda_graphs=cuda_graphs)
+    for _ in range(2):
+        answers(ours, requests(5))
+    assert [(each.levelno, each.getMessage()) for each in caplog.records if "CUDA graphs" in each.getMessage()] == [
+        (level, said)
+    ]
+    assert ours.notes == {}
+    assert not ours._decodings.uses_slots
+
+
+def test_on_a_gpu_they_are_tried_before_the_first_static_batch(folder, monkeypatch):
+    tried = []
+    monkeypatch.setattr(decoding_choice, "obstacle_to", lambda *_, **__: None)
+    monkeypatch.setattr(decoding_choice, "GraphRunner", lambda *_: tried.append(1) or EagerRunner())
+    ours = engine(folder(), cuda_graphs=True)
+    list(ours.score([Question(0, Prompt("1+1"), ("a", "bc"))]))
+    assert tried == []
+    asked = requests(8)
+    assert answers(ours, asked) == answers(engine(folder(), cuda_graphs=False), asked)
+    assert tried == [1, 1]  # by the check, and for the batches
+    assert answers(ours, asked) == answers(ours, asked)
+    assert tried == [1, 1]
+    tried.clear()
+    answers(engine(folder(), cuda_graphs=True, batching="continuous"), asked)
+    assert tried == []
+
+
+def test_the_setting_is_checked_and_reaches_continuous_batching(folder):
+    assert engine_options(str(folder()), {}).cuda_graphs == "auto"
+    assert engine_options(str(folder()), {"cuda_graphs": False}).cuda_graphs is False
+    with pytest.raises(SlurmGPUError, match="cuda_graphs is 'yes'; expected true, false or \"auto\""):
+        engine_options(str(folder()), {"cuda_graphs": "yes"})
+    with pytest.raises(SlurmGPUError, match="cuda_graphs"):
+        engine_options("name", {"engine": "server", "url": "http://host:1", "cuda_graphs": True})
+    model = SimpleNamespace(device=CARD, is_loaded_in_8bit=False)
+    wanted = [
+        continuous.settings(continuous.Needs(), 9, SimpleNamespace(model=model, context=99), flash=True, graphs=graphs)
+        for graphs in (True, False)
+    ]
+    assert ["use_cuda_graph" in each for each in wanted] == [False, True]
+
+
+# The runner, on stand-ins of torch.cuda
+
+
+class Stream:
+    def __init__(self, name):
+        self.name = name
+
+    def wait_stream(self, other):
+        DONE.append(f"{self.name} waits for {other.name}")
+
+
+class Graph:
+    """Replays what was done while it was captured; `wrong` changes what that gives."""
+
+    wrong = staticmethod(lambda: None)
+
+    def replay(self):
+        DONE.append("replay")
+        self.work()
+        self.wrong()
+
+
+DONE = []
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """`torch.cuda` as far as the runner uses it: it records calls, and a capture the work."""
+    DONE.clear()
+    main, here = Stream("main"), [Stream("main")]
+    free = [80e9]
+    found = SimpleNamespace(free=free, n_bytes=1e6, work=None)
+
+    @contextlib.contextmanager
+    def stream(other):
+        before, here[0] = here[0], other
+        yield
+        here[0] = before
+
+    @contextlib.contextmanager
+    def graph(made, *, pool, stream, capture_error_mode):
+        DONE.append(f"capture in {pool}, {capture_error_mode}")
+        made.work = found.work
+        with_stream = stream
+        assert with_stream.name == "side"
+        yield
+        free[0] -= found.n_bytes
+
+    pools = itertools.count()
+    stands = {
+        "Stream": lambda device: Stream("side"),
+        "current_stream": lambda device: here[0] if here[0].name == "side" else main,
+        "stream": stream,
+        "synchronize": lambda device: DONE.append("synchronize"),
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device: (free[0], 80e9),
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "graph_pool_handle": lambda: f"pool {next(pools)}",
+    }
+    for name, stand in stands.items():
+        monkeypatch.setattr(torch.cuda, name, stand)
+    return found
+
+
+def frame_of(n_rows):
+    return SimpleNamespace(size=(n_rows, 64), logits=torch.zeros(n_rows, 5))
+
+
+def test_a_graph_is_captured_after_warm_up_on_its_own_stream_and_then_only_replayed(cuda):
+    runner, frame, ran = cuda_graphs.GraphRunner(CARD, 1e-4), frame_of(2), []
+
+    def work():
+        ran.append(1)
+        frame.logits.copy_(torch.arange(10.0).view(2, 5))
+
+    cuda.work = work
+    runner.run(frame, work)
+    assert DONE == [
+        "side waits for main",
+        "main waits for side",
+        "synchronize",
+        "capture in pool 0, thread_local",
+        "replay",
+    ]
+    assert len(ran) == cuda_graphs.N_WARM_UPS + 1 + 1  # warm-up, capture, and the stand-in's replay
+    frame.logits.zero_()
+    runner.run(frame, lambda: pytest.fail("it is replayed"))
+    assert frame.logits[1, 4] == 9
+    runner.run(frame_of(4), work)
+    assert runner.n_graphs == 2
+    assert runner.held_bytes == 2e6
+
+
+def test_a_graph_that_gives_something_else_is_not_used(cuda, monkeypatch):
+    runner, frame = cuda_graphs.GraphRunner(CARD, 1e-4), frame_of(2)
+    cuda.work = lambda: frame.logits.copy_(torch.arange(10.0).view(2, 5))
+    monkeypatch.setattr(Graph, "wrong", staticmethod(lambda: frame.logits[1, 2].add_(0.1)))
+    with pytest.raises(ArithmeticError, match=r"the graph of 2 rows misses the scores by 0\.05 of their range"):
+        runner.run(frame, cuda.work)
+    assert runner.n_graphs == 0
+
+
+def test_graphs_that_hold_more_than_placement_keeps_are_freed(cuda, monkeypatch):
+    runner = cuda_graphs.GraphRunner(CARD, 1e-4)
+    cuda.n_bytes = cuda_graphs.GRAPHS_BYTES / 2 + 1
+    first = None
+    for n_rows in (1, 2, 4):
+        frame = frame_of(n_rows)
+        cuda.work = lambda frame=frame: frame.logits.fill_(1)
+        runner.run(frame, cuda.work)
+        first = first or weakref.ref(runner._graphs[1, 64])
+    assert [*runner._graphs] == [(4, 64)]
+    assert first() is None
+    assert "capture in pool 1, thread_local" in DONE
+    assert runner.held_bytes < cuda_graphs.GRAPHS_BYTES
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 1)
+    runner.run(frame_of(8), lambda: None)
+    assert [*runner._graphs] == [(8, 64)]
+
+
+def test_the_read_share_keeps_prompts_within_the_memory_beside_the_slots(folder, monkeypatch):
+    """Prompts are read in groups, which until they are copied need no more than a quarter of the slots again."""
+    ours, sizes = in_slots(folder()), []
+    read = type(ours._prefill).read
+    monkeypatch.setattr(
+        type(ours._prefill),
+        "read",
+        lambda self, prompts, *more: sizes.append(len(prompts) * len(prompts[0])) or read(self, prompts, *more),
+    )
+    answers(ours, requests())
+    assert max(sizes) <= slots.READ_SHARE * 2500
