@@ -50,5 +50,5 @@ def check_kept(kept: Mapping[str, str], data: Mapping[str, Any]) -> None:
 
 
 def kept_values(kept: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the kept fields, by column."""
-    return {name: json_value(data[field]) for name, field in kept.items()}
+    """The values of those kept fields that an item has, by column."""
+    return {name: json_value(data[field]) for name, field in kept.items() if field in data}

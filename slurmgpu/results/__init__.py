@@ -23,7 +23,7 @@ from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results.checking import Checking
 from slurmgpu.results.stored import Dataset, Results, how_to_go_on
-from slurmgpu.results.views import ArrayData, ColumnData, ListData
+from slurmgpu.results.views import ArrayData, ColumnData, ListData, without_value
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
@@ -148,17 +148,19 @@ class Merged:
     def to_pandas(self) -> pd.DataFrame:
         """All rows as a data frame: `index`, the columns, and `error`, None for good rows.
 
-        The values of failed items are missing: columns of integers and booleans have pandas' nullable types then.
+        The values of failed items are missing, but for fields that they keep: columns of integers and booleans have
+        pandas' nullable types then.
         """
         try:
             import pandas as pd
         except ImportError as error:
             raise SlurmGPUError("to_pandas() needs pandas: pip install 'slurmgpu[pandas]'") from error
-        frame, failed = {}, self.failed
+        frame, any_failed = {}, bool(self.failed.any())
         for name in ("index", *self.columns):
             column, dtype = self[name], self._columns[name].pandas
+            failed = without_value(column, self.failed, 0, len(self))
             values = column[:] if dtype is None else column.python_values()
-            if name == "index" or not failed.any():
+            if name == "index" or not any_failed:
                 frame[name] = pd.Series(values, dtype=dtype)
             elif isinstance(values, np.ndarray) and values.dtype.kind in "iu":
                 frame[name] = pd.Series(pd.arrays.IntegerArray(values, failed.copy()))
@@ -171,7 +173,7 @@ class Merged:
         return data_frame
 
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
-        """The rows as a table in memory; failed items have null columns.
+        """The rows as a table in memory; failed items have null columns, but for fields that they keep.
 
         A JSON column has the type that all of its values in the file have in common, else it is JSON text.
         """

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from slurmgpu.results.json_types import common_types
-from slurmgpu.results.views import ArrayData, ColumnData, ListData
+from slurmgpu.results.views import ArrayData, ColumnData, ListData, without_value
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 
@@ -23,12 +23,15 @@ def to_arrow(
 ) -> pa.Table:
     """The rows from `start` to `stop` - 1 of `columns` as a table; `failed` is a mask of these rows.
 
-    Numbers, text and ragged values are read once. The columns of a failed item are null, and the `error` of a
-    good one. Complex numbers become structs of `real` and `imag`.
+    Numbers, text and ragged values are read once. The columns of a failed item are null, but for fields that it keeps,
+    and the `error` of a good one. Complex numbers become structs of `real` and `imag`.
     """
     rows, nulls = slice(start, stop), {"index": np.zeros_like(failed), "error": ~failed}
     return pa.table(
-        {name: _column(column, rows, nulls.get(name, failed), types.get(name)) for name, column in columns.items()}
+        {
+            name: _column(data, rows, nulls.get(name, without_value(data, failed, start, stop)), types.get(name))
+            for name, data in columns.items()
+        }
     )
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.results import BLOCK_BYTES, Merged
+from slurmgpu.results.views import without_value
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.open_file import Identity
@@ -34,7 +35,10 @@ _MISSING, _MERGED, _FILE = range(3)
 
 @dataclass(frozen=True)
 class Row:
-    """The row of an item: `row["score"]` is a column's value, None if the item failed; `error` says why it did."""
+    """The row of an item: `row["score"]` is a column's value; `error` says why the item failed.
+
+    The columns of a failed item are None, but for fields of the item that it keeps.
+    """
 
     index: int
     error: str | None
@@ -64,9 +68,12 @@ class Block(NamedTuple):
         """The rows, with the values of all columns or of `names` as Python numbers, strings and arrays."""
         columns = {name: self.values_of(name) for name in (self.file.columns if names is None else names)}
         indices, errors = self.values_of("index"), self.values_of("error")
-        blank = dict.fromkeys(columns)
+        for name, values in columns.items():
+            if name not in ("index", "error"):
+                for place in np.flatnonzero(without_value(self.file[name], self.failed, self.start, self.stop)):
+                    values[place] = None
         return [
-            Row(index, error or None, blank if error else {name: values[place] for name, values in columns.items()})
+            Row(index, error or None, {name: values[place] for name, values in columns.items()})
             for place, (index, error) in enumerate(zip(indices, errors, strict=True))
         ]
 

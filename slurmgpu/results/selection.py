@@ -15,6 +15,7 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.published import Block, Row
+from slurmgpu.results.views import without_value
 from slurmgpu.shards.columns import Column, stored_columns
 from slurmgpu.util.packages import check_pyarrow
 
@@ -110,14 +111,15 @@ class Selection:
         """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
         for chosen in self.blocks(n_bytes):
             block = chosen.block
-            failed, values = np.flatnonzero(block.failed), []
+            values = []
             for name, column in self.columns.items():
-                stored = block.file[name].stored(block.start, block.stop)
+                data = block.file[name]
+                stored = data.stored(block.start, block.stop)
                 of_rows = column.cells(stored) if as_cells else column.plain(stored)
                 if name == "error":
                     of_rows = [message or None for message in of_rows]
                 elif name != "index":
-                    for row in failed:
+                    for row in np.flatnonzero(without_value(data, block.failed, block.start, block.stop)):
                         of_rows[row] = None
                 values.append(chosen.of(of_rows))
             yield from zip(*values, strict=True)

@@ -127,6 +127,14 @@ class ListData:
         return self.column.read(self.stored(row, row + 1))[0]
 
 
+def without_value(data: ColumnData, failed: npt.NDArray[np.bool_], start: int, stop: int) -> npt.NDArray[np.bool_]:
+    """A mask of the rows from `start` to `stop` that have no value: the failed ones, but for fields that they keep."""
+    if not isinstance(data, ListData) or not data.column.blank_is_none or not failed.any():
+        return failed
+    blank: npt.NDArray[np.bool_] = np.diff(data.offsets[start : stop + 1]) == 0
+    return failed & blank
+
+
 def _by_blocks(data: ColumnData, n_bytes: int) -> Iterator[Any]:
     step = max(1, _BLOCK_BYTES * len(data) // max(1, n_bytes, len(data)))
     return (row for start in range(0, len(data), step) for row in data[start : start + step])

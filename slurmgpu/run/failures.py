@@ -127,7 +127,7 @@ POLICIES: dict[str, Policy] = {
         says="has lost a file system",
     ),
     "container": Policy("the image is missing, unreadable or does not start", False),
-    "workload_error": Policy("loading failed, or every item of a shard failed the same way", False, rest=LOADING),
+    "workload_error": Policy("loading failed, or the first items all failed the same way", False, rest=LOADING),
     "input_error": Policy("the input cannot be read as it was planned", False, rest=INPUT),
     "disk_full": Policy("a file could not be written", False, ends_task=True, seen={FILES: _is_full}),
     "cancelled": Policy(

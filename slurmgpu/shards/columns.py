@@ -47,6 +47,8 @@ class Column(ABC):
     """Arrow's name for the type of a row, such as "timestamp[us]"; None for plain numbers."""
     typed_by_values: ClassVar[bool] = False
     """Whether a table takes a row's type from the read values, if they have one type in common."""
+    blank_is_none: ClassVar[bool] = False
+    """Whether a blank is read as None, so that a failed item is known to have a value where it has one."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None = None
 
@@ -175,6 +177,7 @@ class Json(Text, kind="json"):
     """
 
     typed_by_values = True
+    blank_is_none = True
 
     def convert(self, value: Any) -> bytes:
         """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, such as NaN."""
@@ -185,12 +188,15 @@ class Json(Text, kind="json"):
         return super().convert(text)
 
     def read(self, stored: Sequence[bytes]) -> list[Any]:
-        """The values; None for a failed item."""
+        """The values; None for an item that failed, and has none."""
         return [json.loads(text.decode()) if text else None for text in stored]
 
     def cells(self, stored: Sequence[bytes]) -> list[Any]:
-        """The JSON text; strings without quotes, None for null."""
-        return [json.loads(text) if text[:1] == b'"' else None if text == b"null" else text.decode() for text in stored]
+        """The JSON text; strings without quotes, None for null and for an item that has no value."""
+        return [
+            json.loads(text) if text[:1] == b'"' else None if text in (b"", b"null") else text.decode()
+            for text in stored
+        ]
 
     @property
     def pandas(self) -> str | None:

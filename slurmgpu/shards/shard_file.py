@@ -52,6 +52,14 @@ class ForeignShardError(DamagedShardError):
     """A whole shard, but of another plan or range of items."""
 
 
+class FailedRow(ItemError):  # noqa: N818 - what is stored in place of a row
+    """What is stored of an item that failed: its error, and the stored `values` of columns that it has all the same."""
+
+    def __init__(self, message: str, values: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.values = values
+
+
 @dataclass(frozen=True)
 class Directory:
     """A shard's user block: items `start` to `stop` - 1, and the place of each dataset."""
@@ -93,9 +101,10 @@ def write_shard(
 ) -> None:
     """Write the rows of the items from `start` on to `path`, closed and fsynced; their index is that in `indices`.
 
-    `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns. `notes` and
-    `made_by` go into the user block and change no dataset. The note `not_finite` is added: the number of rows with NaN,
-    and with infinities, by column. On any failure, such as a full disk, the file is removed and the OSError raised.
+    `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns, but for the
+    values of a FailedRow. `notes` and `made_by` go into the user block and change no dataset. The note `not_finite` is
+    added: the number of rows with NaN, and with infinities, by column. On any failure, such as a full disk, the file is
+    removed and the OSError raised.
     """
     contents = _contents(columns, range(start, start + len(rows)) if indices is None else indices, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
@@ -239,11 +248,10 @@ def rows_from(
     """Rows as `write_shard` takes them, from the bytes of datasets by name; a missing name has no values."""
     values = {name: _values(contents, name, column, n_rows) for name, column in stored_columns(columns).items()}
     errors = values["error"]
+    rows = [{name: values[name][row] for name in columns} for row in range(n_rows)]
     return [
-        ItemError(errors[row].decode("utf-8", "replace"))
-        if errors[row]
-        else {name: values[name][row] for name in columns}
-        for row in range(n_rows)
+        FailedRow(error.decode("utf-8", "replace"), row) if error else row
+        for row, error in zip(rows, errors, strict=True)
     ]
 
 
@@ -288,7 +296,7 @@ def _contents(
     columns: Mapping[str, Column], indices: Sequence[int], rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, list[Any]]:
     blank = {name: column.blank() for name, column in columns.items()}
-    filled = [blank if isinstance(row, ItemError) else row for row in rows]
+    filled = [row if isinstance(row, Mapping) else {**blank, **_values_of(row)} for row in rows]
     values = {name: [row[name] for row in filled] for name in columns}
     values["index"] = [np.array(indices, dtype="<i8")]
     values["error"] = [_error_text(row) if isinstance(row, ItemError) else b"" for row in rows]
@@ -302,6 +310,10 @@ def _contents(
             contents[f"{name}/offsets"] = [offsets]
             contents[f"{name}/values"] = values[name]
     return contents
+
+
+def _values_of(error: ItemError) -> Mapping[str, Any]:
+    return error.values if isinstance(error, FailedRow) else {}
 
 
 def _error_text(error: ItemError) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import gc
 import logging
 import sys
@@ -18,6 +19,7 @@ from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
+from slurmgpu.shards.shard_file import FailedRow
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.workload import Adapted, Item, title_of
@@ -54,9 +56,9 @@ class Failure:
         """A failure from its `asdict` after JSON, which turns tuples into lists."""
         return cls(**{**value, "way": None if value["way"] is None else tuple(value["way"])})
 
-    def to_error(self) -> ItemError:
-        """The item's `error` in the shard: the failure class, then the message."""
-        return ItemError(f"{self.kind}: {self.message}"[:ERROR_LENGTH])
+    def to_row(self, values: Mapping[str, Any] = {}) -> FailedRow:
+        """What the shard has of the item: the failure class and the message as its `error`, and these values."""
+        return FailedRow(f"{self.kind}: {self.message}"[:ERROR_LENGTH], values)
 
 
 _PENDING = Failure("item_error", "not computed")
@@ -85,21 +87,16 @@ def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
 class Computed:
     """A shard's rows in item order, converted or Failures, and how its batches changed.
 
-    `oom_batch` is the batch size that fitted into memory, 0 if it was never short; `noted` are the workload's notes.
+    `kept` are the stored values of the fields that failed items keep. `oom_batch` is the batch size that fitted into
+    memory, 0 if it was never short; `noted` are the workload's notes.
     """
 
     rows: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
+    kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     oom_batch: int = 0
     narrowed: int = 0
     isolated: int = 0
     noted: Mapping[str, int] = field(default_factory=dict)
-
-    def common_failure(self) -> Failure | None:
-        """The failure of all items, if there are at least two and all raised at the same place."""
-        failures = [row for row in self.rows.values() if isinstance(row, Failure)]
-        if len(failures) < max(2, len(self.rows)) or failures[0].way is None:
-            return None
-        return failures[0] if all(failure.way == failures[0].way for failure in failures) else None
 
     def notes(self) -> dict[str, int]:
         """The shard's notes: the workload's, and changed batches."""
@@ -109,6 +106,15 @@ class Computed:
             "isolated_batches": self.isolated,
         }
         return {**self.noted, **{name: value for name, value in notes.items() if value}}
+
+
+def common_failure(shards: Sequence[Computed]) -> Failure | None:
+    """The failure of all items of these shards, if all raised at the same place."""
+    rows = [row for shard in shards for row in shard.rows.values()]
+    failures = [row for row in rows if isinstance(row, Failure)]
+    if not rows or len(failures) < len(rows) or failures[0].way is None:
+        return None
+    return failures[0] if all(failure.way == failures[0].way for failure in failures) else None
 
 
 @dataclass
@@ -167,9 +173,9 @@ class Computer:
             if self.key is not None and (name := name_by(self.key, item.data)) is not None:
                 self._names[item.index] = name
             try:
-                check_kept(self.kept, item.data)
                 if self.kept and self.keeps_rows:  # before the workload may change the item
                     self._kept_of[item.index] = kept_values(self.kept, item.data)
+                check_kept(self.kept, item.data)
                 good.append(item)
             except ItemError as error:
                 lacking = done.rows[item.index] = Failure("item_error", str(error))
@@ -184,8 +190,19 @@ class Computer:
             else:
                 self._compute_batch(batch, done)
         self._try_again({item.index: item for item in good}, done)
+        for index, kept in self._kept_of.items():
+            if isinstance(done.rows[index], Failure):
+                done.kept[index] = self._stored(kept)
         done.noted = dict(self.noted)
         return done
+
+    def _stored(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Kept fields as they are stored, without those that a column cannot hold."""
+        stored = {}
+        for name, value in kept.items():
+            with contextlib.suppress(ValueError):
+                stored[name] = self.columns[name].convert(value)
+        return stored
 
     def _try_again(self, items: Mapping[int, Item], done: Computed) -> None:
         """Call the workload again for what was put off, until nothing is, or no try is left."""

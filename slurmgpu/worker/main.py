@@ -57,6 +57,7 @@ from slurmgpu.worker.computer import (
     Computer,
     Failure,
     check_debugger_left,
+    common_failure,
     settle,
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
@@ -65,6 +66,9 @@ from slurmgpu.worker.shard_claimer import Claimer, Deadline
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
+
+FAILED_ALIKE = 8
+"""The workload is at fault if so many items, of two shards or more, failed alike before any was computed."""
 
 _T = TypeVar("_T")
 
@@ -177,10 +181,15 @@ class Worker:
                 continue  # usually to the end; after a takeover to the next shard
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
-            # If all items raised at the same place, a second shard shows whether workload or items are at fault.
-            if computed.common_failure() is None or len(waiting) == 2:
+            # If all items raised at the same place, further ones show whether workload or items are at fault.
+            if self._is_enough(waiting) or common_failure([one.computed for one in waiting]) is None:
                 self._publish_all(waiting)
         self._publish_all(waiting)
+
+    def _is_enough(self, waiting: Sequence[Waiting]) -> bool:
+        """Whether so many items that failed alike say that it is the workload, or one took too long to be computed."""
+        n_items = sum(len(one.computed.rows) for one in waiting)
+        return (len(waiting) > 1 and n_items >= FAILED_ALIKE) or (self._resumes and n_items == 1)
 
     def _shards(self) -> Iterator[tuple[int, History, Spans]]:
         """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
@@ -226,9 +235,10 @@ class Worker:
 
     def _publish_all(self, waiting: list[Waiting]) -> None:
         """Publish `waiting`, unless all of it failed alike and no shard yet shows that the workload works."""
-        ways = [one.computed.common_failure() for one in waiting]
-        if ways and ways[0] is not None and all(ways) and not retried(self.run.shard_files, self.run.plan.lease_s):
-            raise WorkerFailedError("workload_error", ways[0].message, ways[0].trace)
+        alike = common_failure([one.computed for one in waiting])
+        n_items = sum(len(one.computed.rows) for one in waiting)
+        if alike is not None and n_items > 1 and not retried(self.run.shard_files, self.run.plan.lease_s):
+            raise WorkerFailedError("workload_error", alike.message, alike.trace)
         for one in waiting:
             self._publish(one)
         waiting.clear()
@@ -390,7 +400,10 @@ class Worker:
 
     def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
         places = (place for span in self.run.items_of(one.shard) for place in range(*span))
-        computed = (row.to_error() if isinstance(row, Failure) else row for row in one.computed.rows.values())
+        computed = (
+            row.to_row(one.computed.kept.get(index, {})) if isinstance(row, Failure) else row
+            for index, row in one.computed.rows.items()
+        )
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
         made_by["code"] = self.assignment.code
         if (former := self._former.get(one.shard)) is None:

@@ -1,5 +1,6 @@
 """Rows keep fields of their items, and a field names the items."""
 
+import csv
 import json
 
 import pytest
@@ -55,6 +56,28 @@ def test_rows_of_any_workload_keep_fields_of_their_items(project, slurmgpu):
         assert [merged["id"][i] for i in (0, 15)] == ["q0", "q15"]
         assert merged["given"][3] == [3, None]
         assert merged["double"][3] == 6.0
+
+
+def test_a_failed_item_keeps_its_fields(project, slurmgpu):
+    lines = items(16, _3={"text": None}, _5={"text": None, "double": None}, _6={"text": None})
+    del lines[6]["double"]
+    folder = project(items=lines, keep=["id", "double"], rename={"double": "given"})
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    for _ in range(2):
+        with library.open_run(folder / "run").results() as merged:
+            assert merged.index[merged.failed].tolist() == [3, 5, 6]
+            frame, table = merged.to_pandas(), merged.to_arrow().to_pylist()
+        assert frame["id"].tolist() == [row["id"] for row in table] == [f"q{i}" for i in range(16)]
+        assert [table[i]["given"] for i in (3, 5, 6)] == [[3, None], None, None]
+        assert [table[i]["double"] for i in (2, 3)] == [4.0, None]
+        shown = slurmgpu("show", "run", "--items", "3", "--json", cwd=folder, expect=0).stdout
+        row = json.loads(shown)["rows"][0]["values"]
+        assert (row["id"], row["given"], row["double"]) == ("q3", [3, None], None)
+        slurmgpu("export", "run", "--output", "rows.csv", cwd=folder, expect=0)
+        with open(folder / "rows.csv", newline="", encoding="utf-8") as file:
+            cells = list(csv.DictReader(file))
+        assert [(cells[i]["id"], cells[i]["given"]) for i in (3, 5)] == [("q3", "[3,null]"), ("q5", "")]
+        slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)  # what fails again is put over the former row
 
 
 def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):

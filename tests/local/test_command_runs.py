@@ -190,6 +190,20 @@ def test_a_program_that_always_fails_ends_the_task(slurmgpu, tmp_path):
     assert "exited with code 1: cannot read it" in attempt["message"]
 
 
+def test_a_program_that_fails_for_the_first_items_is_not_started_for_all(slurmgpu, tmp_path):
+    given = {"executor": "local", "columns": {"other": "int32"}}
+    project = make(tmp_path / "project", "one.py", batch_size=1, texts=["a"] * 40, **given)
+    file = project / "slurmgpu.toml"
+    file.write_text(file.read_text().replace("shard_items = 8", "shard_items = 1"))
+    slurmgpu("submit", cwd=project, expect=3)
+    [attempt] = report(project)["attempts"]
+    assert (attempt["failure"], attempt["n_shards"]) == ("workload_error", 0)
+    assert "column 'other' is missing" in attempt["message"]
+    assert not list((project / "run" / "claims").iterdir())
+    log = (project / "run" / "logs" / "local1_0.0.log").read_text()
+    assert log.count(": item_error: ") == 8
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory, slurmgpu):
     """A run of slices by a worker, whose program prints a line for each item."""

@@ -9,7 +9,7 @@ from slurmgpu.run.failures import ITEM, POLICIES, Policy
 from slurmgpu.shards.columns import Array, Json
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure, common_failure
 from slurmgpu.workload import Item, adapt
 
 COLUMNS = {"x": Array("float64")}
@@ -107,7 +107,7 @@ def test_an_exception_is_narrowed_to_its_item_and_the_others_keep_their_rows():
     assert list(failures(computed)) == [5]
     line = workload.function.__code__.co_firstlineno + 3
     said = f"item_error: ValueError: cannot do 5 (test_computing.py, line {line})"
-    assert str(failures(computed)[5].to_error()) == said
+    assert str(failures(computed)[5].to_row()) == said
     assert computed.rows[6]["x"] == 6.0
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]]
 
@@ -130,8 +130,8 @@ def test_sys_exit_in_a_workload_is_that_items_error():
 
 def test_an_item_error_that_is_raised_or_returned_is_the_items_own():
     returned = Recorder(lambda items: [ItemError("no") if item.index == 1 else {"x": 0} for item in items])
-    assert str(failures(compute(returned))[1].to_error()) == "item_error: no"
-    assert str(failures(compute(Recorder(raise_at(1, error=ItemError))))[1].to_error()) == "item_error: cannot do 1"
+    assert str(failures(compute(returned))[1].to_row()) == "item_error: no"
+    assert str(failures(compute(Recorder(raise_at(1, error=ItemError))))[1].to_row()) == "item_error: cannot do 1"
 
 
 def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
@@ -150,7 +150,7 @@ def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
 
 def test_out_of_memory_at_a_batch_of_one_is_the_items_fault():
     computed = compute(Recorder(raise_at(3, error=OutOfMemoryError)))
-    assert {index: str(failure.to_error()) for index, failure in failures(computed).items()} == {
+    assert {index: str(failure.to_row()) for index, failure in failures(computed).items()} == {
         3: "cuda_oom: out of memory with a batch of 1: cannot do 3"
     }
 
@@ -213,7 +213,7 @@ def test_a_wrong_number_of_rows_fails_the_whole_batch_and_hides_in_no_smaller_on
     workload = Recorder(lambda items: [{"x": 1.0}])
     computed = compute(workload, n=8)
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert computed.common_failure().message == "workload Recorder returned 1 row for 4 items"
+    assert common_failure([computed]).message == "workload Recorder returned 1 row for 4 items"
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_what_is_no_list_of_rows_is_called_what_it_is(returned, said):
     computed = compute(workload)
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     expected = "expected a list with a row, or an ItemError, for each of them"
-    assert computed.common_failure().message == f"workload Recorder returned {said} for 4 items; {expected}"
-    assert compute(Recorder(lambda items: ({"x": 1.0} for _ in items))).common_failure() is None
+    assert common_failure([computed]).message == f"workload Recorder returned {said} for 4 items; {expected}"
+    assert common_failure([compute(Recorder(lambda items: ({"x": 1.0} for _ in items)))]) is None
 
 
 def test_items_that_cannot_be_read_are_input_errors_in_their_place():
@@ -241,7 +241,7 @@ def test_items_that_cannot_be_read_are_input_errors_in_their_place():
         [Item(0, {"x": 1.0}), (1, ItemError("line 2: not JSON")), Item(2, {"x": 3.0})], History()
     )
     assert list(computed.rows) == [0, 1, 2]
-    assert str(computed.rows[1].to_error()) == "input_error: line 2: not JSON"
+    assert str(computed.rows[1].to_row()) == "input_error: line 2: not JSON"
     assert computed.rows[2]["x"] == 3.0
 
 
@@ -303,10 +303,10 @@ def test_the_last_try_of_an_item_says_why_it_failed_and_nothing_of_how_often():
     computed = compute(Recorder(Busy([1], 99, fail)), retries=1, pause=pauses)
     assert pauses == [(LONGEST_PAUSE_S, 1)]
     never = compute(Recorder(Busy([1], 99, fail)))
-    assert str(failures(computed)[1].to_error()) == str(failures(never)[1].to_error()) == "item_error: HTTP 501"
-    assert compute(Recorder(Busy(range(8), 99, fail)), retries=2, pause=pauses).common_failure() is None
+    assert str(failures(computed)[1].to_row()) == str(failures(never)[1].to_row()) == "item_error: HTTP 501"
+    assert common_failure([compute(Recorder(Busy(range(8), 99, fail)), retries=2, pause=pauses)]) is None
     alike = compute(Recorder(Busy(range(8), 99, lambda item: Retry("no route"))), retries=1, pause=pauses)
-    assert alike.common_failure().message == "no route"
+    assert common_failure([alike]).message == "no route"
 
 
 def test_a_kept_field_is_as_it_was_before_the_workload_changed_its_item():
@@ -370,15 +370,18 @@ def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
     computed = compute(workload, history=history, on_batch=lambda indices, isolated: calls.append((indices, isolated)))
     assert workload.batches == [[0, 1, 2, 3], [4], [5], [7]]
     assert calls == [([0, 1, 2, 3], False), ([4], True), ([5], True), ([7], True)]
-    assert str(computed.rows[6].to_error()) == "crash: the worker died by SIGSEGV"
+    assert str(computed.rows[6].to_row()) == "crash: the worker died by SIGSEGV"
     assert computed.notes() == {"isolated_batches": 1}
 
 
 def test_a_common_way_of_failing_is_found_only_when_every_item_raised_at_one_place():
-    assert compute(Recorder(raise_at(*range(8)))).common_failure().message.startswith("ValueError: cannot do 0")
-    assert compute(Recorder(raise_at(*range(7)))).common_failure() is None
-    assert compute(Recorder(lambda items: [ItemError("no")] * len(items))).common_failure() is None
-    assert compute(Recorder(raise_at(0)), n=1).common_failure() is None
+    assert common_failure([compute(Recorder(raise_at(*range(8))))]).message.startswith("ValueError: cannot do 0")
+    assert common_failure([compute(Recorder(raise_at(*range(7))))]) is None
+    assert common_failure([compute(Recorder(lambda items: [ItemError("no")] * len(items)))]) is None
+    one, other = (compute(Recorder(raise_at(0, error=error)), n=1) for error in (ValueError, KeyError))
+    assert common_failure([one, one]).message.startswith("ValueError: cannot do 0")
+    assert common_failure([one, other]) is None
+    assert common_failure([]) is None
 
 
 def test_an_items_seed_depends_on_the_runs_seed_and_its_index_alone():
