@@ -29,7 +29,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
-from slurmgpu.results.views import ArrayData
+from slurmgpu.results.views import ArrayData, without_value
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.numbers import as_lists
@@ -183,12 +183,16 @@ def _write_jsonl(selection: Selection, file: IO[bytes]) -> int:
 
 
 def _write_csv(selection: Selection, file: IO[bytes]) -> int:
-    """RFC 4180. Numbers and text are written plainly, other values as JSON, null as empty."""
+    """RFC 4180. Numbers and text are written plainly, others as JSON, null as empty, errors by their first line."""
     text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
-    writer = csv.writer(text)
-    writer.writerow(selection.columns)
+    writer, names = csv.writer(text), list(selection.columns)
+    error = names.index("error") if "error" in names else None
+    writer.writerow(names)
     for row in selection.plain_rows(BLOCK_BYTES, as_cells=True):
-        writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
+        cells = [json.dumps(value) if isinstance(value, list | bool) else value for value in row]
+        if error is not None and cells[error] is not None:
+            cells[error] = cells[error].partition("\n")[0]
+        writer.writerow(cells)
         n_rows += 1
     text.detach()
     return n_rows
@@ -235,8 +239,8 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
     for name, column in merged.columns.items():
         data = merged[name]
         if not column.is_tensor:
-            values = data.python_values()
-            content[name] = [None if failed else value for failed, value in zip(merged.failed, values, strict=True)]
+            values, missing = data.python_values(), without_value(data, merged.failed, 0, len(merged))
+            content[name] = [None if lacks else value for lacks, value in zip(missing, values, strict=True)]
         else:
             content[name] = tensor(data.stored()) if isinstance(data, ArrayData) else list(map(tensor, data.stored()))
     content["error"] = [message or None for message in merged["error"][:]]

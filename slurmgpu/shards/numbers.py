@@ -114,14 +114,20 @@ def _is_whole_between(found: npt.NDArray[Any], low: int, high: int) -> npt.NDArr
 
 
 def as_lists(values: npt.NDArray[Any]) -> list[Any]:
-    """Nested lists of JSON values. Complex numbers become [real, imaginary]; bytes are decoded as UTF-8."""
+    """Nested lists of JSON values. Complex numbers become [real, imaginary]; bytes are decoded as UTF-8.
+
+    A float has the fewest digits that tell it apart from its neighbours in its dtype: 0.1 in float32 is 0.1.
+    """
     if values.dtype.kind == "c":
         return as_lists(np.stack([values.real, values.imag], axis=-1))
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8", "backslashreplace")
-    elif values.dtype.kind == "f" and not np.isfinite(values).all():
-        not_finite = ~np.isfinite(values)
-        values = values.astype(object)
-        values[not_finite] = None
+    elif values.dtype.kind == "f":
+        is_finite = np.isfinite(values)
+        if values.dtype.itemsize < 8:
+            values = values.astype("S").astype("float64")
+        if not is_finite.all():
+            values = values.astype(object)
+            values[~is_finite] = None
     lists: list[Any] = values.tolist()
     return lists

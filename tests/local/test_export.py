@@ -163,12 +163,27 @@ def test_what_json_has_no_words_for_is_null(tmp_path):
 def test_csv_keeps_quotes_commas_and_line_ends_of_texts(tmp_path):
     texts = ['"quoted", and more', "two\nlines", "a\r\nb", "\rc", " blanks ", ""]
     rows = [{"t": text.encode()} for text in texts]
-    path = write(tmp_path / "a.h5", columns={"t": Text()}, rows=[*rows, ItemError("bad,\nworse")])
+    path = write(tmp_path / "a.h5", columns={"t": Text()}, rows=[*rows, ItemError("bad, in short\nand at length")])
     export(path, "csv", tmp_path / "a.csv")
     with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
         records = list(csv.reader(file))
     assert [record[1] for record in records[1:]] == [*texts, ""]
-    assert records[-1] == ["6", "", "bad,\nworse"]
+    assert records[-1] == ["6", "", "bad, in short"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_float_has_the_digits_that_its_dtype_has(tmp_path, dtype):
+    columns, values = {"x": Array(dtype), "v": Ragged(dtype)}, [0.03, 1.0, 1e-7, np.nan]
+    rows = [convert_row(columns, {"x": value, "v": [value, 0.1]}) for value in values]
+    path = write(tmp_path / "a.h5", columns=columns, rows=rows)
+    export(path, "csv", tmp_path / "a.csv")
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        records = list(csv.DictReader(file))
+    assert [record["x"] for record in records] == ["0.03", "1.0", "1e-07", ""]
+    assert records[0]["v"] == "[0.03, 0.1]"
+    export(path, "jsonl", tmp_path / "a.jsonl")
+    read = [json.loads(line)["x"] for line in (tmp_path / "a.jsonl").read_text("utf-8").splitlines()]
+    assert np.array(read[:3], dtype).tobytes() == np.array(values[:3], dtype).tobytes()
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
