@@ -7,18 +7,20 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.gpu.findings import Machine, NotToBeHad, best_of, finding, hold, seconds_of
+from tests.gpu.findings import Machine, NotHeld, NotToBeHad, best_of, finding, hold, seconds_of
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions, Place, Request
     from slurmgpu.llm.prompts.codec import Encoded, Finished
+    from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
+    from slurmgpu.llm.transformers_engine.static import StaticBatches
 
 SHAPE_SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
 SHAPE_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -32,6 +34,8 @@ WEIGHTS_OFF, VARIANT_OFF = 0.02, 0.1
 """How far weights on the card may be from those that placement foretells, as a share: plain, and quantised."""
 ONE_BY_ONE, BY_HAND = 10.0, 1.2
 """How many times faster the engine must be than `model.generate`, prompt by prompt, and in its best sorted batches."""
+GRAPHS_GAIN = 1.3
+"""How many times faster static batches by CUDA graphs must be than eager ones, from prompts to answers."""
 SAMPLER_SHARE = 0.1
 """The most that sampling may take of a decoding step of 64 rows."""
 SMALL_GPU_BYTES = 20e9
@@ -141,6 +145,7 @@ def _forget(machine: Machine) -> None:
     """Close the engines and free the card."""
     from slurmgpu.llm.interface.batching import free_memory
 
+    _by_graphs.cache_clear()
     _engine.cache_clear()
     free_memory()
 
@@ -231,7 +236,9 @@ def _by_continuous(engine: TransformersEngine, encoded: Sequence[Encoded]) -> li
 
 
 def _within(
-    machine: Machine, way: Callable[[TransformersEngine, Sequence[Encoded]], list[Finished]], **how: Any
+    machine: Machine,
+    way: Callable[[TransformersEngine, Sequence[Encoded]], list[Finished]],
+    **how: Any,
 ) -> str:
     """Compare bf16 greedy answers of a way with those in fp32, by the product's own measure."""
     from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE, difference
@@ -311,6 +318,117 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
         shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)
     figures = f"{shares['fp32']:.0%} of {len(requests)} samples are equal in fp32, {shares['bf16']:.0%} in bf16"
     return hold(shares["fp32"] == 1.0, figures)
+
+
+# CUDA graphs
+
+
+@functools.cache
+def _by_graphs(machine: Machine, precision: str) -> tuple[StaticBatches, DecodingChoice]:
+    """Static batches by CUDA graphs; without a GPU, by the same work called again and again."""
+    from slurmgpu.llm.interface.batching import Budget
+    from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
+    from slurmgpu.llm.transformers_engine.slots import EagerRunner
+    from slurmgpu.llm.transformers_engine.static import StaticBatches
+
+    engine = _eager(machine, precision)
+    options = _options(_model(machine), precision=precision, cuda_graphs=machine.pick("auto", True))
+    budget = Budget(machine.pick(engine._static._budget.tokens, 2048), _place(machine))
+    choice = DecodingChoice(engine._loaded, options, _place(machine), engine._prefill, budget)
+    if machine.on_gpu:
+        choice.decide()
+    else:
+        choice.use(EagerRunner)
+    if choice.verdict is None:
+        raise NotHeld("they were not tried; the log has the reason")
+    parts = (engine._codec, engine._grammars, budget, engine._prefill, choice)
+    return StaticBatches(engine._loaded, _place(machine), *parts), choice
+
+
+def _eager(machine: Machine, precision: str) -> TransformersEngine:
+    """The engine whose static batches, asked for directly, are computed eagerly."""
+    batching = "static" if precision == "fp32" else machine.pick("continuous", "static")
+    return _engine(machine, precision=precision, batching=batching)
+
+
+def _answers(machine: Machine, precision: str, requests: Sequence[Request]) -> list[Finished]:
+    """The answers by CUDA graphs; NotHeld if they were given up."""
+    batches, choice = _by_graphs(machine, precision)
+    found = list(batches.generate(_encoded(_eager(machine, precision), requests)))
+    hold(choice.uses_slots, "they were given up; the log has the reason")
+    return found
+
+
+@finding(limit_s=45)
+def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
+    """The self-check finds steps by CUDA graphs right and faster, in bf16 and fp32, for 1, 32 and 4 long rows."""
+    figures, good = [], True
+    for precision in ("bf16", "fp32"):
+        verdict = _by_graphs(machine, precision)[1].verdict
+        assert verdict is not None  # else _by_graphs raises
+        good &= verdict.reason is None
+        figures.append(f"{precision}: {verdict.reason or verdict}")
+    return hold(good, "; ".join(figures))
+
+
+@finding(limit_s=45)
+def cuda_graphs_in_fp32_give_eager_tokens(machine: Machine) -> str:
+    """Greedy and sampled tokens in fp32 are those of eager steps, in batches whose rows come and go."""
+    engine, shares = _eager(machine, "fp32"), []
+    for temperature in (0.0, 1.0):
+        requests = _some(machine, temperature=temperature, top_p=0.9)
+        expected = {each.encoded.request.id: each.tokens for each in _static(engine, _encoded(engine, requests))}
+        found = {each.encoded.request.id: each.tokens for each in _answers(machine, "fp32", requests)}
+        shares.append(sum(found[i] == expected[i] for i in expected) / len(requests))
+    _by_graphs(machine, "fp32")[1].release()
+    return hold(min(shares) == 1.0, f"{shares[0]:.0%} of greedy and {shares[1]:.0%} of sampled answers are equal")
+
+
+@finding()
+def cuda_graphs_in_bf16_answer_as_fp32(machine: Machine) -> str:
+    """Greedy answers by CUDA graphs in bf16 are fp32's, or nearly as good by fp32's scores (5 % of their range)."""
+    said = _within(machine, lambda engine, encoded: _answers(machine, "bf16", [each.request for each in encoded]))
+    _by_graphs(machine, "bf16")[1].release()
+    return said
+
+
+@finding(limit_s=60)
+def cuda_graphs_are_faster_and_hold_what_placement_keeps(machine: Machine) -> str:
+    """Static batches by CUDA graphs are 1.3 times as fast, their graphs hold 0.5 GB at most, and both are freed."""
+    from slurmgpu.llm.placement.needs import GRAPHS_BYTES, look_at
+    from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner
+
+    rng, n = np.random.default_rng(0), machine.pick(192, 6)
+    texts = _texts(machine, rng, rng.lognormal(3.7, 0.6, n).clip(8, machine.pick(200, 20)).astype(int).tolist())
+    lengths = rng.lognormal(3.2, 1.0, n).clip(2, machine.pick(160, 8)).astype(int).tolist()
+    (batches, choice), engine = _by_graphs(machine, "bf16"), _eager(machine, "bf16")
+    encoded, before = _encoded(engine, _requests(texts, lengths)), _free(machine) if machine.on_gpu else 0
+
+    def rate(generate: Callable[[Sequence[Encoded]], Iterator[Finished]]) -> float:
+        return float(sum(lengths) / _seconds(machine, lambda: list(generate(encoded))))
+
+    first, ours, eager = rate(batches.generate), rate(batches.generate), rate(engine._static.generate)
+    memory = choice.slots
+    if memory is None:
+        raise NotHeld(f"they were given up; eagerly {eager:,.0f} tokens/s")
+    foretold = look_at(_options(_model(machine))).with_batch(memory.n_tokens).memory.cache
+    figures = (
+        f"tokens/s: eager {eager:,.0f}, graphs {ours:,.0f}, {ours / eager:.2f} times as fast, and {first:,.0f} with "
+    )
+    figures += f"the captures; cache {memory.n_bytes / 1e9:.3f} GB, foretold {foretold / 1e9:.3f}"
+    good = abs(memory.n_bytes / foretold - 1) <= WEIGHTS_OFF
+    runner, held = memory.runner, 0
+    if isinstance(runner, GraphRunner):
+        held = runner.held_bytes
+        figures += f"; {runner.n_graphs} graphs, {held / 1e9:.2f} GB, captured in {runner.seconds:.1f} s"
+    del memory, runner
+    choice.release()
+    engine._prefill.forget()
+    if machine.on_gpu:
+        left = before - _free(machine)
+        figures += f"; {left / 1e9:.2f} GB are not free again"
+        good &= 0 < held <= GRAPHS_BYTES and ours >= GRAPHS_GAIN * eager and left <= GRAPHS_BYTES / 2
+    return hold(good, figures)
 
 
 # Speed
@@ -445,28 +563,6 @@ def quantised_variants_have_their_size(machine: Machine) -> str:
     if all("needs" in each for each in figures):
         raise NotToBeHad("; ".join(figures))
     return hold(good, "; ".join(figures))
-
-
-@finding(limit_s=60)
-def compiled_decoding_is_told(machine: Machine) -> str:
-    """`model.generate` with a static cache, which transformers compiles, runs; its speed beside eager is told."""
-    import torch
-
-    machine.needs_gpu()
-    model = _engine(machine, precision="bf16", batching="continuous")._loaded.model
-    rows = torch.randint(1, N_WORDS, (8, 32), device=machine.device)
-    seconds = {}
-    for name, more in {"eager": {}, "compiled": {"cache_implementation": "static"}}.items():
-        options: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0, **more}
-        attended = torch.ones_like(rows)
-
-        def generate(kept: dict[str, Any] = options, mask: torch.Tensor = attended) -> object:
-            with torch.inference_mode():
-                return model.generate(input_ids=rows, attention_mask=mask, **kept)
-
-        seconds[name] = best_of(1, generate, machine.device)
-    told = ", ".join(f"{name} {8 * 64 / each:,.0f} tokens/s" for name, each in seconds.items())
-    return f"8 rows: {told}, {seconds['eager'] / seconds['compiled']:.2f} times as fast"
 
 
 @finding(limit_s=90)

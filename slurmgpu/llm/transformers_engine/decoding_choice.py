@@ -42,6 +42,8 @@ class DecodingChoice:
         self._name = options.model.name
         self._make_runner: Callable[[], Runner] | None = None
         self._is_decided = False
+        self.verdict: graph_check.Verdict | None = None
+        """What the self-check found, if there was one."""
         self._slots: Slots | None = None
 
     @property
@@ -81,7 +83,7 @@ class DecodingChoice:
             self._make_runner = make_runner
         else:
             log.warning("no CUDA graphs, tokens are computed eagerly: %s", verdict.reason)
-        self._is_decided = True
+        self._is_decided, self.verdict = True, verdict
         self._place.note(NOTE, int(verdict.reason is None))
         return verdict
 

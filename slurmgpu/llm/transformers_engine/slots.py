@@ -106,6 +106,11 @@ class Slots:
         self._logits = like.logits.new_zeros(MOST_ROWS, like.logits.shape[1])
         self._frames: dict[tuple[int, int], Frame] = {}
 
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the cache."""
+        return sum(each.nbytes for pair in self._flat for each in pair)
+
     def frame(self, n_rows: int, n_columns: int) -> Frame:
         """The views of a size."""
         if (n_rows, n_columns) not in self._frames:
