@@ -271,7 +271,7 @@ def show_rows(
     columns: options.ColumnsOption = None,
     where: options.WhereOption = None,
     items: Annotated[
-        str | None, typer.Option("--items", metavar="10:20,35", help="Only these items, or one by its name.")
+        str | None, typer.Option("--items", "--item", metavar="10:20,35", help="Only these items, or one by its name.")
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
     n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="At most N rows.", metavar="N")] = 10,
@@ -279,7 +279,7 @@ def show_rows(
         int | None, typer.Option("--random", min=1, metavar="N", help="N rows, drawn at random.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Another number draws other rows.")] = 0,
-    with_items: Annotated[bool, typer.Option("--with-items", help="Also the items of the input.")] = False,
+    with_items: options.WithItemsOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show rows of a run, also while it is at work.
@@ -337,7 +337,10 @@ def compare(
 @app.command()
 def export(
     folder: options.RunArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, - for standard output.")],
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The file to write, as of -o.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write, - for standard output.")
+    ] = None,
     file_format: Annotated[
         str | None,
         typer.Option(
@@ -348,6 +351,7 @@ def export(
     ] = None,
     columns: options.ColumnsOption = None,
     where: options.WhereOption = None,
+    with_items: options.WithItemsOption = False,
     trust: options.TrustOption = False,
 ) -> None:
     """Write the rows as JSONL, CSV, Parquet, a Hugging Face data set or tensors.
@@ -357,12 +361,15 @@ def export(
     \b
       slurmgpu export runs/judge -o scores.parquet
       slurmgpu export runs/judge -o good.csv --columns index,score --where "score > 0.5"
+      slurmgpu export runs/judge -o both.csv --with-items     beside the fields of the items
       slurmgpu export runs/judge -o scores --format hf        for datasets.load_dataset("scores")
     """  # noqa: D301
     from slurmgpu.cli.commands.export import export_rows
 
+    if (output is None) == (file is None):
+        raise SlurmGPUError(f"Name one file to write: slurmgpu export {folder} -o rows.csv, or - for standard output.")
     run = options.open_run(folder, trust=trust)
-    export_rows(run, output, file_format, options.names(columns), where)
+    export_rows(run, output or file or Path(), file_format, options.names(columns), where, with_items=with_items)
 
 
 @app.command()

@@ -136,6 +136,7 @@ ColumnsOption = Annotated[
 WhereOption = Annotated[
     str | None, typer.Option("--where", metavar="CONDITION", help="Only these rows, such as 'score > 0.5'.")
 ]
+WithItemsOption = Annotated[bool, typer.Option("--with-items", help="Also the items of the input.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Compute only the first N items.")]
 ItemsOption = Annotated[
     str | None, typer.Option("--items", metavar="RANGES", help="Compute only these items: 10:20,35.")

@@ -26,12 +26,14 @@ from slurmgpu import results
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.results.views import ArrayData, without_value
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
+from slurmgpu.shards.columns import stored_columns
 from slurmgpu.shards.numbers import as_lists
 from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.util.shared_files import (
@@ -64,30 +66,52 @@ class Exported:
     problems: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The columns and rows that are exported; with `with_items` also the fields of the items."""
+
+    columns: Sequence[str] = ()
+    where: str | None = None
+    with_items: bool = False
+
+    def __post_init__(self) -> None:
+        if self.with_items and self.columns:
+            raise SlurmGPUError("--with-items is for all fields: leave it out, and name item.FIELD among --columns.")
+
+    @property
+    def reads_items(self) -> bool:
+        """Whether fields of the items are asked for."""
+        return self.with_items or any(name.startswith(PREFIX) for name in self.columns)
+
+
 def export(
     source: Path | Run,
     format: str,  # noqa: A002 - the word of the command line
     output: Path,
     columns: Sequence[str] = (),
     where: str | None = None,
+    *,
+    with_items: bool = False,
 ) -> Exported:
     """Write the rows of a merged file, or those that a run has now, to `output`; SlurmGPUError if a byte differs.
 
-    With `columns` only these, with `where` only rows for which the condition is true. Starts again after a transient
-    failure.
+    With `columns` only these, with `where` only rows for which the condition is true. With `with_items`, or columns
+    such as `item.text`, rows of a run stand beside the data of their items. Starts again after a transient failure.
     """
-    return retried(lambda: cause_raised(lambda: _export(source, format, output, columns, where)), BRIEF_PATIENCE_S)
+    chosen = Choice(columns, where, with_items)
+    return retried(lambda: cause_raised(lambda: _export(source, format, output, chosen)), BRIEF_PATIENCE_S)
 
 
-def _export(source: Path | Run, format: str, output: Path, columns: Sequence[str], where: str | None) -> Exported:  # noqa: A002
+def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Exported:  # noqa: A002
     if format in FOLDERS:
         _refuse_used(output)
     with _opened(source) as rows, beside(output) as partial:
         if format in FOLDERS:
+            _refuse_items(chosen, format)
             partial.mkdir()
-            exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), columns, where)
+            exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), chosen)
         else:
-            write = _writer(rows, format, columns, where)
+            write = _writer(rows, format, chosen)
             with open(partial, "wb") as file:
                 exported = write(file)
                 file.flush()
@@ -105,12 +129,14 @@ def export_to(
     file: IO[bytes],
     columns: Sequence[str] = (),
     where: str | None = None,
+    *,
+    with_items: bool = False,
 ) -> Exported:
     """Write the rows to an open file, as `export` does."""
     with _opened(source) as rows:
         if format in FORMATS and format not in (*STREAMS, *_own_formats(rows)):
             raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
-        exported = _writer(rows, format, columns, where)(file)
+        exported = _writer(rows, format, Choice(columns, where, with_items))(file)
         file.flush()
         return exported
 
@@ -132,16 +158,18 @@ def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
 def _writer(
     rows: RunRows | FileRows,
     format: str,  # noqa: A002 - the word of the command line
-    columns: Sequence[str],
-    where: str | None,
+    chosen: Choice,
 ) -> Callable[[IO[bytes]], Exported]:
     """The writer of a format: the workload's own if it has one of this name."""
     is_own = format in _own_formats(rows)
     if not is_own and format not in FORMATS:
         raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
+    if not is_own and (lines := LINE_FORMATS.get(format)):
+        return lambda file: _written_in_lines(rows, lambda selection: lines(selection, file), chosen)
+    _refuse_items(chosen, format)
     if not is_own and (write := ROW_FORMATS.get(format)):
-        return lambda file: _written(rows, lambda selection: write(selection, file), columns, where)
-    if columns or where is not None:
+        return lambda file: _written(rows, lambda selection: write(selection, file), chosen)
+    if chosen.columns or chosen.where is not None:
         raise SlurmGPUError(f"Format {format!r} has all columns and rows; --columns and --where are for other formats.")
     if rows.merged is None:
         raise SlurmGPUError(
@@ -163,17 +191,39 @@ def _writer(
     return write_all
 
 
-def _written(
-    rows: RunRows | FileRows, write: Callable[[Selection], int], columns: Sequence[str], where: str | None
+def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
+    if chosen.reads_items:
+        raise SlurmGPUError(
+            f"Format {format!r} has no fields of the items; --with-items, and columns such as item.text, are for "
+            f"{' and '.join(LINE_FORMATS)}. `keep` in the run file makes fields columns of the run, for every format."
+        )
+
+
+def _written(rows: RunRows | FileRows, write: Callable[[Selection], int], chosen: Choice) -> Exported:
+    selection = Selection(rows, chosen.columns, chosen.where)
+    return _exported(rows, write(selection), selection)
+
+
+def _written_in_lines(
+    rows: RunRows | FileRows, write: Callable[[Selection | BesideItems], int], chosen: Choice
 ) -> Exported:
-    selection = Selection(rows, columns, where)
-    n_rows = write(selection)
+    if not chosen.reads_items:
+        if isinstance(rows, RunRows):
+            refuse_bare_fields(rows.run, chosen.columns, stored_columns(rows.columns))
+        return _written(rows, write, chosen)
+    if isinstance(rows, FileRows):
+        raise SlurmGPUError("A merged file alone has no items: export the run directory.")
+    selection = BesideItems(rows, rows.run, chosen.columns, chosen.where)
+    return _exported(rows, write(selection), selection)
+
+
+def _exported(rows: RunRows | FileRows, n_rows: int, selection: Selection | BesideItems) -> Exported:
     if isinstance(rows, RunRows):
         return Exported(n_rows, None, rows.run.plan.n_items - selection.n_seen, tuple(dict.fromkeys(rows.problems)))
     return Exported(n_rows)
 
 
-def _write_jsonl(selection: Selection, file: IO[bytes]) -> int:
+def _write_jsonl(selection: Selection | BesideItems, file: IO[bytes]) -> int:
     n_rows = 0
     for row in selection.plain_rows(BLOCK_BYTES):
         line = json.dumps(dict(zip(selection.columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
@@ -182,14 +232,14 @@ def _write_jsonl(selection: Selection, file: IO[bytes]) -> int:
     return n_rows
 
 
-def _write_csv(selection: Selection, file: IO[bytes]) -> int:
+def _write_csv(selection: Selection | BesideItems, file: IO[bytes]) -> int:
     """RFC 4180. Numbers and text are written plainly, others as JSON, null as empty, errors by their first line."""
     text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
     writer, names = csv.writer(text), list(selection.columns)
     error = names.index("error") if "error" in names else None
     writer.writerow(names)
     for row in selection.plain_rows(BLOCK_BYTES, as_cells=True):
-        cells = [json.dumps(value) if isinstance(value, list | bool) else value for value in row]
+        cells = [json.dumps(value) if isinstance(value, list | dict | bool) else value for value in row]
         if error is not None and cells[error] is not None:
             cells[error] = cells[error].partition("\n")[0]
         writer.writerow(cells)
@@ -291,17 +341,19 @@ def _beside(merged: Merged, name: str) -> dict[str, Any]:
     return found if is_same else {}
 
 
-ROW_FORMATS: Mapping[str, Callable[[Selection, IO[bytes]], int]] = {
+LINE_FORMATS: Mapping[str, Callable[[Selection | BesideItems, IO[bytes]], int]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
-    "parquet": _write_parquet,
 }
-"""Writers of chosen columns and rows; each returns the number of rows."""
+"""Writers of chosen columns and rows, one by one; each returns the number of rows."""
+
+ROW_FORMATS: Mapping[str, Callable[[Selection, IO[bytes]], int]] = {"parquet": _write_parquet}
+"""As LINE_FORMATS, by columns."""
 
 FOLDERS: Mapping[str, Callable[[Selection, Path], int]] = {"hf": _write_data_set}
 """As ROW_FORMATS, into a new folder."""
 
-FORMATS = (*ROW_FORMATS, *FOLDERS, "pt")
+FORMATS = (*LINE_FORMATS, *ROW_FORMATS, *FOLDERS, "pt")
 
-STREAMS = ("jsonl", "csv")
+STREAMS = tuple(LINE_FORMATS)
 """The formats that can be written to a stream."""

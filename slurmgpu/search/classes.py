@@ -55,6 +55,15 @@ def events_of_class(run: Run, name: str) -> Iterator[Event]:
     return _events(run, name)
 
 
+def events_of_failed_items(run: Run) -> Iterator[Event]:
+    """The last failure of each item that the last report has as failed, class by class."""
+    run = cached(run)
+    for name in sorted({kind for kind, _ in run.failed_items.values()}):
+        failed = {index for index, (kind, _) in run.failed_items.items() if kind == name}
+        last = {event.item: event for event in _of_items(run, name) if event.item in failed}
+        yield from last.values()
+
+
 def _events(run: Run, name: str) -> Iterator[Event]:
     run = cached(run)
     for attempt in run.judged.values():

@@ -81,6 +81,36 @@ def test_the_item_of_each_row_stands_beside_it(slurmgpu, run):
     assert "The input changed since the run was planned" in done.stderr
 
 
+def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
+    items = run.parent / "items.jsonl"
+    done = slurmgpu("export", run, "-o", "-", "--columns", "item.id,score", "--where", "score < 0.3", expect=0)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"item.id": f"q{index}", "score": index / 8} for index in range(3)
+    ]
+    slurmgpu("export", run, run / "rows.csv", "--with-items", "--where", "score == 1", expect=0)
+    head, row = (run / "rows.csv").read_text().splitlines()
+    assert head == "index,score,told,meta,vector,error,item.id,item.text"
+    assert row.startswith('8,1.0,short,"{""n"":8}"')
+    assert row.endswith(",q8,Why?")
+    refused = [
+        (("a.csv", "--columns", "score,text"), "There is no column 'text'; the field of the items is item.text."),
+        (("a.parquet", "--with-items"), "are for jsonl and csv"),
+        (("a.csv", "--with-items", "--columns", "score"), "name item.FIELD among --columns"),
+        (("a.csv", "--columns", "item.id,item.id"), "'item.id' is asked for twice"),
+        (("a",), "a has no suffix that tells its format"),
+        (("a.csv", "-o", "b.csv"), "Name one file to write"),
+        ((), "Name one file to write"),
+    ]
+    for given, sentence in refused:
+        assert sentence in slurmgpu("export", run, *given, expect=2).stderr
+    items.write_text("{}\n")
+    assert "The input changed" in slurmgpu("export", run, "-o", "-", "--with-items", expect=2).stderr
+
+
+def test_one_item_is_asked_for_by_the_option_of_logs(slurmgpu, run):
+    assert indices(shown(slurmgpu, run, "--item", "17")) == [17]
+
+
 def test_what_is_missing_and_what_is_damaged_is_said_on_stderr(slurmgpu, run):
     path = run / "shards" / "00003.h5"
     path.write_bytes(path.read_bytes()[:-10])

@@ -164,6 +164,9 @@ def test_every_failure_of_a_class_has_its_place(run, slurmgpu):
     assert failed == {f"item {index}" for index, fault in FAULTS.items() if fault != "segfault"}
     [back_off] = events_of_class(run, "cuda_oom")
     assert back_off.message == "out of memory with a batch of 4, items 32..35; going on with 2"
+    done = slurmgpu("logs", run.folder, "--failed", expect=0)
+    assert sorted(re.findall(r"^item (\d+)", done.stdout, re.MULTILINE)) == sorted(map(str, FAULTS))
+    assert f"{len(FAULTS)} items failed. next: " in done.stderr
     said = slurmgpu("logs", run.folder, "--class", "crash", expect=0).stdout
     assert said.count("Fatal Python error") == 2
     assert f"{crashes[-1].file.path}:{crashes[-1].number}" in said
@@ -387,10 +390,11 @@ def test_what_a_record_does_not_tell_of_an_item_the_logs_do(run, tmp_path, damag
     assert story.ended == "missing"
 
 
-def show(run, task=None, *, item=None, failure=None, merge=False, follow=False, n_lines=None):
+def show(run, task=None, *, item=None, failure=None, failed=False, merge=False, follow=False, n_lines=None):
     """What the command prints, in this process."""
     asked = None if item is None else str(item)
-    show_logs(run, task, asked, failure, merge=merge, follow=follow, n_lines=n_lines, as_json=False)
+    ways = {"failed": failed, "merge": merge, "follow": follow, "as_json": False}
+    show_logs(run, task, asked, failure, n_lines=n_lines, **ways)
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,21 @@ from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import is_file, status_of
 
 
-def export_rows(run: Run, output: Path, file_format: str | None, columns: Sequence[str], where: str | None) -> None:
+def export_rows(
+    run: Run, output: Path, file_format: str | None, columns: Sequence[str], where: str | None, *, with_items: bool
+) -> None:
     """Write the rows that a run has to a file, or to standard output for `-`, and say what is missing."""
-    chosen = file_format or output.suffix.removeprefix(".")
+    chosen = file_format or ("jsonl" if str(output) == "-" else output.suffix.removeprefix("."))
+    if not chosen:
+        raise SlurmGPUError(f"{output} has no suffix that tells its format: give one, as {output}.csv, or --format.")
     if chosen not in (known := [*FORMATS, *run.plan.exports]):
         raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
     if chosen not in FOLDERS and status_of(output) is not None and not is_file(output):
         raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
     if str(output) == "-":
-        exported = export_to(run, chosen, sys.stdout.buffer, columns, where)
+        exported = export_to(run, chosen, sys.stdout.buffer, columns, where, with_items=with_items)
     else:
-        exported = export(run, chosen, output, columns, where)
+        exported = export(run, chosen, output, columns, where, with_items=with_items)
         result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
     tell_missing(run, exported.n_missing, exported.problems)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slurmgpu.cli.console import result, result_json, say
@@ -16,7 +16,7 @@ from slurmgpu.logs.files import attempts_with_logs, merge_files
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
-from slurmgpu.search.classes import events_of_class
+from slurmgpu.search.classes import Event, events_of_class, events_of_failed_items
 from slurmgpu.search.excerpts import N_LINES, Excerpt
 from slurmgpu.search.index import FileRecord, read_index
 from slurmgpu.search.items import story_of_item
@@ -93,8 +93,22 @@ def show_excerpt(excerpt: Excerpt) -> None:
 
 def print_class(run: Run, name: str, n_lines: int | None) -> None:
     """List every failure of a class with its place in the logs, and show the first ones."""
+    count = _print_events(events_of_class(run, name), n_lines)
+    tells = "mentions" if count == 1 else "mention"
+    said = f"{count_of(count, 'line')} {tells} {name}" if count else f"No log and no report mentions {name}"
+    say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
+
+
+def print_failed(run: Run, n_lines: int | None) -> None:
+    """List every failed item of the last report with its place in the logs, and show the first ones."""
+    count = _print_events(events_of_failed_items(run), n_lines)
+    said = f"{count_of(count, 'item')} failed" if count else "No item failed, by the last report"
+    say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
+
+
+def _print_events(events: Iterable[Event], n_lines: int | None) -> int:
     count = 0
-    for event in events_of_class(run, name):
+    for event in events:
         count += 1
         where = f"  {event.file.path}:{event.number}" if event.file else ""
         whose = f" in attempt {event.attempt}" if event.attempt and event.attempt not in event.what else ""
@@ -103,9 +117,7 @@ def print_class(run: Run, name: str, n_lines: int | None) -> None:
         if excerpt is not None:
             show_excerpt(excerpt)
             sys.stdout.write("\n")
-    tells = "mentions" if count == 1 else "mention"
-    said = f"{count_of(count, 'line')} {tells} {name}" if count else f"No log and no report mentions {name}"
-    say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
+    return count
 
 
 def show_index(run: Run) -> None:
@@ -127,7 +139,7 @@ def show_index(run: Run) -> None:
     for name, end, files in rows:
         line = f"{name:<{widths[0]}}  {end:<{widths[1]}}  {_files(files)}"
         sys.stdout.write(f"{line.rstrip()}\n")
-    say(f"files in {run.logs}\nnext: slurmgpu logs {run.typed} TASK, or --item N, or --class NAME")
+    say(f"files in {run.logs}\nnext: slurmgpu logs {run.typed} TASK, or --item N, or --failed, or --class NAME")
 
 
 def _files(files: Sequence[FileRecord]) -> str:
@@ -205,6 +217,7 @@ def show_logs(
     item: str | None,
     failure: str | None,
     *,
+    failed: bool,
     merge: bool,
     follow: bool,
     n_lines: int | None,
@@ -212,7 +225,7 @@ def show_logs(
 ) -> None:
     """Print what the command's arguments ask for; without any, the index."""
     asked = [name for name, value in {"TASK": task, "--item": item, "--class": failure}.items() if value is not None]
-    asked += ["--merge"] * merge + ["--json"] * as_json
+    asked += ["--failed"] * failed + ["--merge"] * merge + ["--json"] * as_json
     if len(asked) > 1:
         raise SlurmGPUError(f"{' and '.join(asked)} exclude each other: give one of them.")
     if follow and asked and asked[0] not in ("TASK", "--merge"):
@@ -225,6 +238,8 @@ def show_logs(
         result_json(read_index(run))
     elif item is not None:
         print_item(run, item, n_lines)
+    elif failed:
+        print_failed(run, n_lines)
     elif failure is not None:
         print_class(run, failure, n_lines)
     elif merge:

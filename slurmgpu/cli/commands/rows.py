@@ -18,6 +18,7 @@ from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
 from slurmgpu.util.item_ranges import parse_item_ranges
+from slurmgpu.util.json_values import json_value
 from slurmgpu.util.plurals import count_of
 
 _RANGES = re.compile(r"[\d:,\s]*", re.ASCII)
@@ -81,7 +82,7 @@ def _spans_of(run: Run, items: str, stop: int) -> list[tuple[int, int]]:
 
 def _as_json(names: Sequence[str], row: Sequence[Any], data: Mapping[int, Any]) -> dict[str, Any]:
     index, error, *values = row
-    item = {"item": data[index]} if index in data else {}
+    item = {"item": json_value(data[index])} if index in data else {}
     return {"index": index, "error": error, **item, "values": dict(zip(names, values, strict=True))}
 
 

@@ -150,7 +150,9 @@ def logs(
     ] = None,
     item: Annotated[
         str | None,
-        typer.Option("--item", metavar="ITEM", help="What happened to an item, by its number or its key, and where."),
+        typer.Option(
+            "--item", "--items", metavar="ITEM", help="What happened to an item, by its number or its key, and where."
+        ),
     ] = None,
     failure: Annotated[
         str | None,
@@ -161,6 +163,7 @@ def logs(
             autocompletion=completion.complete_class,
         ),
     ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="The items that failed, each with its place.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     lines: Annotated[int | None, typer.Option("--lines", "--tail", "-n", min=1, help="Only the last N lines.")] = None,
@@ -172,9 +175,11 @@ def logs(
       slurmgpu logs runs/judge                  which log files there are
       slurmgpu logs runs/judge 7                what task 7 and its workers wrote
       slurmgpu logs runs/judge --item 4711      what happened to item 4711
+      slurmgpu logs runs/judge --failed         every failed item
       slurmgpu logs runs/judge --class crash    every crash
       slurmgpu logs runs/judge --follow         new lines of all tasks
     """  # noqa: D301
     from slurmgpu.cli.commands.logs import show_logs
 
-    show_logs(options.open_run(folder), task, item, failure, merge=merge, follow=follow, n_lines=lines, as_json=as_json)
+    run, ways = options.open_run(folder), {"failed": failed, "merge": merge, "follow": follow, "as_json": as_json}
+    show_logs(run, task, item, failure, n_lines=lines, **ways)

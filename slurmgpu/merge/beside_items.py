@@ -1,0 +1,83 @@
+"""Rows beside the data of the items that they were made from, for exports: the columns `item.FIELD`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs import open_items
+from slurmgpu.results import BLOCK_BYTES
+from slurmgpu.results.selection import Selection, Source
+from slurmgpu.run.directory import Run
+from slurmgpu.util.json_values import json_value
+
+PREFIX = "item."
+_AT_ONCE = 256
+"""Items that are read together."""
+
+Read = Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]
+
+
+@dataclass
+class BesideItems:
+    """The rows of a selection, with a column for each field of their items; as `Selection` for formats of lines.
+
+    `names` are columns and `item.FIELD`; by default all. Fields of an item that cannot be read are null.
+    """
+
+    source: Source
+    run: Run
+    names: Sequence[str] = ()
+    where: str | None = None
+
+    def __post_init__(self) -> None:
+        own = [name for name in self.names if not name.startswith(PREFIX)]
+        if twice := next((name for number, name in enumerate(self.names) if name in self.names[:number]), None):
+            raise SlurmGPUError(f"The column {twice!r} is asked for twice; name it once.")
+        asked = ["index", *(name for name in own if name != "index")] if self.names else []
+        self._rows = Selection(self.source, asked, self.where)
+        self.columns = list(self.names) or [*self._rows.columns, *(f"{PREFIX}{name}" for name in self._fields())]
+
+    @property
+    def n_seen(self) -> int:
+        """The number of rows that were read, chosen or not."""
+        return self._rows.n_seen
+
+    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+        """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
+        own = list(self._rows.columns)
+        with open_items(self.run) as read:
+            rows = self._rows.plain_rows(n_bytes, as_cells=as_cells)
+            while some := list(islice(rows, _AT_ONCE)):
+                places = own.index("index")
+                for row, data in zip(some, _data(read, [row[places] for row in some]), strict=True):
+                    values = {**dict(zip(own, row, strict=True)), **{f"{PREFIX}{k}": v for k, v in data.items()}}
+                    yield tuple(values.get(name) for name in self.columns)
+
+    def _fields(self) -> list[str]:
+        """The fields of all chosen items, in the order in which they are met."""
+        found: dict[str, None] = {}
+        indices = (row[0] for row in Selection(self.source, ["index"], self.where).plain_rows())
+        with open_items(self.run) as read:
+            while some := list(islice(indices, _AT_ONCE)):
+                for data in _data(read, some):
+                    found |= dict.fromkeys(data)
+        return list(found)
+
+
+def refuse_bare_fields(run: Run, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise SlurmGPUError for the first name that is no column, if it is a field of the first item."""
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is None:
+        return
+    with open_items(run) as read:
+        first = _data(read, run.plan.indices(0, 1))[0]
+    if unknown in first:
+        raise SlurmGPUError(f"There is no column {unknown!r}; the field of the items is {PREFIX}{unknown}.")
+
+
+def _data(read: Read, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+    return [{} if isinstance(data, ItemError) else json_value(data) for data in read(indices)]
