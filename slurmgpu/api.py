@@ -541,10 +541,13 @@ def _nothing_to_compute(run: Run, failed: bool) -> SlurmGPUError:
         )
     if failed:
         return NothingToSubmitError(f"{run.folder} has every shard, and no item failed: there is nothing to compute.")
+    if run.plan.look:
+        more = "it has some items of its input: for all of them submit again without --limit and --items"
+    else:
+        more = f"items that were added to its input take another run: submit again by --extend {run.typed}"
     return NothingToSubmitError(
         f"{run.folder} has every shard: there is nothing to compute. "
-        f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again; items that were added to its input "
-        f"take another run: submit again with --extend {run.typed} and another --run-dir."
+        f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again; {more}, with another --run-dir."
     )
 
 

@@ -61,7 +61,9 @@ def extend(old: Run, plan: Plan, folder: Path) -> Extension:
     """
     before, spec = InputSpec.from_json(old.plan.input), InputSpec.from_json(plan.input)
     if before.ranges is not None:
-        raise _refusal(old, "it is a run of some items of its input. Extend one of a whole input")
+        raise _refusal(
+            old, "it is a run of some items of its input. Extend one of a whole input, or leave out --extend"
+        )
     for what in SAME:
         mine, others = getattr(plan, what), getattr(old.plan, what)
         if mine != others:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.views import without_value
 from slurmgpu.run.directory import Plan, Run
@@ -45,7 +45,10 @@ class Row:
     values: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        return self.values[name]
+        try:
+            return self.values[name]
+        except KeyError:
+            raise KeyError(f"The row has no column {name!r}.{did_you_mean(name, self.values)}") from None
 
 
 class Block(NamedTuple):

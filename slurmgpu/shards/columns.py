@@ -303,11 +303,13 @@ def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[s
 
 def _wrong_names(columns: Mapping[str, Column], row: Mapping[str, Any]) -> str:
     problems = [f"column {name!r} is missing" for name in columns if name not in row]
+    is_any_missing = bool(problems)
     for name in row:
         if name in RESERVED_NAMES:
             problems.append(f"column {name!r} is written by slurmgpu itself")
-        elif name not in columns:
-            problems.append(f"column {name!r} is not declared.{did_you_mean(str(name), columns)}")
+        elif name not in columns:  # either of two names may be the wrong one
+            hint = "" if is_any_missing else f".{did_you_mean(str(name), columns)}".removesuffix(".")
+            problems.append(f"column {name!r} is not declared{hint}")
     return "; ".join(problems)
 
 

@@ -21,11 +21,14 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 30
 ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
-NOT_HERE = "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local."
+NOT_HERE = (
+    "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if "
+    "it has none."
+)
 
 NOT_SET_UP = (
     "{} is installed here and finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
-    "Submit from a node of the cluster, or use this machine: --executor local."
+    "Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if it has none."
 )
 NO_CONFIGURATION = "Could not establish a configuration source"
 """The end of Slurm's message for it."""

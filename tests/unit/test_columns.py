@@ -246,6 +246,8 @@ def test_a_row_does_not_change_when_the_workload_reuses_its_buffer(column, value
         ({"a": 1}, "column 'score' is missing"),
         ({"a": 1, "score": 1, "scores": 2}, "column 'scores' is not declared. Did you mean 'score'?"),
         ({"a": 1, "score": 1, "index": 0}, "column 'index' is written by slurmgpu itself"),
+        ({"a": 1, "scores": 2}, "column 'score' is missing; column 'scores' is not declared"),
+        ({"a": 1, "score": 1, "b": 2}, "column 'b' is not declared. Known: a, score"),
         ({}, "column 'a' is missing; column 'score' is missing"),
         ([1, 2], "a row is a mapping of each column to its value; found list"),
         (None, "found NoneType"),
