@@ -6,12 +6,13 @@ has no walltime of Submitit's, and SIGTERM is ignored. Here they are remembered 
 
 from slurmgpu.util.early_signals import remember
 
-remember()  # before anything that takes time is imported
+if __name__ == "__main__":
+    remember()  # before anything that takes time is imported
 
-import contextlib  # noqa: E402
-import runpy  # noqa: E402
-import sys  # noqa: E402
-from typing import Any  # noqa: E402
+import contextlib
+import runpy
+import sys
+from typing import Any
 
 
 def import_submitit() -> None:
@@ -30,9 +31,15 @@ def import_submitit() -> None:
             del modules["numpy"]
 
 
-def main() -> None:
-    """Run the module that the arguments name, as `python -m` would."""
-    import_submitit()
+def run_job(folder: str) -> None:
+    """Run the job of Submitit's that the environment of this process names; its files lie in `folder`."""
+    from submitit.core.submission import process_job
+
+    _prepare_submitit()
+    process_job(folder)
+
+
+def _prepare_submitit() -> None:
     from submitit.core import job_environment
 
     from slurmgpu.executors.steady import make_steady
@@ -40,6 +47,12 @@ def main() -> None:
     make_steady()
     # If another version of Submitit names it otherwise, the task's function sets its own handlers later.
     setattr(job_environment.JobEnvironment, "_handle_signals", lambda *ignored: None)  # noqa: B010
+
+
+def main() -> None:
+    """Run the module that the arguments name, as `python -m` would."""
+    import_submitit()
+    _prepare_submitit()
     place = sys.argv.index("-m")
     module, sys.argv = sys.argv[place + 1], sys.argv[place + 1 :]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission as submitting
 from slurmgpu.executors.job_entry import safe_path
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
@@ -32,7 +33,13 @@ MOST = 2000
 
 
 class Background:
-    """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one."""
+    """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one.
+
+    `executor` and `n_slots` are what is asked for: the executor's name, and how many tasks at once.
+    """
+
+    def __init__(self, executor: str, n_slots: int) -> None:
+        self._asked = executor, str(n_slots)
 
     def __enter__(self) -> Background:
         answers, given = os.pipe()
@@ -40,7 +47,7 @@ class Background:
         try:
             with safe_path():
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(given)],
+                    [sys.executable, "-u", "-m", __name__, str(given), *self._asked],
                     stdin=subprocess.PIPE,
                     stdout=self._errors,
                     stderr=self._errors,
@@ -81,6 +88,8 @@ def main() -> int:
     """Run the submission that standard input describes; say on the given pipe once it has begun, or why not."""
     answers = open(int(sys.argv[1]), "w", encoding="utf-8")  # noqa: SIM115 - closed once it has answered
     os.set_inheritable(answers.fileno(), False)
+    executor, n_slots = executor_named(sys.argv[2]), int(sys.argv[3])
+    executor.import_ahead(n_slots)
     if not (given := sys.stdin.buffer.read()):
         return 0  # nothing is submitted
 
@@ -93,6 +102,10 @@ def main() -> int:
     with open(folder / "logs" / LOG, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    is_as_asked = (submission.executor, submission.n_concurrent) == (executor.name, n_slots)
+    if is_as_asked and (work := executor.fork_ahead(n_slots)) is not None:  # in a fork
+        answers.close()
+        work()
     log_to_stderr()
     try:
         submitting.start(Run.open(folder), lambda _: (submission, []), lambda: tell(begun=True))

@@ -55,6 +55,11 @@ class Here(Executor):
         return done
 
 
+def n_threads_of(n_slots: int) -> int:
+    """The share of a slot of this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // n_slots)
+
+
 def stop(pids: Iterable[int]) -> None:
     """Ask slots that are alive to end."""
     for pid in pids:

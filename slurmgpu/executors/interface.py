@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
@@ -128,6 +128,20 @@ class Executor(ABC):
     @abstractmethod
     def start(self, run: Run, submission: Submission) -> Started:
         """Start it. An executor that `queues` leaves nothing in the queue when it raises SlurmGPUError."""
+
+    def import_ahead(self, n_slots: int) -> None:
+        """Import what forks by `fork_ahead` are to have, in a process that does not know yet what it submits.
+
+        `n_slots` is how many tasks at once are asked for.
+        """
+        return
+
+    def fork_ahead(self, n_slots: int) -> Callable[[], NoReturn] | None:
+        """Fork processes for `start`, before this one has threads; in such a fork, what it does instead of going on.
+
+        `n_slots` is that of `import_ahead`, and is how many tasks at once are submitted.
+        """
+        return None
 
     @abstractmethod
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:

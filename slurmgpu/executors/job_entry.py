@@ -23,6 +23,7 @@ from slurmgpu.slurm import commands
 from slurmgpu.slurm.own_job import OwnJob, own_job
 from slurmgpu.task.node_agent import follow
 from slurmgpu.task.nodes import node_rank
+from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
 from slurmgpu.util import early_signals, gpus
@@ -137,17 +138,22 @@ def _end_if_asked() -> None:
         raise SystemExit(EXIT_STOPPED)
 
 
-def work(run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> int:
+def work(
+    run: Run,
+    attempt: Attempt,
+    end_time: Callable[[], float | None] = lambda: None,
+    spare: SpareWorker | None = None,
+) -> int:
     """Work as this attempt until no shard is left for it; the exit code. Tasks of all executors call this.
 
-    `end_time` tells when the walltime ends, once that is known.
+    `end_time` tells when the walltime ends, once that is known. `spare` becomes the first worker.
     """
     # Also so that every task's log says its offset from UTC, which Submitit's lines lack.
     held = gpus.number_of(attempt.n_gpus)
     log.info("attempt %s of %s: %s, device %s", attempt.name, run.folder, held, attempt.device)
     if attempt.n_nodes > 1 and (rank := node_rank()):
         return follow(run, attempt, rank, node_name())
-    task = Task(run, attempt, end_time)
+    task = Task(run, attempt, end_time, spare)
     code = task.run_worker()
     if task.record["reason"] == "complete":
         executor_named(attempt.executor).drop_waiting(attempt.job)
@@ -208,8 +214,9 @@ def run_local_task(
         n_processes = max(1, len(gpu_ids)) if run.plan.processes == "per-gpu" else 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // n_processes)))
         attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
+        spare = fork_worker(run, attempt)  # before this process has threads
         with beating(folder, attempt.name, job):
-            code = work(run, attempt)
+            code = work(run, attempt, spare=spare)
         if is_orphaned(run, submission):
             from slurmgpu.executors.submission import merge_orphaned  # which imports this module
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Callable
+from typing import NoReturn
 
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.here import Here
+from slurmgpu.executors.here import Here, n_threads_of
 from slurmgpu.executors.interface import Started
 from slurmgpu.report.attempts import Lives
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
+from slurmgpu.task.launcher import OWN_ENVIRON, WORKER
 
 
 class Local(Here):
@@ -31,6 +34,25 @@ class Local(Here):
                 f"{program}, in which the run file's image is to run, is not on the PATH of this machine. "
                 f'Load its module, or set runtime = "none" in [container] to run without the image.'
             )
+
+    def import_ahead(self, n_slots: int) -> None:
+        """Import what slots, tasks and workers need."""
+        # Read when OpenBLAS and libhdf5 are loaded. The first is what a slot sets for its worker.
+        own = {"OMP_NUM_THREADS": str(n_threads_of(n_slots)), **OWN_ENVIRON}
+        added = own.keys() - os.environ.keys()
+        os.environ.update({name: own[name] for name in added})
+        try:
+            importlib.import_module("slurmgpu.executors.local_slots")  # with Submitit
+            importlib.import_module(WORKER)  # with NumPy and h5py
+        finally:
+            for name in added:
+                del os.environ[name]
+
+    def fork_ahead(self, n_slots: int) -> Callable[[], NoReturn] | None:
+        """Fork the slots."""
+        from slurmgpu.executors import slot  # as below
+
+        return slot.fork_slots(n_slots)
 
     def start(self, run: Run, submission: Submission) -> Started:
         """Start the slots."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,16 +17,15 @@ import submitit
 from submitit.local.local import LocalJob
 
 from slurmgpu.executors import job_entry
-from slurmgpu.executors.here import gpu_ids, stop
+from slurmgpu.executors.here import gpu_ids, n_threads_of, stop
+from slurmgpu.executors.slot import begin_slot
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.submissions import Submission, job_here
+from slurmgpu.util.forks import Fork
 from slurmgpu.util.shared_files import retried
-
-NEVER_MIN = 10 * 365 * 24 * 60
-"""Submitit's local executor has a walltime of two minutes by default; this machine has none."""
 
 
 def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
@@ -43,23 +41,20 @@ def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
 
 
 class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
-    """Submitit's executor, with a controller that exits with its task's code."""
+    """Submitit's executor, whose jobs are started by slots."""
 
     def _submit_command(self, command: str) -> Any:
         given = {
-            "EXECUTOR": "local",
-            "STDERR_TO_STDOUT": "",
-            "LOCAL_NTASKS": "1",
-            "LOCAL_COMMAND": command,
-            "LOCAL_TIMEOUT_S": str(60 * NEVER_MIN),
-            "LOCAL_SIGNAL_DELAY_S": "30",
-            "LOCAL_NODEID": "0",
-            "LOCAL_JOB_NUM_NODES": "1",
-            "LOCAL_WITH_SHELL": "",
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "CUDA_VISIBLE_DEVICES": "",
         }
-        env = {**os.environ, **{f"SUBMITIT_{key}": value for key, value in given.items()}, "CUDA_VISIBLE_DEVICES": ""}
-        argv = [sys.executable, "-m", "slurmgpu.executors.slot", str(self.folder)]
-        process = subprocess.Popen(argv, env=env)
+        process: subprocess.Popen[bytes] | Fork | None = begin_slot(self.folder, given)
+        if process is None:
+            argv = [sys.executable, "-u", "-m", "slurmgpu.executors.slot", str(self.folder)]
+            process = subprocess.Popen(argv, env={**os.environ, **given})
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
@@ -67,9 +62,10 @@ def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_here(submission.executor, submission.submission)
     make_steady()
-    executor = _Executor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
+    executor = _Executor(run.logs)
+    executor._throttling = 0.0  # seconds between two submissions, for the sake of Slurm
     slots = gpu_ids(submission)
-    n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
+    n_threads = n_threads_of(len(slots))
     number, device = submission.submission, submission.device
     with job_entry.safe_path(), _ignoring_sigint():
         jobs = []

@@ -1,44 +1,129 @@
-"""`python -m slurmgpu.executors.slot FOLDER`: Submitit's controller of a slot, which exits with its task's code.
+"""A slot of the local executor: it forks its task, passes SIGTERM on to it, and exits with its code.
 
-Submitit's own always exits with 0, and dies of the first file system error on its logs.
+`python -m slurmgpu.executors.slot FOLDER` is one, for Submitit's files in FOLDER, the run's logs/. A detached process
+forks them, before it has threads. Submitit's own controller would start a second Python, always exit with 0, and die of
+the first error on its logs.
 """
 
-from __future__ import annotations
+import signal
 
+from slurmgpu.util.early_signals import SIGNUMS, remember
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNUMS)  # until there is a task, and before anything that takes time
+
+import contextlib
+import json
+import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from submitit.local.local import Controller
+from slurmgpu.executors.begin import import_submitit, run_job
 
-from slurmgpu.run.failures import blaming
-from slurmgpu.run.records import node_name
-from slurmgpu.util.shared_files import retried
+import_submitit()
 
+from submitit.core.utils import JobPaths  # noqa: E402
 
-class Slot(Controller):  # type: ignore[misc]  # Submitit's is not typed
-    """The controller of one task, which tries again while its logs cannot be opened."""
+import slurmgpu.executors.job_entry  # noqa: E402, F401 - what the job calls: its fork need not import it
+from slurmgpu.code.importer import has_imported  # noqa: E402
+from slurmgpu.run.failures import blaming  # noqa: E402
+from slurmgpu.run.records import node_name  # noqa: E402
+from slurmgpu.util.forks import Fork, fork, leave  # noqa: E402
+from slurmgpu.util.prctl import PR_SET_NAME, prctl  # noqa: E402
+from slurmgpu.util.shared_files import retried  # noqa: E402
 
-    code = 0
+NAME, TASK_NAME = b"slurmgpu slot", b"slurmgpu task"
+"""The names of these processes for ps and top; the arguments of a fork are its parent's."""
 
-    def start_tasks(self) -> None:
-        """Open the logs, and start the task."""
-        retried(lambda: Controller.start_tasks(self))
-
-    def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """The exit code of the task, once it has ended."""
-        codes: Sequence[int | None] = super().wait(freq)
-        self.code = codes[0] or 0
-        return codes
+_waiting: list[Fork] = []
+"""Forks that wait to be told of which run they are slots."""
 
 
-def main() -> None:
-    """Run the controller; exit code 74 and a sentence that names the node if the file system is lost."""
-    slot = Slot(Path(sys.argv[1]))
-    with blaming(node_name()):
-        slot.run()
-    sys.exit(slot.code if slot.code >= 0 else 128 - slot.code)
+def fork_slots(n: int) -> Callable[[], NoReturn] | None:
+    """Fork slots that wait for `begin_slot`; in such a fork, what it is to do. Without threads only."""
+    if threading.active_count() > 1:
+        return None  # the slots will be programs
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNUMS)
+    for _ in range(n):
+        orders, told = os.pipe()
+        if (pid := fork()) == 0:
+            for other in (told, *(each.stdin.fileno() for each in _waiting if each.stdin is not None)):
+                os.close(other)
+            return lambda: _wait_as_slot(orders)
+        os.close(orders)
+        _waiting.append(Fork(pid, stdin=open(told, "wb", 0)))  # noqa: SIM115 - closed once it is told
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
+    return None
+
+
+def begin_slot(folder: Path, environ: Mapping[str, str]) -> Fork | None:
+    """Let a fork that waits begin, with more variables in its environment; None if none waits."""
+    if not _waiting:
+        return None
+    slot = _waiting.pop(0)
+    assert slot.stdin is not None
+    with contextlib.suppress(BrokenPipeError), slot.stdin as pipe:  # one that was killed says so by its exit code
+        pipe.write(json.dumps([str(folder), dict(environ)]).encode())
+    return slot
+
+
+def _wait_as_slot(orders: int) -> NoReturn:
+    prctl(PR_SET_NAME, NAME)
+    with open(orders, "rb") as pipe:
+        told = pipe.read()
+    if not told:
+        leave(0)  # the submission came to nothing
+    folder, environ = json.loads(told)
+    os.environ.update(environ)
+    run_slot(Path(folder))
+
+
+def run_slot(folder: Path) -> NoReturn:
+    """Run the task of this slot, and exit with its code, 128 + N for signal N. Early signals are blocked before it.
+
+    The fork that is the task does not return either.
+    """
+    paths = JobPaths(folder, str(os.getpid()), 0)
+    with contextlib.ExitStack() as logs:
+        with blaming(node_name()):
+            streams = retried(lambda: [logs.enter_context(path.open("a")) for path in (paths.stdout, paths.stderr)])
+        if (pid := fork()) == 0:
+            remember()
+            for number, stream in enumerate(streams, 1):
+                os.dup2(stream.fileno(), number)
+    if pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
+        prctl(PR_SET_NAME, TASK_NAME)
+        names = {"LOCALID": "0", "GLOBALID": "0", "JOB_ID": paths.job_id}
+        os.environ.update({f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()})
+        _run_task(folder)
+
+    def pass_on(signum: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
+    code = Fork(pid).wait()
+    leave(code if code >= 0 else 128 - code)
+
+
+def _run_task(folder: Path) -> NoReturn:
+    """Run the job of Submitit's, and exit with its code."""
+    own, code = os.getpid(), 0
+    try:
+        run_job(str(folder))
+    except SystemExit as end:
+        if os.getpid() != own:
+            raise  # it is the task's worker
+        code = end.code if isinstance(end.code, int) else 1
+    if has_imported():
+        sys.exit(code)  # the task has merged, and called code of the user's
+    leave(code)
 
 
 if __name__ == "__main__":
-    main()
+    run_slot(Path(sys.argv[1]))

@@ -27,7 +27,7 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
-from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.plan.planner import Draft, allocate, draft_run
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
@@ -88,10 +88,13 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     target = Path(run_dir).expanduser() if run_dir is not None else _target(base, name, function)
     values = api.overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
-    executor = read_run_file(GivenRunFile({"workload": table}, base), values).resources.executor
+    asked = read_run_file(GivenRunFile({"workload": table}, base), values).resources
     with contextlib.ExitStack() as open_ones:
         # Its modules are imported while the run is planned.
-        background = open_ones.enter_context(Background()) if executor_named(executor).detaches else None
+        background = None
+        if executor_named(asked.executor).detaches:
+            n_slots = allocate(asked, None).n_concurrent
+            background = open_ones.enter_context(Background(asked.executor, n_slots))
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
         settings, files, modules = _function(function, load, scratch, base)
         made, settings["items"] = _written(items, scratch)

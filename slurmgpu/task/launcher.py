@@ -32,6 +32,12 @@ if sys.path and sys.path[0] == "":
 import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
+OWN_ENVIRON = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
+"""Variables of every worker."""
+
+
+WORKER = "slurmgpu.worker.main"
+"""The module of a worker."""
 
 
 class Launcher:
@@ -45,6 +51,12 @@ class Launcher:
         found = next(own, None) or run.plan.container
         self.container = Container.from_json(found) if found else None
         self._prepared: Prepared | None = None
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether a fork of the task can be the worker: one process, not in an image, with the task's environment."""
+        plan = self.run.plan
+        return self.container is None and plan.processes == "one" and not plan.environ
 
     def prepare(self, pause: Callable[[float], None] = time.sleep) -> None:
         """Check what the worker needs on this node; ContainerError says what it lacks.
@@ -75,7 +87,7 @@ class Launcher:
 
     def worker(self, assignment: Assignment) -> tuple[list[str], dict[str, str]]:
         """The worker's argument vector, and its environment."""
-        module = "slurmgpu.worker.group_launcher" if self.run.plan.processes == "per-gpu" else "slurmgpu.worker.main"
+        module = "slurmgpu.worker.group_launcher" if self.run.plan.processes == "per-gpu" else WORKER
         return self.command(module, str(self.run.folder), json.dumps(asdict(assignment)))
 
     def command(
@@ -83,7 +95,7 @@ class Launcher:
     ) -> tuple[list[str], dict[str, str]]:
         """The command that runs a module of slurmgpu where the worker runs, and its environment with `environ`."""
         inner = ["-c", START, module, *arguments]
-        own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ, **environ}
+        own = {**OWN_ENVIRON, **self.run.plan.environ, **environ}
         if self.container is None:
             # The worker runs the same slurmgpu as this task, wherever that was imported from.
             return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": own_python_path()}

@@ -23,7 +23,15 @@ from slurmgpu.run.rendezvous import Line, join_rendezvous
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import MEETING_S, group_command, rendezvous_path
 from slurmgpu.task.telemetry import sampler_of
-from slurmgpu.task.worker_process import EXIT_STOPPED, GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.worker_process import (
+    EXIT_STOPPED,
+    GRACE_S,
+    PARTING_S,
+    StoppedError,
+    StopSignals,
+    WorkerProcess,
+    start_program,
+)
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.pipes import FAILURES
 
@@ -114,7 +122,7 @@ class _Follower:
     def _start(self, order: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
         command, env = group_command(self._launcher, order["assignment"], self._rank, order["group"], self._line.host)
         self._group, self._heard, self._kills_before = order["group"]["name"], False, cgroups.oom_kills()
-        self._worker = stack.enter_context(WorkerProcess(command, env, self._log_path, self._events))
+        self._worker = stack.enter_context(WorkerProcess(start_program(command, env, self._log_path), self._events))
 
     def _tell_end(self, code: int) -> None:
         assert self._worker is not None

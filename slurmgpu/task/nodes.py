@@ -22,7 +22,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.rendezvous import Line, Rendezvous, free_port, own_hosts
 from slurmgpu.task.launcher import Launcher
-from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess, start_program
 from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.groups import GROUP_SECRET
 
@@ -106,7 +106,7 @@ class OtherNodes:
     def start(self, launcher: Launcher, assignment: Assignment, log_path: Path) -> WorkerProcess:
         """Start the worker; on several nodes its part here, while the others start theirs."""
         if self._meeting is None:
-            return WorkerProcess(*launcher.worker(assignment), log_path, self.signals.events)
+            return WorkerProcess(start_program(*launcher.worker(assignment), log_path), self.signals.events)
         while not all(follower.is_prepared for follower in self._followers.values()):
             self.check()
             self._pause()
@@ -194,7 +194,7 @@ class GroupProcess(WorkerProcess):
         self.group = group
         self._others = others
         self._first_exit: int | None = None
-        super().__init__(command, env, log_path, events)
+        super().__init__(start_program(command, env, log_path), events)
 
     def end_as(self, code: int, was_oom: bool) -> None:
         """End it because the part on another node has ended, unless it has ended itself."""

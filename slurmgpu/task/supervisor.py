@@ -32,6 +32,7 @@ from slurmgpu.task.attempt_writer import END_PATIENCE_S, Recording
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
+from slurmgpu.task.spare_worker import SpareWorker
 from slurmgpu.task.telemetry import sampler_of
 from slurmgpu.task.worker_process import EXIT_STOPPED, PARTING_S, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
@@ -51,14 +52,23 @@ GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks com
 
 
 class Task:
-    """An attempt that works: `run_worker` with a worker process, `run_in_process` for the debugger."""
+    """An attempt that works: `run_worker` with a worker process, `run_in_process` for the debugger.
 
-    def __init__(self, run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> None:
+    `spare` becomes the first worker process, if there is one.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        end_time: Callable[[], float | None] = lambda: None,
+        spare: SpareWorker | None = None,
+    ) -> None:
         self.run = run = run.computing(attempt.submission)
         self.attempt = attempt
         self._later_end = end_time  # if Slurm had not said it yet when the attempt began
         self._end: float | None = None
-        self._launcher = Launcher(run, attempt)
+        self._launcher, self._spare = Launcher(run, attempt), spare
         self._worker_pid: int | None = None
         self._sampler = sampler_of(run, attempt, lambda: self._worker_pid)
         self.recording = Recording(run, attempt, self._sampler.usage)
@@ -152,6 +162,8 @@ class Task:
             self.run.claims.release(shard, self._claim())
         self._remove_partials()
         self._metrics.close(END_PATIENCE_S)
+        if self._spare is not None:
+            self._spare.drop()
         self.recording.end()
         self._launcher.close()
         failure = self.record["failure"]
@@ -180,8 +192,7 @@ class Task:
                 kills_before = cgroups.oom_kills()
                 self._heard = self._keeps_progress = False
                 self._learn_end()
-                log_path = self.run.logs / f"{self.attempt.name}.log"
-                with others.start(self._launcher, self._assignment(), log_path) as worker:
+                with self._start_worker(others) as worker:
                     self._worker_pid = worker.pid
                     if self._was_told:
                         worker.take_no_more()  # the worker before may have died before it kept its progress
@@ -205,6 +216,12 @@ class Task:
                     return 1
         except StoppedError as stopped:
             return self._stopped(stopped.signum)
+
+    def _start_worker(self, others: OtherNodes) -> WorkerProcess:
+        if (spare := self._spare) is not None:
+            self._spare = None
+            return WorkerProcess(spare.begin(self._assignment()), others.signals.events)
+        return others.start(self._launcher, self._assignment(), self.run.logs / f"{self.attempt.name}.log")
 
     def _follow(self, events: Events, worker: WorkerProcess) -> None:
         tick = min(1.0, self.run.plan.lease_s / 12)

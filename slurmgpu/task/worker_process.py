@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmgpu.util.early_signals import SIGNUMS, recall
+from slurmgpu.util.forks import Fork
 from slurmgpu.util.process_tree import living
 from slurmgpu.util.shared_files import open_file, open_to_append, retried
 
@@ -80,32 +81,38 @@ class StopSignals:
             signal.signal(signum, handler)
 
 
+class Started(NamedTuple):
+    """The first process of a worker, with pipes to it, its log, and where that begins in the file."""
+
+    process: subprocess.Popen[bytes] | Fork
+    log_path: Path
+    log_start: int
+
+
+def start_program(command: list[str], env: dict[str, str], log_path: Path) -> Started:
+    """Start a worker as a program."""
+    with retried(lambda: open_to_append(log_path)) as file:
+        # Its own session: Ctrl-C reaches the task alone, and killing the group reaches the worker's children.
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            start_new_session=True,
+            bufsize=0,
+        )
+        return Started(process, log_path, file.tell())
+
+
 class WorkerProcess:
     """A worker in its own session, its events read into a queue; killed with all its children at the end."""
 
     was_oom = False
     """Whether host memory was short on another node of the task."""
 
-    def __init__(
-        self,
-        command: list[str],
-        env: dict[str, str],
-        log_path: Path,
-        events: Events,
-    ) -> None:
-        self._log_path = log_path
-        with retried(lambda: open_to_append(log_path)) as file:
-            self._log_start = file.tell()
-            # Its own session: Ctrl-C reaches the task alone, and killing the group reaches the worker's children.
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                start_new_session=True,
-                bufsize=0,
-            )
+    def __init__(self, started: Started, events: Events) -> None:
+        self._process, self._log_path, self._log_start = started
         self.pid = self._process.pid
         self._dead_since: float | None = None
         self._events = events

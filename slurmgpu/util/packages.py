@@ -8,7 +8,8 @@ from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
 
-_HOME = Path(__file__).resolve().parents[2]
+HOME = str(Path(__file__).resolve().parents[2])
+"""The folder from which this process imports slurmgpu."""
 
 
 def check_pyarrow(what_needs: str, *, in_tasks: bool = False) -> None:
@@ -20,4 +21,4 @@ def check_pyarrow(what_needs: str, *, in_tasks: bool = False) -> None:
 
 def own_python_path() -> str:
     """The PYTHONPATH of a child process that is to import the same slurmgpu, wherever it was imported from."""
-    return os.pathsep.join(part for part in (str(_HOME), os.environ.get("PYTHONPATH")) if part)
+    return os.pathsep.join(part for part in (HOME, os.environ.get("PYTHONPATH")) if part)

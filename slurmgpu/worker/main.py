@@ -510,13 +510,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__mp_main__":
-    # A process that the workload spawns by multiprocessing starts with this main module.
-    importer.use_as_parent()
-
-if __name__ == "__main__":
+def run_process() -> None:
+    """Run the worker as the whole of a process, whose arguments are in sys.argv."""
     exit_code = main()
     if exit_code:
         # A lost CUDA context, or a collective that waits for a failed rank, may block Python's exit.
         sys.stderr.flush()
         os._exit(exit_code)
+
+
+if __name__ == "__mp_main__":
+    # A process that the workload spawns by multiprocessing starts with this main module.
+    importer.use_as_parent()
+
+if __name__ == "__main__":
+    run_process()

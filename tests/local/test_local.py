@@ -299,10 +299,7 @@ def test_a_module_of_pythons_name_beside_the_run_file_does_no_harm(project, slur
 def test_a_task_that_dies_before_its_first_word_is_in_the_report(project, slurmgpu, tmp_path):
     folder = project(20)
     (tmp_path / "site").mkdir()
-    # Where Submitit's pickle is opened, and nowhere else: the function in it cannot be imported.
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import sys\nif any('submitit.core._submit' in word for word in sys.orig_argv):\n    raise SystemExit(9)\n"
-    )
+    (tmp_path / "site" / "sitecustomize.py").write_text(failing.TASK_DIES.format(code=9))
     slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
     [attempt] = report(folder)["attempts"]
     assert attempt["failure"] == "lost"

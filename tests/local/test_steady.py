@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
 from tests.pretend_nfs.nodes import REPOSITORY, Server, missing
+from tests.support.failing import TASK_DIES
 from tests.support.nightly import by_night
 from tests.support.runs import report
 
@@ -51,11 +52,7 @@ if "slurmgpu.executors.slot" in sys.orig_argv:
         return opened(self, *given, **more)
     pathlib.Path.open = fail
 """
-NO_PICKLE = """
-import os, sys
-if any("submitit.core._submit" in word for word in sys.orig_argv):
-    os._exit(74)
-"""
+NO_PICKLE = TASK_DIES.format(code=74)
 
 
 @pytest.mark.parametrize("order", ["EIO*1", *map(by_night, ("EIO*2", "ESTALE*1", "ETIMEDOUT*1")), "lost*1"])

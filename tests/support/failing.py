@@ -35,7 +35,8 @@ def failing(real, can_lose_replies):
         return real(path, *args, **kwargs)
     return Function(call)
 
-IS_TASK = any("submitit" in word or "slurmgpu.worker.main" in word for word in sys.orig_argv)
+STARTS = ("submitit", "slurmgpu.executors.slot", "slurmgpu.worker.main")
+IS_TASK = any(start in word for start in STARTS for word in sys.orig_argv)
 for name in IS_TASK * ("link", "rename", "replace", "unlink", "mkdir"):
     setattr(os, name, failing(getattr(os, name), True))
 for name in IS_TASK * ("open", "stat", "lstat"):
@@ -44,6 +45,14 @@ if IS_TASK:
     builtins.open = failing(builtins.open, False)
 """
 """A sitecustomize.py, by which the tasks and workers of a run have its claims and shards on such a file system."""
+
+TASK_DIES = """
+import os, sys
+if "slurmgpu.executors.slot" in sys.orig_argv:
+    fork = os.fork
+    os.fork = lambda: fork() or os._exit({code})
+"""
+"""Another one, by which the task of a slot dies with this code before its first word: it is a fork of the slot."""
 
 
 def places_of(function):

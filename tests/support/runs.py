@@ -163,8 +163,11 @@ def workers(folder, module="slurmgpu.worker.main"):
     for path in Path("/proc").glob("[0-9]*"):
         try:
             line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if re.match(r"rank \d", (path / "comm").read_text()):  # a fork of its launcher
+            if re.match(r"rank \d", name := (path / "comm").read_text()):  # a fork of its launcher
                 line = line.replace("slurmgpu.worker.group_launcher", "slurmgpu.worker.main")
+            elif name == "slurmgpu worker\n":  # a fork of its task: its arguments are a slot's, its log is its own
+                log = (path / "fd" / "2").readlink()
+                line = f'slurmgpu.worker.main {log.parents[1]} {{"attempt": "{log.stem}"}}'
         except OSError:
             continue
         if module in line and str(folder) in line:

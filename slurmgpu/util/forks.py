@@ -1,0 +1,88 @@
+"""Forks of this process in place of programs, which would import the same modules again.
+
+A process forks before it has threads, and before it imports anything of the user's.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from typing import BinaryIO, NoReturn
+
+from slurmgpu.util.early_signals import recall
+
+LONGEST_LOOK_S = 0.05
+"""Between two looks at a fork that is waited for with a timeout."""
+
+
+class Fork:
+    """A child process that was forked, with what `subprocess.Popen` has for one that was started."""
+
+    def __init__(self, pid: int, stdin: BinaryIO | None = None, stdout: BinaryIO | None = None) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, -N for signal N; None while it lives."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended; subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
+        if timeout is None:
+            code = self._reap(0)
+            assert code is not None
+            return code
+        end, pause = time.monotonic() + timeout, 0.0005
+        while (code := self.poll()) is None:
+            if (left := end - time.monotonic()) <= 0:
+                raise subprocess.TimeoutExpired([f"fork {self.pid}"], timeout)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_LOOK_S)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has ended."""
+        self.send_signal(signal.SIGTERM)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def fork() -> int:
+    """The pid of a fork of this process; 0 in the fork, where signals do what they do in a new program.
+
+    Call it while signals are blocked that may come before the fork can handle them.
+    """
+    gc.freeze()  # no collection writes to pages that the two share
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: OpenBLAS prepares its own for forks
+        pid = os.fork()
+    if pid == 0:
+        recall()  # they came for the parent
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    return pid
+
+
+def leave(code: int) -> NoReturn:
+    """End a process that has run nothing of the user's: that Python takes modules apart takes as long as ten forks."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

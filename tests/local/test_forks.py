@@ -1,0 +1,177 @@
+"""Slots, tasks and their first workers are forks: they find what programs find, and none outlives its purpose."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from submitit.core.utils import DelayedSubmission
+
+import slurmgpu
+from slurmgpu.executors import job_entry
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import create_run
+from slurmgpu.task.worker_process import EXIT_STOPPED
+from slurmgpu.util.forks import Fork
+from slurmgpu.util.pids import is_there
+from tests.support.runs import planned_run, wait_until
+
+HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False}}
+
+
+def test_a_worker_that_is_a_fork_finds_what_one_that_was_started_finds(tmp_path):
+    """The first worker of a map is a fork of a fork of a fork; the one after a crash is a program."""
+    mark = tmp_path / "died"
+
+    def surroundings(item) -> dict:
+        import logging
+        import os
+        import resource
+        import signal
+        import sys
+        from pathlib import Path
+
+        import numpy as np
+
+        if item == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        status = dict(line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines())
+        files = [str(path.readlink()).split(":")[0] for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        found = {
+            "environ": {name: value for name, value in os.environ.items() if name != "_"},
+            "path": sys.path,
+            "argv": sys.argv[:2],
+            "flags": [getattr(sys.flags, "safe_path", None), sys.flags.no_user_site],
+            "main": sys.modules["__main__"].__spec__.name,
+            "signals": {str(number): str(signal.getsignal(number)).split(" at ")[0] for number in range(1, 32)},
+            "masks": [status[name] for name in ("SigIgn", "SigBlk", "ShdPnd", "SigPnd", "Umask")],
+            "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
+            "folder": str(Path.cwd()),
+            "files": sorted(files),
+            "streams": [[each.encoding, each.errors, each.write_through] for each in (sys.stdout, sys.stderr)],
+            "limits": [resource.getrlimit(limit) for limit in (resource.RLIMIT_AS, resource.RLIMIT_CORE)],
+            "levels": [logging.getLogger().level, len(logging.getLogger().handlers)],
+            "threads": status["Threads"],
+        }
+        return {"seen": found, "own": [os.getpid(), np.random.random()]}
+
+    run = slurmgpu.map(
+        surroundings, range(3), columns={"seen": "json", "own": "json"}, run_dir=tmp_path / "run", **HERE
+    )
+    rows = list(run.rows())
+    run.wait()
+    assert [row.error for row in rows] == [None] * 3
+    assert [len(record["deaths"]) for record in run.run.attempts()] == [1]
+    by_fork, by_program = rows[0], rows[2]
+    assert by_fork["seen"] == by_program["seen"]
+    assert by_fork["seen"]["main"] == "slurmgpu.worker.main"
+    assert not set(by_fork["own"]) & set(by_program["own"])
+
+
+SCRIPT = """
+import mine, slurmgpu
+run = slurmgpu.map(mine.triple, [1, 2], executor="local", gpus=0, overrides={"html": False}, wait=True)
+print([row["result"] for row in run.rows()])
+"""
+
+
+def test_a_module_of_the_users_goes_before_one_of_pythons_that_only_a_fork_has_imported(tmp_path):
+    (tmp_path / "resource.py").write_text("FACTOR = 3\n")
+    (tmp_path / "mine.py").write_text("import resource\ndef triple(n) -> int:\n    return resource.FACTOR * n\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "[3, 6]\n", done.stderr
+
+
+SPARE = """
+import os, sys, time
+from pathlib import Path
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt
+from slurmgpu.task.spare_worker import fork_worker
+
+spare = fork_worker(Run.open(Path(sys.argv[1])), Attempt("7", 0))
+print(spare._started.process.pid, flush=True)
+sys.stdin.readline()
+spare.drop()
+print(spare._started.process.returncode, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_worker_without_work_ends_with_its_task_and_before_it(tmp_path, is_killed):
+    run = planned_run(tmp_path / "run")
+    command = [sys.executable, "-c", SPARE, str(run.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as task:
+        pid = int(task.stdout.readline())
+        if is_killed:
+            task.kill()
+        else:
+            task.stdin.write("\n")
+            task.stdin.flush()
+            assert task.stdout.readline() == "0\n"
+        wait_until(lambda: not is_there(pid), "the end of the worker")
+
+
+SLOTS = """
+import sys
+from slurmgpu.executors import slot
+
+if (work := slot.fork_slots(2)) is not None:
+    work()
+print(*(each.pid for each in slot._waiting), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_slots_that_were_forked_for_nothing_end_with_the_process_that_submits():
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert [is_there(pid) for pid in pids] == [True, True]
+        process.kill()
+        wait_until(lambda: not any(map(is_there, pids)), "the end of the slots")
+
+
+# Ends a slot before it has a task: it is remembered, and passed on.
+HOOK = """
+import os, signal, sys
+def hook(event, arguments):
+    if event == "import" and arguments[0] == "submitit" and "AT" not in os.environ:
+        os.environ["AT"] = "sent"
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(hook)
+"""
+
+
+def test_a_signal_to_a_slot_that_has_no_task_yet_reaches_its_task(project, tmp_path):
+    with draft_run(project(16) / "slurmgpu.toml") as draft:
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    names = {"LOCAL_NTASKS": "1", "LOCAL_NODEID": "0", "LOCAL_JOB_NUM_NODES": "1", "EXECUTOR": "local"}
+    env = {**os.environ, **{f"SUBMITIT_{name}": value for name, value in names.items()}}
+    env["PYTHONPATH"] = f"{tmp_path / 'hook'}:{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-u", "-m", "slurmgpu.executors.slot", str(run.logs)]
+    with subprocess.Popen(command, env=env) as slot:
+        job = DelayedSubmission(job_entry.run_local_task, run.folder, "local1", 0, 1, [], "cpu", 1)
+        job.dump(run.logs / f"{slot.pid}_submitted.pkl")
+        assert slot.wait(200) == EXIT_STOPPED
+    [record] = run.attempts()
+    assert (record["failure"], record["published"]) == ("preempted", [])
+
+
+def test_a_fork_is_waited_for_as_a_program_is():
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    fork = Fork(pid)
+    assert fork.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.01)
+    fork.terminate()
+    assert fork.wait(200) == fork.wait() == fork.poll() == -signal.SIGTERM
+    fork.terminate()  # it has ended: no other process gets the signal
