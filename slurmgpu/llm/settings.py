@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from typing_extensions import TypedDict
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Batching, CudaGraphs, EngineOptions, Precision, Sampling, TruncationSide
 from slurmgpu.llm.models.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.models.source import find_model, served_model
-from slurmgpu.llm.prompts.fewshot import fewshot_of
+from slurmgpu.llm.prompts.fewshot import Fewshot, fewshot_of
 from slurmgpu.llm.prompts.jinja_templates import TemplateFormat, template_class
 from slurmgpu.llm.prompts.templates import NOTHING, Last, Prompts
 from slurmgpu.llm.server_engine.settings import check_server
@@ -79,20 +80,36 @@ def prompts_of(
     system: str | None,
     last: Last | None,
     given: Mapping[str, Any] = NOTHING,
+    named: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Prompts:
-    """The prompts of the settings; SlurmGPUError for a wrong one. `given` are values in templates beside the items'."""
+    """The prompts of the settings; SlurmGPUError for a wrong one.
+
+    `given` are values in templates beside the items', and `named` renames the fields of an example, as those of items.
+    """
     fewshot = fewshot_of(
         settings.get("fewshot"),
         settings.get("num_fewshot"),
         settings.get("target"),
         settings.get("fewshot_delimiter", "\n\n"),
     )
+    if fewshot is not None and named is not None:
+        fewshot = replace(fewshot, examples=tuple(_named_examples(fewshot, named)))
     make = template_class(settings.get("template_format", "f-string"))
     side = settings.get("truncation_side")
     images, folder = settings.get("images"), settings.get("image_folder", "")
     found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make, side, images, folder)
     found.check_examples(given)
     return found
+
+
+def _named_examples(
+    fewshot: Fewshot, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    for number, example in enumerate(fewshot.examples, 1):
+        try:
+            yield named(example)
+        except ItemError as error:
+            raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
 
 
 def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:

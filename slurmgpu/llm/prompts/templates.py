@@ -175,15 +175,26 @@ class Prompts:
         for _ in self._examples(given):
             pass
 
-    def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, seed: int = 0) -> Prompt:
-        """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field."""
-        found = replace(self._of(data, given, seed), truncation_side=self._truncation_side)
+    def of(
+        self,
+        data: Mapping[str, Any],
+        given: Mapping[str, Any] = NOTHING,
+        seed: int = 0,
+        forms: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
+        """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field.
+
+        `forms` are the item's data in other forms, such as two texts in another order: no examples for it, either.
+        """
+        found = replace(self._of(data, given, seed, forms), truncation_side=self._truncation_side)
         if self._images is not None:
             images = sources_of(self._images, take(data, self._images), self._image_folder)
             found = replace(found, images=images)
         return found if self.choice is None else replace(found, adapter=self.choice.of(data))
 
-    def _of(self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int) -> Prompt:
+    def _of(
+        self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int, forms: Sequence[Mapping[str, Any]]
+    ) -> Prompt:
         system = None if self._system is None else self._system.render(data, given)
         if self._messages is not None:
             messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))
@@ -193,10 +204,13 @@ class Prompts:
                 raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
             return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
         assert self._prompt is not None
-        return self._after_examples(self._prompt.render(data, given), system or "", given, seed)
+        own = () if self._fewshot is None else tuple(self._prompt.render(form, given) for form in forms)
+        return self._after_examples(self._prompt.render(data, given), system or "", given, seed, own)
 
-    def _after_examples(self, text: str, system: str, given: Mapping[str, Any], seed: int) -> Prompt:
-        """The prompt of a text, with examples before it, of which it is none itself."""
+    def _after_examples(
+        self, text: str, system: str, given: Mapping[str, Any], seed: int, own: Sequence[str] = ()
+    ) -> Prompt:
+        """The prompt of a text, with examples before it, of which it is none itself, nor in its `own` other forms."""
         if self._fewshot is None:
             return Prompt(text, system=system)
         known = self._known_examples
@@ -204,7 +218,7 @@ class Prompts:
             known = self._known_examples = (given, [*self._examples(given)])
         examples, number = known[1], self._fewshot.number
         places = range(len(examples)) if number is None else shuffled(len(examples), seed)
-        shots = [examples[place] for place in places if examples[place][0] != text][:number]
+        shots = [examples[place] for place in places if examples[place][0] not in (text, *own)][:number]
         return Prompt(text, system=system, shots=tuple(shots), between=self._fewshot.delimiter)
 
     def _examples(self, given: Mapping[str, Any]) -> Iterator[tuple[Composed, Composed]]:

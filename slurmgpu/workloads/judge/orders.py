@@ -34,11 +34,15 @@ class Asked:
     verdict: str | None = None
     probabilities: npt.NDArray[np.float64] | None = None
     how: str = "not at all"
+    n_truncated: int = 0
     error: str | None = None
 
 
-def verdict_row(rubric: Rubric, asked: Sequence[Asked]) -> Row | ItemError:
-    """The columns of the verdict on an item; two orders that disagree are a tie."""
+def verdict_row(rubric: Rubric, asked: Sequence[Asked], *, truncates: bool = False) -> Row | ItemError:
+    """The columns of the verdict on an item; two orders that disagree are a tie.
+
+    With `truncates`, also the tokens of the prompt that were cut off, in the order that lost more.
+    """
     for one in asked:
         if one.error is not None:
             return ItemError(one.error)
@@ -53,6 +57,8 @@ def verdict_row(rubric: Rubric, asked: Sequence[Asked]) -> Row | ItemError:
         "rationale": first.rationale,
         "how": max((one.how for one in asked), key=HOW.index),
     }
+    if truncates:
+        row["n_truncated"] = max(one.n_truncated for one in asked)
     if rubric.method == "score":
         row["probabilities"] = _mean_shares(rubric, asked)
     else:

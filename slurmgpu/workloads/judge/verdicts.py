@@ -10,7 +10,7 @@ import numpy as np
 
 from slurmgpu.llm.answers.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
 from slurmgpu.workloads.judge.rubrics import Rubric
-from slurmgpu.workloads.language_model import blocks, ends_summary
+from slurmgpu.workloads.language_model import blocks, ends_summary, n_truncated
 from slurmgpu.workloads.samples import flat
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
     n, n_parsed = len(merged), sum(counts.verdicts.values())
     summary: dict[str, Any] = {"n_items": n, "n_failed": counts.n_failed}
     summary |= {"n_unparsed": n - counts.n_failed - n_parsed, "unparsed_rate": ratio(n - counts.n_failed - n_parsed, n)}
+    if "n_truncated" in merged.columns:
+        summary["n_truncated"] = n_truncated(merged)
     summary["verdicts"] = {name: counts.verdicts[name] for name in rubric.names}
     summary["how"] = dict(sorted(counts.how.items()))
     if rubric.method == "parse":
@@ -69,6 +71,9 @@ def summarize_each(merged: Merged, rubric: Rubric, max_tokens: int) -> dict[str,
         total, n_scores = total + float(np.nansum(scores)), n_scores + int((~np.isnan(scores)).sum())
     n_parsed = verdicts.total()
     summary: dict[str, Any] = {"n_unparsed": n_texts - n_parsed, "unparsed_rate": ratio(n_texts - n_parsed, n_texts)}
+    if "n_truncated" in merged.columns:
+        every = (flat(merged, "n_truncated", start, stop) for start, stop in blocks(len(merged)))
+        summary["n_truncated"] = sum(int(count > 0) for some in every for count in some)
     summary["verdicts"] = {name: verdicts[name] for name in rubric.names}
     summary["how"] = dict(sorted(how.items()))
     if rubric.method == "parse":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.interface.engine import Composed, Question, Request
+from slurmgpu.llm.interface.engine import Composed, Question, Request, Structure
 from slurmgpu.llm.interface.sampling import mix
-from slurmgpu.llm.prompts.templates import Prompts, take
-from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, check_temperature, sampling
+from slurmgpu.llm.prompts.structures import check_structure, structure_of
+from slurmgpu.llm.prompts.templates import take
+from slurmgpu.llm.settings import PromptedSettings, check_range, check_scored, check_temperature, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
@@ -28,7 +30,7 @@ from slurmgpu.workloads.judge.judged import (
 )
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
-from slurmgpu.workloads.judge.rubrics import Reader, Rubric, read_rubric
+from slurmgpu.workloads.judge.rubrics import Reader, Rubric, check_choices, read_rubric
 from slurmgpu.workloads.judge.scored import (
     COMPARED,
     PREFERENCE,
@@ -67,6 +69,8 @@ class Judge(LanguageModelWorkload):
     verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
+    texts = ("system", "fewshot", "target", "schema", "grammar")
+
     template = Template(
         Path(__file__).with_name("template.toml"),
         items=[
@@ -93,13 +97,25 @@ class Judge(LanguageModelWorkload):
         retries: int | None = None,
         retry_temperature: float | None = None,
         truth: str | None = None,
+        schema: str | dict[str, Any] | None = None,
+        choices: Sequence[str] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         keep: Sequence[str] = (),
-        **settings: Unpack[SamplingSettings],
+        **settings: Unpack[PromptedSettings],
     ) -> None:
         self.renamed, self.truth, self.kept_fields = dict(fields or {}), truth, tuple(keep)
         own: dict[str, Any] = {"model": model, "rubric": rubric, "system": system, "method": method, "truth": truth}
         own |= {"retries": retries, "retry_temperature": retry_temperature}
+        own |= {"schema": schema, "choices": choices, "regex": regex, "grammar": grammar}
         given = {name: value for name, value in own.items() if value is not None}
+        if final is None and pattern is not None:
+            raise SlurmGPUError(
+                "pattern finds the final answer in the judged text, and final is not set. To find the verdict in the "
+                "judge's answer, set the rubric's pattern."
+            )
+        self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
+        self._truncates = "truncation_side" in settings
         self.scorer: Score | None = None
         if scorer is not None:
             check_alone({*given, *settings})
@@ -109,7 +125,9 @@ class Judge(LanguageModelWorkload):
                 check_compared(self.scorer, each)
         else:
             rules = {name: given[name] for name in ("system", "method") if name in given}
-            self._follow(dataclasses.replace(read_rubric(rubric or "correctness"), **rules), settings)
+            found = read_rubric(rubric or "correctness", settings.get("template_format"))
+            structure = structure_of(schema, choices, regex, grammar)
+            self._follow(dataclasses.replace(found, **rules), settings, structure)
             self._repeat(retries, retry_temperature, settings)
             if against is not None and len(self.rubric.swap) != 2:
                 raise SlurmGPUError(
@@ -118,15 +136,9 @@ class Judge(LanguageModelWorkload):
                 )
         self.names = self.rubric.names
         self.opponent = None if against is None else Opponent.find(against)
-        if final is None and pattern is not None:
-            raise SlurmGPUError(
-                "pattern finds the final answer in the judged text, and final is not set. To find the verdict in the "
-                "judge's answer, set the rubric's pattern."
-            )
         check_each(each, final, reference)
         if each is not None:
             check_one_text(each, truth, self.rubric)
-        self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
         # With `each` a checker also finds the answers for votes, and no prompt need have them.
         known = self._asked if self.checker is None else self._asked - {FINAL} | {"text"}
         check_renamed(self.renamed, known, "the rubric" if self.scorer is None else "the scorer")
@@ -151,16 +163,19 @@ class Judge(LanguageModelWorkload):
         else:
             self._use_judge(model, settings)
 
-    def _follow(self, rubric: Rubric, settings: Mapping[str, Any]) -> None:
+    def _follow(self, rubric: Rubric, settings: Mapping[str, Any], structure: Structure | None) -> None:
         """Take the rubric; SlurmGPUError for settings that do not go with it."""
         if rubric.method not in ("parse", "score"):
             raise SlurmGPUError(f"method is {rubric.method!r}; expected 'parse' or 'score'.")
         if rubric.method == "score":
-            check_scored(settings)
+            check_scored(settings, [] if structure is None else [structure.kind])
         self.rubric, self._reader = rubric, Reader(rubric)
-        self.prompts = Prompts(rubric.prompt, system=rubric.system or None)
+        if structure is not None and structure.kind == "choices":
+            check_choices(json.loads(structure.text), self._reader, rubric)
+        written = {**settings, "template_format": rubric.template_format}
+        self.prompts = prompts_of(written, rubric.prompt, None, rubric.system or None, None, named=self._names_of)
         self._asked = self.prompts.fields
-        self.sampling = sampling({"max_tokens": rubric.max_tokens, **settings})
+        self.sampling = sampling({"max_tokens": rubric.max_tokens, **settings}, structure=structure)
         if settings.get("engine") == "server" and rubric.method == "parse":
             self.rubric = dataclasses.replace(rubric, fallback=False)
 
@@ -239,7 +254,11 @@ class Judge(LanguageModelWorkload):
 
     def place(self, share: Share) -> Placement:
         """The judge's placement, or the scorer's, on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
-        return super().place(share) if self.scorer is None else self.scorer.place(share)
+        if self.scorer is not None:
+            return self.scorer.place(share)
+        if self.sampling.structure is not None:
+            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
+        return super().place(share)
 
     def check_here(self) -> None:
         """Refuse a machine that lacks what the checker needs."""
@@ -292,7 +311,9 @@ class Judge(LanguageModelWorkload):
         for one in asked:
             by_item.setdefault(one.item, []).append(one)
         return [
-            row if isinstance(row, ItemError) else _joined(row, verdict_row(self.rubric, by_item[number]))
+            row
+            if isinstance(row, ItemError)
+            else _joined(row, verdict_row(self.rubric, by_item[number], truncates=self._truncates))
             for number, row in enumerate(rows)
         ]
 
@@ -340,6 +361,8 @@ class Judge(LanguageModelWorkload):
             return {**self.scorer.columns, **(COMPARED if self.opponent is not None else {})}
         columns: dict[str, Column] = {"verdict": Text(), "score": Array("float32"), "rationale": Text()}
         columns |= {"parse_ok": Array("bool"), "how": Text()}
+        if self._truncates:
+            columns["n_truncated"] = Array("int32")
         if self.rubric.method == "score":
             columns["probabilities"] = Array("float32", (len(self.names),))
         else:
@@ -355,7 +378,8 @@ class Judge(LanguageModelWorkload):
 
     def _ask(self, number: int, item: Item) -> list[Asked]:
         orders = self._orders(item)
-        return [Asked(number, order, self.prompts.of(each), mix(item.seed, order)) for order, each in enumerate(orders)]
+        prompts = [self.prompts.of(each, seed=item.seed, forms=orders) for each in orders]
+        return [Asked(number, order, prompt, mix(item.seed, order)) for order, prompt in enumerate(prompts)]
 
     def _orders(self, item: Item) -> list[dict[str, Any]]:
         """The fields for the prompt: once, or once for each order of the two texts."""
@@ -373,7 +397,10 @@ class Judge(LanguageModelWorkload):
 
     def _named(self, item: Item) -> dict[str, Any]:
         """The item's fields, also by the names in templates, and its final answer if there is a checker."""
-        data = {**item.data, **{name: item.data[field] for name, field in self.renamed.items() if field in item.data}}
+        return self._names_of(item.data)
+
+    def _names_of(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        data = {**fields, **{name: fields[field] for name, field in self.renamed.items() if field in fields}}
         if self.checker is not None:
             answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
             data[FINAL] = "(none)" if answer is None else answer
@@ -392,7 +419,8 @@ class Judge(LanguageModelWorkload):
         ]
         for one, scores in zip(asked, self._scores(questions), strict=True):
             try:
-                one.probabilities = shares_of(_expect(scores))
+                found = _expect(scores)
+                one.probabilities, one.n_truncated = shares_of(found), found.n_truncated
             except ItemError as error:
                 one.error = str(error)
                 continue
@@ -416,7 +444,11 @@ class Judge(LanguageModelWorkload):
         for one, output in zip(asked, self._answers(requests), strict=True):
             try:
                 answer = _expect(output)
-                one.rationale, one.finish_reason = answer.text, answer.finish_reason
+                one.rationale, one.finish_reason, one.n_truncated = (
+                    answer.text,
+                    answer.finish_reason,
+                    answer.n_truncated,
+                )
                 one.verdict = self._reader.verdict(answer.text)
             except ItemError as error:
                 one.error = str(error)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
-from slurmgpu.llm.prompts.templates import Template
+from slurmgpu.llm.prompts.jinja_templates import template_class
 
 FOLDER = Path(__file__).parent
 METHODS = ("parse", "score")
@@ -25,7 +25,7 @@ class Rubric:
 
     `verdicts` are the texts that a judge writes, and `values` the numbers, by the verdicts' names. `swap` names two
     fields that are exchanged to ask a second time, and `swapped` maps a verdict in that order to the first. `answer` is
-    the beginning of an answer whose verdict is scored.
+    the beginning of an answer whose verdict is scored. `template_format` is what `prompt` and `system` are written in.
     """
 
     prompt: str
@@ -41,6 +41,7 @@ class Rubric:
     max_tokens: int = 512
     swap: tuple[str, ...] = ()
     swapped: Mapping[str, str] | None = None
+    template_format: str = "f-string"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,15 +78,29 @@ class Reader:
         return None if found is None else self._names[found]
 
 
+def check_choices(choices: Sequence[str], reader: Reader, rubric: Rubric) -> None:
+    """Refuse answers to choose from in which there is no verdict."""
+    for choice in choices:
+        if reader.verdict(choice) is None:
+            raise SlurmGPUError(
+                f"choices has {choice!r:.80}, in which the rubric finds no verdict; expected whole answers, such as "
+                f"{f'{rubric.answer} {next(iter(rubric.verdicts.values()))}'.strip()!r}."
+            )
+
+
 def shipped() -> list[str]:
     """The names of the rubrics that come with slurmgpu."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def read_rubric(rubric: str | Mapping[str, Any]) -> Rubric:
-    """The rubric by its name, from a TOML file, or from a table; SlurmGPUError for a wrong one."""
+def read_rubric(rubric: str | Mapping[str, Any], template_format: str | None = None) -> Rubric:
+    """The rubric by its name, from a TOML file, or from a table; SlurmGPUError for a wrong one.
+
+    A `template_format` goes before the rubric's own.
+    """
+    more = {} if template_format is None else {"template_format": template_format}
     if not isinstance(rubric, str):
-        return _checked(rubric, "the rubric")
+        return _checked({**rubric, **more}, "the rubric")
     if rubric in shipped():
         path = FOLDER / f"{rubric}.toml"
     elif rubric.endswith(".toml"):
@@ -95,7 +110,7 @@ def read_rubric(rubric: str | Mapping[str, Any]) -> Rubric:
             f"There is no rubric {rubric!r}; expected the name of a built-in one, or the path of a .toml file."
             + did_you_mean(rubric, shipped())
         )
-    return _checked(_read_toml(path), f"rubric {path if rubric.endswith('.toml') else rubric}")
+    return _checked({**_read_toml(path), **more}, f"rubric {path if rubric.endswith('.toml') else rubric}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -114,6 +129,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 _TYPES: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("prompt", "description", "system", "method", "measure", "pattern", "answer"), (str, "a text")),
+    "template_format": (str, "a text"),
     **dict.fromkeys(("verdicts", "values", "swapped"), (Mapping, "a table")),
     "max_tokens": (int, "a whole number"),
     "fallback": (bool, "true or false"),
@@ -167,8 +183,9 @@ def _check_names(owner: str, verdicts: Mapping[str, str], table: Mapping[str, An
 
 
 def _check_texts(rubric: Rubric, owner: str) -> None:
-    template = Template(rubric.prompt, f"prompt of {owner}")
-    Template(rubric.system, f"system of {owner}")
+    make = template_class(rubric.template_format)
+    template = make(rubric.prompt, f"prompt of {owner}")
+    make(rubric.system, f"system of {owner}")
     Reader(rubric)
     if rubric.max_tokens < 1:
         raise SlurmGPUError(f"{owner}: max_tokens is {rubric.max_tokens}; expected at least 1.")
