@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class Samples:
 
     def parts(self, item: Item) -> Iterator[Item]:
         """An item for each of the texts, with seeds of their own; ItemError for anything but a list of texts."""
-        if has_failed(item.data):
+        if has_failed(item.data, [self.each]):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         entries = take(item.data, self.each)
         if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
@@ -209,15 +209,16 @@ def text_of_entry(entry: str | Mapping[str, Any]) -> str:
     return entry if isinstance(entry, str) else str(entry["text"])
 
 
-def has_failed(data: Mapping[str, Any]) -> bool:
-    """Whether an item is a failed row of a merged file or its export.
+def has_failed(data: Mapping[str, Any], fields: Collection[str]) -> bool:
+    """Whether an item is a failed row of a merged file or its export; `fields` are those that are read.
 
-    Other data may have a field `error`, too; but a failed row has nothing beside its index and its error.
+    Other data may have an index and a field `error`, too; but of a failed row what was to be computed is blank, and
+    only the fields that its run kept are there.
     """
     if not (isinstance(data.get("error"), str) and data["error"] and "index" in data):
         return False
-    rest = (value for name, value in data.items() if name not in ("index", "error"))
-    return not any(isinstance(value, str | list | dict) and value for value in rest)
+    read = (data[name] for name in fields if name in data)
+    return any(value is None or (isinstance(value, str | list | dict) and not value) for value in read)
 
 
 def flat(merged: Merged, name: str, start: int, stop: int) -> Iterator[Any]:

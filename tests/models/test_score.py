@@ -374,3 +374,11 @@ def test_a_run_scores_every_item_and_the_report_describes_the_scores(slurmgpu, t
     assert summary["labels"] == {name: labels[:5].count(name) for name in ("bad", "good", "other")}
     assert summary["n_failed"] == 1
     assert summary["mean_score"] == pytest.approx(scores[:5].mean())
+
+
+def test_a_failed_row_of_a_run_is_not_scored_as_an_empty_answer(reward_model):
+    workload = loaded(reward_model, prompt="{q}", answer="{text}")
+    row = {"index": 0, "q": "3+4", "text": "", "error": "item_error: too dark"}
+    [failed, empty] = rows_of(workload, [row, {"q": "3+4", "text": ""}])
+    assert str(failed) == "the scored item failed: item_error: too dark"
+    assert empty["n_tokens"] > 0

@@ -372,7 +372,7 @@ class Judge(LanguageModelWorkload):
         return columns if self.truth is None else columns | {"truth": Text()}
 
     def _kept(self, item: Item) -> dict[str, Any]:
-        if has_failed(item.data):
+        if has_failed(item.data, self.fields):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         return {} if self.truth is None else {"truth": truth_of(take(item.data, self.truth), self.rubric)}
 

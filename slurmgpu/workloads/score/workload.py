@@ -24,7 +24,7 @@ from slurmgpu.workload import Template as Proposal
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
 from slurmgpu.workloads.progress import Telling
-from slurmgpu.workloads.samples import OF_PATHS, Samples, check_each, flat
+from slurmgpu.workloads.samples import OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
 from slurmgpu.workloads.score.parts import chat_of, check_parts, check_settings
 
@@ -254,6 +254,8 @@ class Score(LanguageModelWorkload):
         return [ItemError("the model gave no score") if row is None else row for row in rows]
 
     def _input(self, number: int, item: Item) -> HeadInput:
+        if has_failed(item.data, self.fields):
+            raise ItemError(f"the scored item failed: {item.data['error']}")
         prompt = self.prompts.of(item.data)
         chat = bool(self._chat)
         if self._second is not None:
