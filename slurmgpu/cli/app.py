@@ -26,10 +26,14 @@ app = App(
         "\b\n"
         "  slurmgpu init                             write a commented slurmgpu.toml\n"
         "  slurmgpu submit --gpus 4 --array          four tasks of one GPU, and the merge\n"
+        "  slurmgpu run --each a.csv --col n:int64 -- ./count {text}\n"
+        "                                            a program for each item, without a run file\n"
         "  slurmgpu submit --executor local          the same on this machine\n"
         "  slurmgpu status --watch runs/judge        its progress, live\n"
         "  slurmgpu logs runs/judge --item 4711      what became of an item\n"
         "  slurmgpu resubmit runs/judge              compute what is missing\n"
+        "  slurmgpu export runs/judge -o rows.csv    the results\n\n"
+        "A function of Python needs no run file: slurmgpu.map(function, items)."
     ),
 )
 

@@ -36,7 +36,7 @@ VIDEO = ("avi", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "webm", "wmv")
 MEDIA = frozenset({*IMAGES, "tif", "tiff", "webp", *AUDIO, *VIDEO, "pdf"})
 """Suffixes of files that are items wherever they are named."""
 
-FIELDS = ("path", "key")
+FIELDS = ("path", "key", "name")
 _AT_ONCE, _OF_A_THREAD = 4096, 128
 
 
@@ -91,7 +91,7 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
 
 
 class Files(Lines, format="files"):
-    """The files of a listing; an item's data is its `path` and its `key`."""
+    """The files of a listing; an item's data is its `path`, its `key`, and its `name`, the key with the suffix."""
 
     def recognises(self, path: Path) -> bool:
         """No file of a user's: planning writes listings."""
@@ -150,7 +150,8 @@ def _unchanged(line: Mapping[str, Any], shown: str, status: os.stat_result) -> M
             f"{shown} changed since the run was planned: it had {line['size_bytes']} bytes, and has {status.st_size}, "
             f"or was written again. Put it back as it was, or plan a new run"
         )
-    return {name: line[name] for name in FIELDS}
+    suffix = as_text(os.path.splitext(line["path"])[1])  # noqa: PTH122 - as above
+    return {"path": line["path"], "key": line["key"], "name": line["key"] + suffix}
 
 
 def as_text(name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, open_items, sweeps
+from slurmgpu.inputs import InputSpec, listing, open_items, sweeps
 from slurmgpu.inputs.keys import items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
@@ -33,7 +33,8 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
         return
     until = time.monotonic() + MAX_S
     try:
-        is_sweep = any(Path(file.path).name == sweeps.FILE for file in InputSpec.from_json(run.input).files)
+        names = {Path(file.path).name for file in InputSpec.from_json(run.input).files}
+        is_sweep, is_file = sweeps.FILE in names, listing.FILE in names
         with open_items(run) as read:
             for item in items[:MAX_NAMED]:
                 if time.monotonic() > until:
@@ -41,7 +42,8 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
                 [data] = read([item["index"]])
                 if not isinstance(data, ItemError):
                     by_key = name_by(run.plan.key, data) if run.plan.key else None
-                    item["name"] = by_key or name_of(data, None if is_sweep else N_FIELDS)
+                    told = {"name": data["name"]} if is_file else data
+                    item["name"] = by_key or name_of(told, None if is_sweep else N_FIELDS)
     except (OSError, SlurmGPUError, ValueError) as error:
         log.info("failed items are listed without names: %s", error)
 

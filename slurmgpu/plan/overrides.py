@@ -54,12 +54,20 @@ class Overrides(dict[str, Any]):
         self.put(value, source)
 
     def assign_text(self, text: str) -> None:
-        """Assign KEY=VALUE; the value is TOML if it can be read so and its key takes it, else the text itself."""
+        """Assign KEY=VALUE; the value is TOML if it can be read so and its key takes it, else the text itself.
+
+        A key that takes a list takes one value, or texts with commas between them.
+        """
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
         path, found = self.path_of(key.strip()), read_value(value)
-        self.assign(path, value if takes(path, found) is False and takes(path, value) else found)
+        if takes(path, found) is False:
+            found = next(
+                (each for each in (value, [part.strip() for part in value.split(",")], [found]) if takes(path, each)),
+                found,
+            )
+        self.assign(path, found)
 
     def assign_keys(self, values: Mapping[str, Any]) -> None:
         """Assign values by key, as `-s` names them; SlurmGPUError for a key that is no text."""

@@ -228,7 +228,9 @@ def takes(path: Sequence[str], value: Any) -> bool | None:
     field = None if (table := table_of(path[:-1])) is None else table.model_fields.get(path[-1])
     if field is None or field.annotation is None:
         return None
-    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation, config=None if table_of(path) else Table.model_config)
+    adapter: TypeAdapter[Any] = TypeAdapter(
+        field.rebuild_annotation(), config=None if table_of(path) else Table.model_config
+    )
     try:
         adapter.validate_python(value)
     except ValidationError:

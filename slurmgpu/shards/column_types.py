@@ -13,6 +13,8 @@ from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text, check_col
 from slurmgpu.shards.numbers import as_array
 
 WORDS = ("text", "json", "bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64")
+OF_PYTHON = {"str": "text", "string": "text", "dict": "json", "object": "json", "list": "json"}
+"""Types that users may write, and ours."""
 RESULT = "result"
 """The column of a function that returns no row, but one value."""
 _TYPE = re.compile(r"(\w+)(?:\[( *(?:\d{1,9} *(?:, *\d{1,9} *)*)?)\])?")
@@ -47,6 +49,11 @@ def _column(name: str, text: str, owner: str) -> Column:
             return Array(word)
         return Array(word, tuple(int(size) for size in shape.split(","))) if shape.strip() else Ragged(word)
     except SlurmGPUError as error:
+        if word in OF_PYTHON and shape is None:
+            raise SlurmGPUError(
+                f"{owner}: the column {name!r} has the type {text!r}; expected {OF_PYTHON[word]!r} for such values. "
+                f"The types are {', '.join(WORDS)}, float32[3,4] for an array and int32[] for one of any length."
+            ) from error
         hint = "" if word in WORDS else did_you_mean(word, WORDS)
         raise SlurmGPUError(
             f"{owner}: the column {name!r} has the type {text!r}, which is none: {error}{hint} "

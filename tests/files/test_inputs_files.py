@@ -42,7 +42,7 @@ def keys(patterns: str | list[str], base: Path) -> list[str]:
 def test_a_folder_of_images_is_its_files_at_any_depth_in_order_of_their_paths(tmp_path: Path) -> None:
     make(tmp_path / "in", "b.JPG", "a/2.jpg", "a/1.png", "a/10.jpg", "a-/x.webp", ".hidden.jpg", "a/.cache/y.jpg")
     found = items("in", tmp_path)
-    assert found[0] == {"path": str(tmp_path / "in/a/1.png"), "key": "a/1"}
+    assert found[0] == {"path": str(tmp_path / "in/a/1.png"), "key": "a/1", "name": "a/1.png"}
     assert [item["key"] for item in found] == ["a/1", "a/10", "a/2", "a-/x", "b"]
     assert (
         keys("in/", tmp_path) == keys("./in//**/*", tmp_path) == keys("in/**", tmp_path) == keys("files:in", tmp_path)
@@ -56,6 +56,7 @@ def test_odd_names_are_read_and_their_keys_are_text(tmp_path: Path) -> None:
     make(tmp_path / "in", *names)
     found = items("in", tmp_path)
     assert [item["key"] for item in found] == ["-rf", "new\nline", "ü {x} [1]", "\\xff\\xfe"]
+    assert [item["name"] for item in found] == [f"{item['key']}.jpg" for item in found]
     assert all(Path(item["path"]).is_file() for item in found)
     assert kept_values({"file": "path"}, found[3]) == {"file": f"{tmp_path}/in/\\udcff\\udcfe.jpg"}
 
@@ -111,7 +112,7 @@ def test_a_listing_says_how_many_files_and_which_keys_are_not_their_own(tmp_path
     assert said == f"3 files of {tmp_path}/in, 15 B; 2 of them share their key with another, as 'a'"
     assert folders == (str(tmp_path / "in"),)
     assert InputSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
-    assert spec.columns == ("path", "key")
+    assert spec.columns == ("path", "key", "name")
 
 
 def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: Path) -> None:

@@ -324,7 +324,20 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         (["--col", "n:int32", "--"], "run is empty"),
         (["--col", "n", "--", "wc", "{text}"], "--col 'n' is not of the form NAME:TYPE"),
         (["--col", "n:text", "--col", "n:int32", "--", "wc", "{text}"], "--col names the column 'n' twice"),
-        (["--", "wc", "{text}"], "--col"),
+        (
+            ["--", "wc", "{text}"],
+            "--col NAME:TYPE is missing: one for each key of the JSON object that the program prints",
+        ),
+        (
+            ["--col", "n:str", "--", "wc", "{text}"],
+            "the column 'n' has the type 'str'; expected 'text' for such values",
+        ),
+        (
+            ["--each", "images/1.png", "images/2.png", "images/3.png", "--col", "n:int32", "--", "wc", "{path}"],
+            "2 words before -- belong to no option, as 'images/2.png'. If the shell has expanded a glob, quote it: "
+            "--each 'images/*.png'",
+        ),
+        (["--col", "n:int32", "--keep", "idd", "--", "wc", "{text}"], "keep takes the field 'idd'"),
         (["--col", "n:int32", "--", "wc", "{txet}"], "takes the field 'txet'"),
     ],
 )

@@ -95,6 +95,14 @@ def test_a_name_that_a_setting_and_a_key_at_the_top_have_is_refused(project):
         assert (draft.plan.seed, draft.plan.settings["seed"]) == (3, 4)
 
 
+def test_a_key_that_takes_a_list_takes_one_value_or_texts_with_commas():
+    for text, value in (("id", ["id"]), ("id, text", ["id", "text"]), ('["a,b"]', ["a,b"])):
+        overrides = Overrides()
+        overrides.assign_text(f"keep={text}")
+        overrides.assign_text("input=a,b.jsonl")
+        assert overrides == {"keep": value, "input": "a,b.jsonl"}
+
+
 def test_an_option_and_s_for_the_same_key_are_refused():
     overrides = Overrides()
     overrides.put({"resources": {"gpus": 4, "tasks": None}})

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from slurmgpu.cli import options
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.plurals import count_of
 
 if TYPE_CHECKING:
     from slurmgpu.plan.overrides import Overrides
@@ -33,7 +34,20 @@ class WithProgram(TyperCommand):
             args, ctx.meta[PROGRAM] = args[:place], args[place + 1 :]
         elif not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
             raise SlurmGPUError(f"There is no -- between the options and the program: slurmgpu run {USAGE}")
-        return super().parse_args(ctx, args)
+        ctx.allow_extra_args = True
+        left: list[str] = super().parse_args(ctx, args)
+        if left and not ctx.resilient_parsing:
+            _refuse_words(left)
+        return left
+
+
+def _refuse_words(words: Sequence[str]) -> None:
+    first = Path(words[0])
+    quoted = f"--each '{first.parent / '*'}{first.suffix}'" if first.suffix else "--each 'images/*.png'"
+    raise SlurmGPUError(
+        f"{count_of(len(words), 'word')} before -- {'belongs' if len(words) == 1 else 'belong'} to no option, as "
+        f"{words[0]!r}. If the shell has expanded a glob, quote it: {quoted}. A program stands behind --."
+    )
 
 
 @options.taking({**options.PLACES, **options.KEYS, **options.SUBMITTING})
@@ -46,8 +60,17 @@ def run(
         ),
     ],
     col: Annotated[
-        list[str], typer.Option("--col", metavar="NAME:TYPE", help="A column of the results, as in text:text.")
-    ],
+        list[str] | None,
+        typer.Option(
+            "--col",
+            metavar="NAME:TYPE",
+            help="A column of the results, for a key of what the program writes. Types: text, json, bool, int64, "
+            "float32 and NumPy's others, float32[384] (an array), float32[] (of any length).",
+        ),
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="A,B", help="Fields of the items that the rows keep as columns.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Items of a slice, at most.")] = None,
     **given: Any,
 ) -> None:
@@ -64,7 +87,8 @@ def run(
     from slurmgpu.cli.console import result
     from slurmgpu.run.directory import NO_RUN_FILE
 
-    overrides = whole_run_file(each, col, context.meta[PROGRAM], given, batch_size)
+    kept = options.names(keep)
+    overrides = whole_run_file(each, col or (), context.meta[PROGRAM], given, batch_size, kept)
     if given["dry_run"] and not given["as_json"]:
         result(as_toml(overrides))
     asked = {name: given[name] for name in options.SUBMITTING}
@@ -77,6 +101,7 @@ def whole_run_file(
     program: Sequence[str],
     given: Mapping[str, Any],
     batch_size: int | None = None,
+    keep: Sequence[str] = (),
 ) -> Overrides:
     """The tables of a run file that runs `program` for the items of `each`; options that were `given` go over them."""
     from slurmgpu.plan.overrides import Overrides
@@ -87,6 +112,8 @@ def whole_run_file(
     name = next((Path(text).stem for text in program if _is_script(text)), Path(*program[:1]).stem)
     tables = Overrides()
     tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
+    if keep:
+        tables.put({"keep": list(keep)}, "--keep")
     tables["run_dir"] = str(given.get("run_dir") or f"runs/{name or 'run'}")
     tables.put({"workload": {"use": "command"}, "settings": {"run": list(program)}}, "-- PROGRAM")
     tables.put({"workload": {"batch_size": batch_size}})
@@ -95,6 +122,14 @@ def whole_run_file(
 
 
 def _columns(texts: Sequence[str]) -> dict[str, str]:
+    from slurmgpu.shards.column_types import WORDS  # NumPy
+
+    if not texts:
+        raise SlurmGPUError(
+            "--col NAME:TYPE is missing: one for each key of the JSON object that the program prints, as in "
+            f"--col label:text --col score:float32. The types are {', '.join(WORDS)}, float32[384] for an array, and "
+            "float32[] for one of any length."
+        )
     columns: dict[str, str] = {}
     for text in texts:
         name, colon, kind = text.partition(":")
