@@ -407,7 +407,7 @@ def _room_for(draft: Draft) -> contextlib.AbstractContextManager[None]:
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
-    submission = resubmission.first_submission(draft.plan.resources, draft.n_missing)
+    submission = resubmission.first_submission(draft.plan.resources, draft.plan.most_tasks(draft.n_missing))
     executor = executor_named(submission.executor)
     waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
     faults = parse_faults(inject)

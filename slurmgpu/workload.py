@@ -90,7 +90,8 @@ class TaskContext:
     `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
     raises Interrupted. `progress(text)` reports saved progress of the current item, which `status` shows;
     `tell(text)` reports progress that is not saved yet. `log(step, loss=0.3)` logs numbers, which `slurmgpu track`
-    shows to a tracker; rank 0's are kept.
+    shows to a tracker; rank 0's are kept. `divide(things, compute)` gives what `compute(things)` gives, a list with a
+    JSON value for each; where the plan has several `parts`, other tasks compute some of them, see `Adapted.most_parts`.
     """
 
     device: str
@@ -105,6 +106,10 @@ class TaskContext:
     progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] = lambda text: None
     log: Callable[..., None] = lambda step, **values: None
+    parts: int = 1
+    divide: Callable[[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]], Sequence[Any]] = (
+        lambda things, compute: compute(things)
+    )
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,7 @@ class Adapted:
             self._read_method("load", "task"),
             self.sort_key,
             self.resumes,
+            self.most_parts,
             self.summarize,
             self.exports,
             self.fetch,
@@ -229,6 +235,12 @@ class Adapted:
     def resumes(self) -> bool:
         """Whether it saves the progress of an item and raises Interrupted to leave it for a later task."""
         return self._read_flag("resumes")
+
+    @cached_property
+    def most_parts(self) -> int:
+        """Into how many parts `task.divide` can cut one item, at most, where there are fewer items than tasks."""
+        expected = "a whole number of at least 1"
+        return self._read("most_parts", expected, lambda parts: _is_a(int, parts) and parts > 0) or 1
 
     @cached_property
     def processes(self) -> str:

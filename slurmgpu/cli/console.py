@@ -68,7 +68,8 @@ def show_plan(
     table.add_row("columns", escape(columns))
     n_shards = -(-plan["n_items"] // plan["shard_items"])
     items = count_of(plan["shard_items"], "item")
-    table.add_row("shards", f"{n_shards:,} of {items}, in batches of {plan['batch_size']}")
+    parts = f", each in {plan['parts']} parts" if plan["parts"] > 1 else ""
+    table.add_row("shards", f"{n_shards:,} of {items}, in batches of {plan['batch_size']}{parts}")
     if plan["container"]:
         image = plan["container"]["identity"]
         table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))

@@ -88,7 +88,7 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     if code is None and digests:  # of planning; a run of an older slurmgpu has no snapshot
         code = snapshots.read(run.folder, digests[0], with_sources=False).line()
     return replace(
-        first_submission(wanted, run.plan.n_shards),
+        first_submission(wanted, run.plan.most_tasks(run.plan.n_shards)),
         submission=lines[-1]["submission"] + 1 if lines else 1,
         n_tasks=n_tasks,
         n_concurrent=n_tasks,

@@ -14,10 +14,10 @@ from slurmgpu.run.submissions import Submission
 from slurmgpu.util.plurals import count_of
 
 
-def first_submission(resources: Mapping[str, Any], n_shards: int, number: int = 1) -> Submission:
-    """A submission for so many shards by [resources]; the run's first unless `number` says otherwise."""
+def first_submission(resources: Mapping[str, Any], most_tasks: int, number: int = 1) -> Submission:
+    """A submission by [resources], of at most so many tasks; the run's first unless `number` says otherwise."""
     wanted = parse_resources(resources)
-    allocation = allocate(wanted, n_shards)
+    allocation = allocate(wanted, most_tasks)
     return Submission(
         submission=number,
         executor=wanted.executor,
@@ -37,7 +37,10 @@ def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
     if asked.n_tasks <= submission.n_tasks:
         return []
     gpus = f" ({asked.n_concurrent * asked.gpus_per_task} GPUs)" if asked.gpus_per_task else ""
-    there = "1 shard, so there is 1 task" if n_shards == 1 else f"{n_shards:,} shards, so there are as many tasks"
+    if plan.parts > 1:
+        there = f"{count_of(n_shards, 'shard')} of {plan.parts} parts, so there are {submission.n_tasks} tasks"
+    else:
+        there = "1 shard, so there is 1 task" if n_shards == 1 else f"{n_shards:,} shards, so there are as many tasks"
     found = f"{asked.n_tasks} tasks{gpus} were asked for; the run has {there}, one for each."
     size = -(-plan.n_items // asked.n_tasks)
     if plan.extends or size >= plan.shard_items:  # an extended run has the shards of the former one
@@ -57,14 +60,15 @@ def next_submission(
 ) -> tuple[Submission, list[str]]:
     """The submission that computes what is missing: the last one, adjusted to its failures; and what changed."""
     if not run.submissions():  # the run was planned, and not submitted
-        first = first_submission(merge_tables(run.plan.resources, resources or {}), run.plan.n_shards)
+        most_tasks = run.plan.most_tasks(run.plan.n_shards)
+        first = first_submission(merge_tables(run.plan.resources, resources or {}), most_tasks)
         return replace(
             first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
         ), []
     last, given = run.as_submitted(run.last_submission()), slurm or {}
     n_missing = run.plan.n_shards - len(run.published()) + n_again
     wanted = merge_tables(last["resources"], resources or {})
-    asked = first_submission(wanted, max(1, n_missing), last["submission"] + 1)
+    asked = first_submission(wanted, max(1, run.plan.most_tasks(n_missing)), last["submission"] + 1)
     options, exclude, notes = executor_named(asked.executor).learn(run, last, {**last["slurm"], **given}, given)
     submission = replace(
         asked,

@@ -73,7 +73,7 @@ FOR_SRUN = {
 
 def check_command(config: RunFile, command: list[str]) -> list[str]:
     """The srun that runs a command where a task of the run file would run, for five minutes at most."""
-    submission = first_submission(config.resources.model_dump(), n_shards=1)
+    submission = first_submission(config.resources.model_dump(), most_tasks=1)
     options = _array_options(replace(submission, slurm=config.slurm))
     asked = {key: value for key, value in options.items() if key in FOR_SRUN and value is not False}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]

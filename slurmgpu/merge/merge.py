@@ -39,6 +39,7 @@ from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
 from slurmgpu.util.early_signals import EndedBySignalError
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_fresh, list_names, remove, replace, retried
 from slurmgpu.worker.computer import check_debugger_left
+from slurmgpu.worker.parts import remove_parts
 from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
     check()
     write_json(report_path(run), report)
     run.claims.clear(check)
+    remove_parts(run)
     _clear_away(run, leftovers, joined, check)
     if plan.html:
         _draw(run, report)

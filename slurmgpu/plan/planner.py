@@ -32,7 +32,7 @@ from slurmgpu.plan.items import Items, Look, items_of, some_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
-from slurmgpu.plan.shard_size import TARGET_SHARDS, shard_size
+from slurmgpu.plan.shard_size import TARGET_SHARDS, parts_of, shard_size
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
@@ -158,7 +158,7 @@ def draft_run(
     keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
     columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
-    batch_size = _batch_size(config, workload)
+    batch_size, parts = _batch_size(config, workload), 1
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         room = functools.cache(lambda: _room_beside(target, stack))
         fields = keep.values()
@@ -180,7 +180,13 @@ def draft_run(
         if shard_items is None:
             size = shard_size(spec.n_items, batch_size, asked.n_concurrent, most_shards(spec.n_items))
             shard_items = size.n_items
-            notes += [size.note] if size.note else []
+            note = size.note
+            # The progress of an item that resumes is one task's, and the processes of a group call it together.
+            divides = placement.processes == "one" and not workload.resumes
+            if divides and min(shard_items, spec.n_items) == 1:
+                parts, in_parts = parts_of(spec.n_items, asked.n_concurrent, workload.most_parts)
+                note = in_parts or note
+            notes += [note] if note else []
         plan = Plan(
             name=target.name,
             input=spec.to_json(),
@@ -217,6 +223,7 @@ def draft_run(
             scripts=scripts,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
+            parts=parts,
         )
         extension = None if extends is None else extend(extends, plan, Path(scratch))
         notes += [extension.describe(plan)] if extension else []

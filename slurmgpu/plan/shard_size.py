@@ -35,3 +35,18 @@ def shard_size(n_items: int, batch_size: int, n_tasks: int, most_shards: int = T
         f"{count_of(n_items, 'item')} are cut into {count_of(n_parts, 'shard')} of {part:,}, in place of "
         f"{n_shards:,} of {size:,}, so that {n_parts:,} tasks have one each; shard_items sets another size.",
     )
+
+
+def parts_of(n_items: int, n_tasks: int, most_parts: int) -> tuple[int, str | None]:
+    """Into how many parts tasks divide each item of a shard of its own, and a note if they do.
+
+    Never into more parts than there are tasks for: an item in parts takes a GPU longer than in one.
+    """
+    parts = max(1, min(n_tasks // n_items, most_parts))
+    if parts == 1:
+        return 1, None
+    each = "The item is" if n_items == 1 else f"Each of {n_items:,} items is"
+    return parts, (
+        f"{each} computed in {parts} parts, so that {n_items * parts:,} tasks have one each; shard_items = 1 computes "
+        f"{'it' if n_items == 1 else 'them'} whole."
+    )

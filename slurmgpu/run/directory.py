@@ -88,7 +88,7 @@ class Plan:
     `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
     and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
     `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
-    `scripts` are paths of the user's programs, which belong to the code.
+    `scripts` are paths of the user's programs, which belong to the code. Tasks divide an item into `parts`.
     """
 
     name: str
@@ -126,11 +126,16 @@ class Plan:
     look: str = ""
     extends: Sequence[str] = ()
     scripts: Sequence[str] = ()
+    parts: int = 1
 
     @property
     def n_shards(self) -> int:
         """How many shards there are."""
         return -(-self.n_items // self.shard_items)
+
+    def most_tasks(self, n_shards: int) -> int:
+        """The most tasks that have work if so many shards are left."""
+        return n_shards * self.parts
 
     def bounds(self, shard: int) -> tuple[int, int]:
         """First item of a shard, and the one after its last."""

@@ -107,6 +107,9 @@ class Recording:
                 self._note_progress(f"waits {event['seconds']:.0f} s to compute {said} again")
             case "published":
                 self._publish(event)
+            case "joined":
+                record["kept_s"] = round(record["kept_s"] + event["seconds"], 3)
+                record["progress"] = None
             case "takeover":
                 record["takeovers"].append({"shard": event["shard"], "from": event["from"], "host": event["host"]})
 

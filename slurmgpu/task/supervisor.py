@@ -39,6 +39,7 @@ from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.early_signals import SIGNUMS
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
+from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.shard_claimer import Claimer, open_shards
 
 log = logging.getLogger(__name__)
@@ -157,9 +158,13 @@ class Task:
         given = self.attempt
         return Claim(given.task_name, given.name, self.record["node"], os.getpid(), cluster=given.cluster)
 
+    def _parts(self) -> Parts:
+        return Parts(self.run, self._claim(), self.attempt.submission)
+
     def _finish(self, code: int) -> int:
         for shard in sorted(self._claimed):
             self.run.claims.release(shard, self._claim())
+        self._parts().give_back()
         self._remove_partials()
         self._metrics.close(END_PATIENCE_S)
         if self._spare is not None:
@@ -181,6 +186,8 @@ class Task:
             signals.pause(0.0)  # raises if a signal came before this task listened
             others.meet()
             claimer = Claimer(self.run, self._claim(), pause=signals.pause)
+            if self.run.plan.parts > 1:
+                claimer.joins = self._parts().shard_to_join
             found = claimer.look()
             self.recording.wait(claimer.idle_s)
             if found != "work":

@@ -62,7 +62,8 @@ from slurmgpu.worker.computer import (
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.logged_values import LoggedValues
-from slurmgpu.worker.shard_claimer import Claimer, Deadline
+from slurmgpu.worker.parts import Parts
+from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
@@ -102,6 +103,7 @@ class Worker:
     _noted: dict[str, int] = field(default_factory=dict)
     _resume: list[int] = field(default_factory=list)
     _shard: int | None = None
+    _parts: Parts | None = None
     _former: dict[int, Former] = field(default_factory=dict)
     _resumes: bool = False
     _takes_one: bool = False
@@ -115,6 +117,9 @@ class Worker:
         self._logged = LoggedValues(self.report)
         self.report = self._logged.before(self.report)
         self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
+        if self.run.plan.parts > 1:
+            self._parts = Parts(self.run, claim, given.submission, self._shall_leave)
+            self._claimer.joins = self._parts.shard_to_join
 
     def work(self) -> None:
         """Take shards until none is left; raises WorkerFailedError if going on is pointless.
@@ -173,12 +178,18 @@ class Worker:
         waiting: list[Waiting] = []
         for shard, history, spans in self._shards():
             started, began = time.time(), time.monotonic()
+            if self._parts is not None:
+                self._parts.begin(shard)
             try:
                 computed = computer.compute(self._read(reader, spans), history)
             except Interrupted:
+                if self._is_joined(shard):
+                    continue
                 self.report({"event": "left", "shard": shard})
                 log.info("shard %d: left%s", shard, ", with what is kept of it" if self._resumes else "")
                 continue  # usually to the end; after a takeover to the next shard
+            if self._is_joined(shard):
+                continue
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
             # If all items raised at the same place, further ones show whether workload or items are at fault.
@@ -195,11 +206,17 @@ class Worker:
         """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
         while True:
             found = None
-            if self.group.leads and (shard := self.next_shard()) is not None:
-                self._shard = shard
-                self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
+            if self.group.leads and (taken := self.next_shard()) is not None:
+                shard = taken.shard if isinstance(taken, Held) else taken
                 indices = self.run.plan.indices(*self.run.plan.bounds(shard))
-                log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
+                if isinstance(taken, Held):
+                    self._shard = None
+                    self.report({"event": "tell", "text": f"computes parts of item {indices[0]}"})
+                    log.info("shard %d: parts of item %d, whose shard another task holds", shard, indices[0])
+                else:
+                    self._shard = shard
+                    self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
+                    log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
                 # Read by rank 0 only: a network file system may show ranks different files.
                 found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
@@ -243,8 +260,17 @@ class Worker:
             self._publish(one)
         waiting.clear()
 
-    def next_shard(self) -> int | None:
-        """The next shard, claimed; None, after an event with the reason, when the work is done."""
+    def _is_joined(self, shard: int) -> bool:
+        """Whether another task holds the shard, and publishes it; the event says what this one computed of it."""
+        if self._parts is None or self._shard == shard:
+            return False
+        self._claimer.idle_s += self._parts.waited_s
+        self.report({"event": "joined", "seconds": self._parts.computed_s, "idle_s": self._idle_s()})
+        log.info("shard %d: computed parts for %.1f s", shard, self._parts.computed_s)
+        return True
+
+    def next_shard(self) -> int | Held | None:
+        """The next shard, claimed or to join; None, after an event with the reason, when the work is done."""
         # A resumable item need not be finished here.
         over = self._deadline.over(0.0 if self._resumes else 1.1 * self.slowest_s)
         while self._resume and not (over and self._resumes):
@@ -254,7 +280,7 @@ class Worker:
             log.info("shard %d: published, parked or taken over since it was claimed", shard)
             self.report({"event": "skipped", "shard": shard})
         found = over or _once_more_if_full(self._claimer.next)
-        if isinstance(found, int):
+        if isinstance(found, int | Held):
             return found
         self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
         return None
@@ -290,7 +316,8 @@ class Worker:
     def _report_batch(self, indices: Sequence[int], isolated: bool) -> None:
         if self._takes_one:
             self._logged.item = indices[0]
-        self.report({"event": "batch", "items": list(indices), "isolated": isolated})
+        if self._parts is None or self._shard is not None:  # of a joined shard, its holder tells
+            self.report({"event": "batch", "items": list(indices), "isolated": isolated})
         self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
 
     def _open_input(self) -> Reader:
@@ -348,6 +375,8 @@ class Worker:
             progress=lambda text: self.report({"event": "progress", "text": str(text)}),
             tell=lambda text: self.report({"event": "tell", "text": str(text)}),
             log=self._logged.log if group.leads else lambda step, **values: None,
+            parts=plan.parts,
+            **({} if self._parts is None else {"divide": self._parts.divide}),
         )
         try:
             workload = build(plan.workload, plan.settings, Path(plan.search_path))
@@ -361,7 +390,7 @@ class Worker:
             raise WorkerFailedError(
                 class_of(error, LOADING), f"{type(error).__name__}: {error}", traceback.format_exc()
             ) from error
-        return workload
+        return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
 
     def _inject(self, workload: Adapted) -> Adapted:
         from slurmgpu.faults import parse_faults

@@ -83,6 +83,13 @@ def is_open(run: Run, shard: int) -> bool:
     return not exists(run.shard_path(shard), run.plan.lease_s)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A shard that another task holds, of whose item this one may compute parts."""
+
+    shard: int
+
+
 State = tuple[int, Claim, str]
 """A shard, its claim, and its state: alive, stale, unknown, gone, parked, own or left."""
 
@@ -93,7 +100,8 @@ class Claimer:
 
     `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
     are the shards that the attempt knows it holds; others with its claim were left by a worker that died. `idle_s` is
-    how long it has waited for what others hold.
+    how long it has waited for what others hold. `joins` chooses one of the shards that others hold, to compute parts
+    of its item, or None.
     """
 
     run: Run
@@ -102,6 +110,7 @@ class Claimer:
     pause: Callable[[float], None] = time.sleep
     held: set[int] = field(default_factory=set)
     idle_s: float = 0.0
+    joins: Callable[[Sequence[int]], int | None] = lambda shards: None
     _ahead: deque[int] = field(default_factory=deque)
     _last: int = 0
     _n_pauses: int = 0
@@ -116,8 +125,8 @@ class Claimer:
     def __post_init__(self) -> None:
         self._watch = Watch(self.run.plan.lease_s)
 
-    def next(self) -> int | str:
-        """A claimed shard; else "complete" (all published) or "others" (the rest has owners)."""
+    def next(self) -> int | Held | str:
+        """A claimed shard, or one to join; else "complete" (all published) or "others" (the rest has owners)."""
         self._observe()
         self._n_pauses = 0
         doubted = False
@@ -136,6 +145,8 @@ class Claimer:
                 states = self._states(taken)
                 if (shard := self._take_left(states)) is not None:
                     return self._begin(shard)
+                if (shard := self._to_join(states)) is not None:
+                    return Held(shard)
                 if (verdict := self._verdict(states)) is not None:
                     return verdict
             self._wait(len(states))
@@ -146,6 +157,8 @@ class Claimer:
             free, taken = self._survey()
             states = [] if free else self._states(taken)
             if free or any(state in ("gone", "left", "stale") and self._is_open(shard) for shard, _, state in states):
+                return "work"
+            if self._to_join(states) is not None:
                 return "work"
             if (verdict := self._verdict(states)) is not None:
                 return verdict
@@ -235,6 +248,9 @@ class Claimer:
                 self.on_takeover(shard, former)
                 return shard
         return None
+
+    def _to_join(self, states: list[State]) -> int | None:
+        return self.joins([shard for shard, _, state in states if state in ("alive", "unknown")])
 
     def _states(self, shards: Iterable[int]) -> list[State]:
         return [self._state(shard) for shard in shards]

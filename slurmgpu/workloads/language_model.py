@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.interface import exchange
 from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing
 from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_takes_text_alone, check_tokenizer
@@ -33,6 +34,19 @@ IMAGE_ITEMS = 32
 CUT_RATE = 0.1
 """Above this share of answers cut by max_tokens, a summary has a hint."""
 
+
+class Numbered(Protocol):
+    """What is asked of an engine, or found by it, under the caller's number."""
+
+    @property
+    def id(self) -> int:
+        """The caller's number."""
+
+
+AskedT = TypeVar("AskedT", bound=Numbered)
+FoundT = TypeVar("FoundT", bound=Numbered)
+Divide = Callable[[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]], Sequence[Any]]
+
 SCORES_NOTHING = "it does not tell the probabilities of given answers."
 
 
@@ -44,6 +58,7 @@ class LanguageModelWorkload:
     given: Mapping[str, Any] = {}
     fields: Collection[str] = ()
     _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
+    _divide: Divide | None = None
     batch_size = 128
     texts: tuple[str, ...] = ("prompt", "system")
 
@@ -164,6 +179,11 @@ class LanguageModelWorkload:
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
         self.engine = open_engine(self.options, where)
         self._told_answers, self._told_scores = Telling(task.tell, "answers"), Telling(task.tell, "prompts scored")
+        self.divide_by(task)
+
+    def divide_by(self, task: TaskContext) -> None:
+        """Let other tasks compute parts of what an item asks of the engine, if the plan has parts."""
+        self._divide = task.divide if task.parts > 1 else None
 
     def check_files(self) -> None:
         """Refuse a model whose files changed since the run was planned."""
@@ -174,15 +194,36 @@ class LanguageModelWorkload:
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""
-        outputs = self._told_answers.each(self.engine.generate(requests)) if requests else ()
-        found = {output.id: output for output in outputs}
+        found = self._found(requests, Output, lambda some: self._told_answers.each(self.engine.generate(some)))
         return [_or_error(found.get(request.id)) for request in requests]
 
     def _scores(self, questions: Sequence[Question]) -> list[Scores | ItemError]:
         """The engine's scores for each question, in order, or the error."""
-        every = self._told_scores.each(self.engine.score(questions)) if questions else ()
-        found = {scores.id: scores for scores in every}
+        found = self._found(questions, Scores, lambda some: self._told_scores.each(self.engine.score(some)))
         return [_or_error(found.get(question.id)) for question in questions]
+
+    def _found(
+        self, asked: Sequence[AskedT], kind: type[FoundT], compute: Callable[[Sequence[AskedT]], Iterable[FoundT]]
+    ) -> dict[int, FoundT]:
+        """What an engine finds for what it is asked, by id; parts of it may be computed by other tasks."""
+        if not asked:
+            return {}
+        if self._divide is None:
+            return {one.id: one for one in compute(asked)}
+
+        def values_of(some: Sequence[AskedT]) -> list[dict[str, Any]]:
+            found = {one.id: exchange.to_json(one) for one in compute(some)}
+            return [{"asked": exchange.digest_of(each), "found": found.get(each.id)} for each in some]
+
+        values = self._divide(asked, values_of)
+        for each, value in zip(asked, values, strict=True):
+            if value["asked"] != exchange.digest_of(each):
+                raise ItemError(
+                    "another task asked the model something else for this item. What a checker says of a text must "
+                    "depend on the item alone; shard_items = 1 computes each item in one task."
+                )
+        found = (exchange.from_json(kind, value["found"]) for value in values if value["found"] is not None)
+        return {one.id: one for one in found}
 
 
 def _or_error(found: Any) -> Any:

@@ -26,6 +26,9 @@ OF_PATHS = ("text", "steps")
 
 NUMBER = (int, float, np.integer, np.floating)
 
+MOST_PARTS = 64
+"""Into how many parts the texts of an item are divided at most; how many it has is known when it is computed."""
+
 CHOICES = ("best", "vote", "weighted_vote")
 
 SELECTED: Mapping[str, Column] = {

@@ -98,6 +98,55 @@ def test_shards_of_a_small_input_are_for_the_tasks_that_run_at_once(project, res
     assert plan(folder, resources=resources, shard_items=64).n_shards == 2
 
 
+@pytest.mark.parametrize(
+    ("n_items", "resources", "members", "parts"),
+    [
+        (2, {"gpus": 8, "array": True}, "most_parts = 64", 4),
+        (2, {"gpus": 8, "array": True}, "most_parts = 3", 3),
+        (2, {"gpus": 8, "array": True}, "", 1),
+        (1, {"gpus": 3, "array": True}, "most_parts = 64", 3),
+        (3, {"gpus": 8, "array": True}, "most_parts = 64", 2),
+        (5, {"gpus": 8, "array": True}, "most_parts = 64", 1),
+        (2, {"gpus": 8}, "most_parts = 64", 1),
+        (2, {"gpus": 8, "array": True, "processes": "per-gpu"}, "most_parts = 64", 1),
+        (2, {"gpus": 8, "array": True}, "most_parts = 64; resumes = True", 1),
+    ],
+)
+def test_items_are_in_parts_where_there_are_tasks_for_several_of_each(project, n_items, resources, members, parts):
+    folder = without_size(project(n_items, batch_size=32, workload="Divided"))
+    # A file's module is imported once, so each has a class of its own.
+    with open(folder / "workloads.py", "a") as file:
+        file.write(f"class Divided(Rows):\n    {members or 'pass'}\n")
+    with draft_run(folder / "slurmgpu.toml", {"resources": resources}) as draft:
+        made, notes = draft.plan, draft.notes
+    assert made.parts == parts
+    submission = first_submission(made.resources, made.most_tasks(made.n_shards))
+    each = "The item is" if n_items == 1 else f"Each of {n_items} items is"
+    said = f"{each} computed in {parts} parts, so that {n_items * parts} tasks have one each; shard_items = 1 computes "
+    assert any(note.startswith(said) for note in notes) == (parts > 1)
+    if parts > 1:
+        assert submission.n_tasks == n_items * parts
+        more = allocate(Resources(**resources), None).n_tasks > submission.n_tasks
+        assert fewer_tasks(submission, made, made.n_shards) == (
+            [
+                f"8 tasks (8 GPUs) were asked for; the run has {n_items} shards of {parts} parts, so there are "
+                f"{n_items * parts} tasks, one for each."
+            ]
+            if more
+            else []
+        )
+    pinned = plan(folder, resources=resources, shard_items=1)
+    assert (pinned.parts, pinned.n_shards) == (1, n_items)
+
+
+@pytest.mark.parametrize("members", ["most_parts = 0", "most_parts = 2.5", 'most_parts = "all"'])
+def test_parts_that_are_no_number_are_refused(project, members):
+    folder = project(2, workload="Divided")
+    with open(folder / "workloads.py", "a") as file:
+        file.write(f"class Divided(Rows):\n    {members}\n")
+    assert "has most_parts = " in refused(folder)
+
+
 def test_shards_of_a_large_input_and_given_ones_do_not_depend_on_the_tasks(project):
     resources = ({"gpus": 1}, {"gpus": 8, "array": True}, {"gpus": 0, "tasks": 7})
     large, given = without_size(project(1000, batch_size=16)), project(100, batch_size=128)

@@ -101,7 +101,7 @@ class Collect(LanguageModelWorkload):
         self.tree = tuple(tree)
         _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
-        self.n_independent = self.tree[0] if self.tree else self.n_paths
+        self.n_independent = self.most_parts = self.tree[0] if self.tree else self.n_paths
         self.pass_at = checked_pass_at(pass_at, self.n_independent)
         self.rollouts = 0 if self.tree else rollouts if rollouts is not None else 4 if scorer is None else 0
         if not step_delimiter:

@@ -79,7 +79,7 @@ class Generate(LanguageModelWorkload):
             raise SlurmGPUError(
                 f"n = {n} answers with temperature = 0 would all be the same; set temperature, or n = 1."
             )
-        self.n = n
+        self.n = self.most_parts = n
         self.batch_size = max(1, min(self.batch_size, MOST_ANSWERS // n))
         self.tokens, self.logprobs, self.keep_reasoning = tokens, logprobs, keep_reasoning
         self._truncates = "truncation_side" in settings

@@ -42,7 +42,7 @@ from slurmgpu.workloads.judge.scored import (
 )
 from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
 from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload
-from slurmgpu.workloads.samples import OF_PATHS, Samples, check_each, has_failed
+from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, has_failed
 from slurmgpu.workloads.score.scorer import ScorerSettings, scorer_table
 from slurmgpu.workloads.score.workload import Score
 
@@ -151,6 +151,7 @@ class Judge(LanguageModelWorkload):
         if each is not None:
             right = self._is_right if self.rubric.measure == "accuracy" else None
             is_raw = min(self.rubric.values.values()) < 0 if self.scorer is None else self.scorer.is_raw
+            self.most_parts = MOST_PARTS
             self.samples = Samples(each, self.columns, self.checker, reference, is_raw, right)
             self.columns = self.samples.columns
         if self.scorer is not None:

@@ -24,7 +24,7 @@ from slurmgpu.workload import Template as Proposal
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
 from slurmgpu.workloads.progress import Telling
-from slurmgpu.workloads.samples import OF_PATHS, Samples, check_each, flat, has_failed
+from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
 from slurmgpu.workloads.score.parts import chat_of, check_parts, check_settings
 
@@ -118,6 +118,7 @@ class Score(LanguageModelWorkload):
                     f"each chooses the text with the highest score, and the model has a score for each of "
                     f"{', '.join(self._head.labels)}; set positive to one of them."
                 )
+            self.most_parts = MOST_PARTS
             self.samples = Samples(each, self.columns, self.checker, reference, self.is_raw)
             self.columns = self.samples.columns
             # A template's `text` and `steps` may be those of an entry.
@@ -228,6 +229,7 @@ class Score(LanguageModelWorkload):
         if self._chat is None:
             self._chat = self._heads.has_chat_template
         self._told = Telling(task.tell, "texts scored")
+        self.divide_by(task)
 
     def sort_key(self, item: Item) -> int:
         """Long texts first."""
@@ -249,8 +251,9 @@ class Score(LanguageModelWorkload):
                 inputs.append(self._input(number, item))
             except ItemError as error:
                 rows[number] = error
-        for found in self._told.each(self._heads.score(inputs)):
-            rows[found.id] = self._row(found)
+        found = self._found(inputs, HeadScores, lambda some: self._told.each(self._heads.score(some)))
+        for number, scores in found.items():
+            rows[number] = self._row(scores)
         return [ItemError("the model gave no score") if row is None else row for row in rows]
 
     def _input(self, number: int, item: Item) -> HeadInput:

@@ -1,0 +1,43 @@
+"""What engines give as JSON and back, exactly: for tasks that compute parts of one item."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from slurmgpu.llm.interface.engine import Generated
+
+T = TypeVar("T")
+
+
+def to_json(found: Any) -> dict[str, Any]:
+    """An `Output`, `Scores` or another dataclass of numbers, texts and arrays, as JSON."""
+    return {field.name: _plain(getattr(found, field.name)) for field in dataclasses.fields(found)}
+
+
+def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
+    """The dataclass of which that is the JSON."""
+    return kind(**{name: _back(each) for name, each in value.items()})
+
+
+def digest_of(asked: Any) -> str:
+    """What tells whether two tasks ask an engine the same."""
+    return hashlib.blake2b(repr(asked).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.name, "shape": value.shape, "values": value.ravel().tolist()}
+    return to_json(value) if isinstance(value, Generated) else value
+
+
+def _back(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "dtype" in value:
+        return np.array(value["values"], value["dtype"]).reshape(value["shape"])
+    return Generated(tuple(value["thoughts"]), tuple(value["answer"]), value["mark"])
