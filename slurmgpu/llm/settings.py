@@ -23,8 +23,8 @@ from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 EngineName = Literal["transformers", "vllm", "server"]
 
 
-class PromptSettings(TypedDict, total=False):
-    """The settings of prompts that workloads with a `prompt` share."""
+class TextSettings(TypedDict, total=False):
+    """The settings of prompts of text that workloads with a `prompt` share."""
 
     template_format: TemplateFormat
     fewshot: str | list[dict[str, Any]]
@@ -32,6 +32,11 @@ class PromptSettings(TypedDict, total=False):
     target: str
     fewshot_delimiter: str
     truncation_side: TruncationSide
+
+
+class PromptSettings(TextSettings, total=False):
+    """The settings of prompts, with those of images beside text."""
+
     images: str
     image_folder: str
 
@@ -67,6 +72,10 @@ class SamplingSettings(ModelSettings, total=False):
     top_k: int
     min_p: float
     stop: list[str]
+
+
+class TextModelSettings(ModelSettings, TextSettings, total=False):
+    """The settings of the engine and of prompts of text."""
 
 
 class PromptedSettings(SamplingSettings, PromptSettings, total=False):

@@ -65,7 +65,15 @@ class HeadInput:
     @property
     def length(self) -> int:
         """Its length in characters."""
-        texts = (self.prompt.system, self.prompt.text, self.answer or "", self.second or "", *(self.steps or ()))
+        shots = (text for shot in self.prompt.shots for text in shot)
+        texts = (
+            self.prompt.system,
+            self.prompt.text,
+            self.answer or "",
+            self.second or "",
+            *(self.steps or ()),
+            *shots,
+        )
         return sum(map(len, texts)) + sum(len(each["content"]) for each in self.prompt.messages)
 
 

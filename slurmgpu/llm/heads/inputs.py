@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
-from slurmgpu.llm.interface.engine import Composed, EngineOptions
-from slurmgpu.llm.prompts.codec import MARK, Codec, PromptError
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
+from slurmgpu.llm.prompts.codec import MARK, TURNS, Codec, PromptError
+from slurmgpu.llm.prompts.truncation import shorten
 
 STEP, END = "\ufdd1", "\ufdd2"
 """Marks before and after the text that ends a step; see `answers.MARK`."""
@@ -17,7 +18,7 @@ STEP, END = "\ufdd1", "\ufdd2"
 
 @dataclass(frozen=True)
 class Encoded:
-    """An input's `tokens`, the number of those that were cut, and the places of tokens that end steps.
+    """An input's `tokens`, the number of those that were cut off, and the places of tokens that end steps.
 
     `types` are the segments of a pair, for models that tell them apart; else empty.
     """
@@ -42,17 +43,27 @@ class HeadCodec:
 
     def encode(self, asked: HeadInput) -> Encoded:
         """The input's tokens; PromptError for one that the model cannot take."""
-        if asked.steps is not None:
-            found = self._steps(asked, asked.steps)
-        elif asked.second is not None:
-            found = self._pair(asked, asked.second)
-        elif asked.chat:
-            found = Encoded(asked.id, self._chat_tokens(self._codec.render_chat(_messages(asked, asked.answer))))
-        else:
-            found = self._single(asked)
+        found = self._encode(asked)
+        n_whole = len(found.tokens)
+        if n_whole > self._context and asked.prompt.truncation_side is not None:
+            shorter = shorten(asked.prompt, lambda each: self._n_tokens(asked, each) <= self._context)
+            found = self._encode(replace(asked, prompt=shorter))
+            found = replace(found, n_cut=n_whole - len(found.tokens))
         if len(found.tokens) > self._context:
             raise PromptError(f"the text has {len(found.tokens)} tokens, and the model takes {self._context}")
         return found
+
+    def _n_tokens(self, asked: HeadInput, prompt: Prompt) -> int:
+        return len(self._encode(replace(asked, prompt=prompt)).tokens)
+
+    def _encode(self, asked: HeadInput) -> Encoded:
+        if asked.steps is not None:
+            return self._steps(asked, asked.steps)
+        if asked.second is not None:
+            return self._pair(asked, asked.second)
+        if asked.chat:
+            return Encoded(asked.id, self._chat_tokens(self._codec.render_chat(_messages(asked, asked.answer))))
+        return self._single(asked)
 
     def _single(self, asked: HeadInput) -> Encoded:
         text = _with_system(asked)
@@ -138,19 +149,24 @@ def _own_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _messages(asked: HeadInput, answer: str | None) -> list[dict[str, Any]]:
     prompt = asked.prompt
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    messages = [*prompt.messages] or [*system, {"role": "user", "content": prompt.text}]
+    shots = [(role, text) for shot in prompt.shots for role, text in zip(TURNS, shot, strict=True)]
+    turns = [{"role": role, "content": text} for role, text in (*shots, ("user", prompt.text))]
+    messages = [*prompt.messages] or [*system, *turns]
     last = [] if answer is None else [{"role": "assistant", "content": answer}]
     return [dict(each) for each in (*messages, *last)]
 
 
 def _with_system(asked: HeadInput) -> str:
-    """The prompt as plain text, with a system text before it."""
+    """The prompt as plain text, with a system text and examples before it."""
     prompt = asked.prompt
-    if not prompt.system:
-        return prompt.text
-    moved = len(prompt.system) + 2
-    quoted = (*_quoted(prompt.system), *((start + moved, stop + moved) for start, stop in _quoted(prompt.text)))
-    return Composed(f"{prompt.system}\n\n{prompt.text}", quoted)
+    before = [prompt.system, Composed("\n\n")] if prompt.system else []
+    shots = [text for asked, said in prompt.shots for text in (asked, said, Composed(prompt.between))]
+    quoted: list[tuple[int, int]] = []
+    length = 0
+    for text in (parts := [*before, *shots, prompt.text]):
+        quoted += [(start + length, stop + length) for start, stop in _quoted(text)]
+        length += len(text)
+    return Composed("".join(parts), tuple(quoted))
 
 
 def _quoted(text: str) -> tuple[tuple[int, int], ...]:

@@ -180,12 +180,24 @@ class Codec:
 
     def encode(self, request: Request) -> Encoded:
         """The request's prompt as tokens; PromptError if prompt and answer are too long for the model."""
-        tokens, n_begun = self._prompt_tokens(request.prompt)
-        n_whole, most = len(tokens), self._context - request.sampling.max_tokens
-        if n_whole > most and request.prompt.truncation_side is not None:
-            shorter = shorten(request.prompt, lambda each: len(self._prompt_tokens(each)[0]) <= most)
-            tokens, n_begun = self._prompt_tokens(shorter)
-        return self.fit(request, tokens, n_begun, n_whole - len(tokens))
+        prompt, n_truncated = request.prompt, 0
+        if prompt.truncation_side is not None:
+            prompt, n_truncated = self._shortened(prompt, self._context - request.sampling.max_tokens)
+        tokens, n_begun = self._prompt_tokens(prompt)
+        return self.fit(request, tokens, n_begun, n_truncated)
+
+    def _shortened(self, prompt: Prompt, most: int) -> tuple[Prompt, int]:
+        """The prompt with at most so many tokens before its answer, and how many of them were cut off.
+
+        What the answer has so far does not count: a path goes on behind the prompt that it began with.
+        """
+        asked = replace(prompt, so_far="", generated=None)
+        n_whole = len(self._prompt_tokens(asked)[0])
+        if n_whole <= most:
+            return prompt, 0
+        shorter = shorten(asked, lambda each: len(self._prompt_tokens(each)[0]) <= most)
+        n_cut = n_whole - len(self._prompt_tokens(shorter)[0])
+        return replace(shorter, so_far=prompt.so_far, generated=prompt.generated), n_cut
 
     def fit(self, request: Request, tokens: tuple[int, ...], n_begun: int = 0, n_truncated: int = 0) -> Encoded:
         """The request with these tokens; PromptError if the context has no room for its answer behind them."""

@@ -69,12 +69,11 @@ class StepsScorer:
     def __init__(
         self,
         scorer: str | ScorerSettings,
-        prompt: str | None,
-        messages: str | None,
+        prompt: Mapping[str, Any],
         last: Last | None,
-        system: str | None,
         delimiter: str,
     ) -> None:
+        """Check the settings; `prompt` are those of the paths' prompt, None for what is not set."""
         self._table = scorer_table(scorer)
         for name in GIVEN:
             if name in self._table:
@@ -85,7 +84,7 @@ class StepsScorer:
                 'last is "continue", so that a path begins in the prompt, and a scorer sees the path alone. Set '
                 'last = "drop", or what the scorer is shown: scorer = {model = "…", prompt = "…"}.'
             )
-        shown: dict[str, Any] = {} if own else {"prompt": prompt, "messages": messages, "system": system}
+        shown = {} if own else dict(prompt)
         # Its batches must leave the rest of the memory to the other model.
         shown |= {"steps": STEPS, "step_delimiter": delimiter, "batch_tokens": ROW_TOKENS}
         self.score = open_scorer(scorer, {name: value for name, value in shown.items() if value is not None})

@@ -16,15 +16,15 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.llm.interface.engine import EngineOptions, Output, Prompt, Request
 from slurmgpu.llm.interface.sampling import mix
-from slurmgpu.llm.prompts.templates import Last, Prompts
+from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.llm.server_engine.settings import uses_chat
-from slurmgpu.llm.settings import SamplingSettings, sampling
+from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.scored import SCORED, ScoredTree, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
-from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint
+from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, n_truncated
 from slurmgpu.workloads.score.scorer import ScorerSettings
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Search:
     prompt: Prompt
     tree: Tree
     n_tokens: int = 0
+    n_truncated: int = 0
     n_rollouts: int = 0
     scored: ScoredTree | None = None
     error: ItemError | None = None
@@ -66,6 +67,7 @@ class Collect(LanguageModelWorkload):
     """
 
     batch_size = 32
+    texts = ("prompt", "system", "fewshot", "target")
     template = Template(
         FilePath(__file__).with_name("template.toml"),
         items=[
@@ -95,9 +97,10 @@ class Collect(LanguageModelWorkload):
         pattern: str | None = None,
         tolerance: float | None = None,
         keep: Sequence[str] = (),
-        **settings: Unpack[SamplingSettings],
+        **settings: Unpack[PromptedSettings],
     ) -> None:
-        self.prompts = Prompts(prompt, messages, system, last=last)
+        self.prompts = prompts_of(settings, prompt, messages, system, last)
+        self._truncates = "truncation_side" in settings
         self.tree = tuple(tree)
         _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
@@ -117,12 +120,14 @@ class Collect(LanguageModelWorkload):
             raise SlurmGPUError("temperature is 0, which makes all paths the same; expected more than 0.")
         self.kept_fields = tuple(keep)
         self.fields = {*self.prompts.fields, *([] if ":" in checker else [reference])}
-        self.columns = COLUMNS
-        self.steps_scorer = (
-            None if scorer is None else StepsScorer(scorer, prompt, messages, last, system, step_delimiter)
-        )
+        self.columns = {**COLUMNS, **({"n_truncated": Array("int32")} if self._truncates else {})}
+        if "images" in settings:
+            _check_with_images(self.rollouts, self.tree, scorer)
+        shown: dict[str, Any] = {"prompt": prompt, "messages": messages, "system": system}
+        shown |= {name: settings.get(name) for name in ("template_format", "truncation_side")}
+        self.steps_scorer = None if scorer is None else StepsScorer(scorer, shown, last, step_delimiter)
         if self.steps_scorer is not None:
-            self.columns = {**COLUMNS, **SCORED}
+            self.columns |= SCORED
             self.fields |= self.steps_scorer.fields
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if (self.rollouts or len(self.tree) > 1) and uses_chat(settings):
@@ -203,7 +208,7 @@ class Collect(LanguageModelWorkload):
 
     def _begin(self, item: Item) -> Search | ItemError:
         try:
-            prompt = self.prompts.of(item.data)
+            prompt = self.prompts.of(item.data, seed=item.seed)
             self.checker.check_item(item.data)
             return Search(item, prompt, Tree(self.delimiter, self.max_steps))
         except ItemError as error:
@@ -230,6 +235,7 @@ class Collect(LanguageModelWorkload):
                 draw.search.error = output
                 continue
             draw.search.n_tokens += output.n_tokens
+            draw.search.n_truncated = max(draw.search.n_truncated, output.n_truncated)
             found.append((draw, output))
         return found
 
@@ -317,6 +323,8 @@ class Collect(LanguageModelWorkload):
             "visits": [n_visits for _, n_visits in values],
             "draws": tree.draws()[1:],
         }
+        if self._truncates:
+            row["n_truncated"] = search.n_truncated
         return row if search.scored is None else {**row, **self._chosen(search.scored, paths, weights)}
 
     def _chosen(self, scored: ScoredTree, paths: Sequence[Path], weights: Sequence[Fraction]) -> Row:
@@ -347,6 +355,8 @@ class Collect(LanguageModelWorkload):
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count paths, right paths, and the questions that they answer; a failed question is not answered."""
         found = totals(merged, self.n_independent, self.pass_at)
+        if self._truncates:
+            found["n_truncated"] = n_truncated(merged)
         if self.steps_scorer is not None:
             found |= scored_totals(merged)
         return found | cut_hint(found["n_cut"], found["n_paths"], self.sampling.max_tokens, "paths")
@@ -397,6 +407,17 @@ def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -
             f"tree is {list(tree)}, which is {n_leaves:,} paths for each question; expected at most {MAX_LEAVES:,}. "
             f"Use fewer branches, or fewer depths."
         )
+
+
+def _check_with_images(rollouts: int, tree: Sequence[int], scorer: object) -> None:
+    """Refuse what cannot be done behind images."""
+    if rollouts or len(tree) > 1:
+        raise SlurmGPUError(
+            "images is set, and a model that takes images does not go on from given steps here. Collect whole paths "
+            "alone: set rollouts = 0, and no tree."
+        )
+    if scorer is not None:
+        raise SlurmGPUError("images is set, which a scorer is not shown. Remove one of them.")
 
 
 def _check_stops(stops: Sequence[str], delimiter: str) -> None:

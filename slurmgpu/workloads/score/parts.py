@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.settings import TextSettings
 
 TAKEN = (
     *("revision", "model_files", "trust_remote_code", "engine", "precision", "batch_tokens", "max_context", "chat"),
     "chat_options",
+    *get_type_hints(TextSettings),
 )
 """The settings of models and engines that mean something to a head."""
 
@@ -54,6 +56,21 @@ def check_parts(
         )
     if len(choices) == 1 or len(set(choices)) < len(choices):
         raise SlurmGPUError(f"choices is {list(choices)}; expected at least two different texts, the good one first.")
+
+
+def check_pair(pair: Sequence[str], cut: bool, settings: Mapping[str, Any]) -> None:
+    """Refuse examples before a pair, and two ways to shorten a text."""
+    if pair and "fewshot" in settings:
+        raise SlurmGPUError("fewshot and pair are both set; examples stand before a prompt. Remove one of them.")
+    if "truncation_side" not in settings:
+        return
+    if cut:
+        raise SlurmGPUError("cut and truncation_side are two ways to shorten a text that is too long. Remove cut.")
+    if pair:
+        raise SlurmGPUError(
+            "truncation_side cuts the longest field of a prompt, and of a pair the second text is cut. Set cut = true, "
+            "and remove truncation_side."
+        )
 
 
 def chat_of(

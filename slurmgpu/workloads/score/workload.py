@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,9 +16,10 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.steps import split_steps
 from slurmgpu.llm.heads.engine import HeadEngine, HeadScores
 from slurmgpu.llm.heads.head import Activation, Head, HeadInput, HeadKind, has_chat_template, place_head, read_head
-from slurmgpu.llm.interface.engine import Place, Prompt
-from slurmgpu.llm.prompts.templates import Last, Prompts, Template, take
-from slurmgpu.llm.settings import ModelSettings
+from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.prompts.jinja_templates import template_class
+from slurmgpu.llm.prompts.templates import Last, take
+from slurmgpu.llm.settings import TextModelSettings, prompts_of
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
@@ -26,7 +28,7 @@ from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
-from slurmgpu.workloads.score.parts import chat_of, check_parts, check_settings
+from slurmgpu.workloads.score.parts import chat_of, check_pair, check_parts, check_settings
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -39,7 +41,7 @@ class Score(LanguageModelWorkload):
     assistant's `answer` or its `steps`; or a `pair` of texts. docs/reference/language-models.md has all settings.
     """
 
-    texts = ("prompt", "system", "answer")
+    texts = ("prompt", "system", "answer", "fewshot", "target")
     template = Proposal(
         Path(__file__).with_name("template.toml"),
         items=[
@@ -72,10 +74,11 @@ class Score(LanguageModelWorkload):
         pattern: str | None = None,
         reference: str | None = None,
         keep: Sequence[str] = (),
-        **settings: Unpack[ModelSettings],
+        **settings: Unpack[TextModelSettings],
     ) -> None:
         check_settings(settings)
         check_parts(prompt, messages, answer, pair, steps, choices)
+        check_pair(pair, cut, settings)
         for name, value, known in (
             ("path_by", path_by, PathScore),
             ("activation", activation or "none", Activation),
@@ -85,9 +88,11 @@ class Score(LanguageModelWorkload):
         if steps is not None and not (step_delimiter and step_end != ""):
             raise SlurmGPUError("step_delimiter and step_end are texts between and behind steps; one of them is empty.")
         last: Last = "drop" if answer is not None or steps is not None else "continue"
-        self.prompts = Prompts(pair[0] if pair else prompt, messages, system, last=None if messages is None else last)
-        self._answer = None if answer is None else Template(answer, "answer")
-        self._second = Template(pair[1], "pair") if pair else None
+        asked = pair[0] if pair else prompt
+        self.prompts = prompts_of(settings, asked, messages, system, None if messages is None else last)
+        make = template_class(settings.get("template_format", "f-string"))
+        self._answer = None if answer is None else make(answer, "answer")
+        self._second = make(pair[1], "pair") if pair else None
         self._steps, self._delimiter = steps, step_delimiter
         self._choices, self._path_by = tuple(choices), path_by
         self._chat, self._why_chat = chat_of(settings.get("chat"), messages, answer, pair, steps)
@@ -96,7 +101,7 @@ class Score(LanguageModelWorkload):
                 "cut cuts the end of a text or of a pair's second text; an answer without its end would "
                 "be another one. Remove cut, or score the text by prompt alone."
             )
-        self._cut = cut
+        self._cut, self._truncates = cut, "truncation_side" in settings
         self.use_model(model, settings)
         self._head = self._read_head(labels, activation)
         self._step_end = step_end or self._head.step_end
@@ -168,6 +173,8 @@ class Score(LanguageModelWorkload):
             if len(self._head.labels) > 1:
                 columns |= {"label": Text(), "scores": Array("float32", (len(self._head.labels),))}
         columns["n_tokens"] = Array("int32")
+        if self._truncates:
+            columns["n_truncated"] = Array("int32")
         return columns | ({"is_cut": Array("bool")} if self._cut else {})
 
     @property
@@ -259,7 +266,7 @@ class Score(LanguageModelWorkload):
     def _input(self, number: int, item: Item) -> HeadInput:
         if has_failed(item.data, self.fields):
             raise ItemError(f"the scored item failed: {item.data['error']}")
-        prompt = self.prompts.of(item.data)
+        prompt = self.prompts.of(item.data, seed=item.seed)
         chat = bool(self._chat)
         if self._second is not None:
             return HeadInput(number, prompt, second=self._second.render(item.data))
@@ -269,7 +276,7 @@ class Score(LanguageModelWorkload):
             return HeadInput(number, prompt, answer=self._answer.render(item.data), chat=chat)
         if prompt.messages and prompt.answer:
             whole = (*prompt.messages, {"role": "assistant", "content": prompt.answer})
-            prompt = Prompt(messages=whole)
+            prompt = replace(prompt, messages=whole, answer="")
         return HeadInput(number, prompt, chat=chat)
 
     def _steps_of(self, data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -291,6 +298,8 @@ class Score(LanguageModelWorkload):
         row: dict[str, Any] = {"n_tokens": found.n_tokens}
         if self._cut:
             row["is_cut"] = found.n_cut > 0
+        if self._truncates:
+            row["n_truncated"] = found.n_cut
         if self._steps is not None:
             steps = scores[:, self._positive]
             return {**row, "score": path_score(steps, self._path_by), "step_scores": steps}
@@ -326,6 +335,8 @@ class Score(LanguageModelWorkload):
                 labels.update(filter(None, values("label")))
             if self._cut:
                 n_cut += sum(map(bool, values("is_cut")))
+            if self._truncates:
+                n_cut += sum(map(bool, values("n_truncated")))
             if "score" in self.columns:
                 scores.append(np.fromiter(values("score"), np.float64))
             if self._steps is not None:
@@ -335,6 +346,8 @@ class Score(LanguageModelWorkload):
             summary = samples.summarize(merged) | summary
         if self._cut:
             summary["n_cut"] = n_cut
+        if self._truncates:
+            summary["n_truncated"] = n_cut
         if self._steps is not None:
             summary["n_steps"] = n_steps
         if "label" in self.columns:

@@ -1,0 +1,168 @@
+"""Prompts of score and collect: Jinja, examples, images, and texts that are too long."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.interface.engine import EngineOptions, Generated, Output, Request, Sampling
+from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.templates import Prompts
+from slurmgpu.shards.columns import convert_row
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.score.workload import Score
+from tests.support.tiny_heads import CHAT, make_head
+from tests.support.tiny_models import make_llama, make_tokenizer
+from tests.support.tiny_vision_models import make_llava, make_png
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXAMPLES = [{"q": "1+1", "a": "2"}, {"q": "2+2", "a": "4"}]
+IN_JINJA = {"template_format": "jinja2", "fewshot": EXAMPLES, "target": "{{ a }}"}
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    return str(make_head(tmp_path_factory.mktemp("reward"), num_labels=1, template=CHAT))
+
+
+@pytest.fixture(scope="module")
+def process_model(tmp_path_factory):
+    return str(make_head(tmp_path_factory.mktemp("process"), task="TokenClassification", template=CHAT))
+
+
+def rows_of(model, data, **settings):
+    workload = Score(model=model, precision="fp32", **settings)
+    workload.load(TaskContext("cpu", 0, Path()))
+    rows = workload([Item(number, each, 7) for number, each in enumerate(data)])
+    for row in rows:
+        convert_row(workload.columns, row)
+    return rows
+
+
+# A head.
+
+
+def test_examples_are_turns_before_the_chat_that_a_reward_model_scores(reward_model):
+    [row] = rows_of(reward_model, [{"q": "3+4", "t": "7"}], prompt="{{ q }}=", answer="{{ t }}", **IN_JINJA)
+    turns = [("1+1=", "2"), ("2+2=", "4"), ("3+4=", "7")]
+    chat = [{"role": r, "content": c} for turn in turns for r, c in zip(("user", "assistant"), turn, strict=True)]
+    whole, short = (rows_of(reward_model, [{"m": each}], messages="m")[0] for each in (chat, chat[-2:]))
+    assert row["score"] == pytest.approx(whole["score"], abs=1e-5)
+    assert abs(row["score"] - short["score"]) > 1e-3
+    # An item is no example of itself.
+    [row] = rows_of(reward_model, [{"q": "1+1", "t": "2"}], prompt="{{ q }}=", answer="{{ t }}", **IN_JINJA)
+    own = [*chat[2:4], *chat[:2]]
+    assert row["score"] == pytest.approx(rows_of(reward_model, [{"m": own}], messages="m")[0]["score"], abs=1e-5)
+
+
+def test_examples_stand_before_a_plain_text_and_before_steps_without_a_chat(reward_model, process_model):
+    more = {**IN_JINJA, "fewshot_delimiter": "#", "system": "add"}
+    by_hand = "add\n\n1+1=2#2+2=4#3+4="
+    [row] = rows_of(reward_model, [{"q": "3+4"}], prompt="{{ q }}=", **more)
+    [wanted] = rows_of(reward_model, [{"t": by_hand}], prompt="{t}")
+    assert row == pytest.approx(wanted, abs=1e-5)
+    steps = {"steps": "s", "chat": False}
+    [row] = rows_of(process_model, [{"q": "3+4", "s": ["a", "b"]}], prompt="{{ q }}=", **steps, **more)
+    [wanted] = rows_of(process_model, [{"t": by_hand, "s": ["a", "b"]}], prompt="{t}", **steps)
+    np.testing.assert_allclose(row["step_scores"], wanted["step_scores"], atol=1e-5)
+    assert row["n_tokens"] == wanted["n_tokens"]
+
+
+def test_a_prompt_that_is_too_long_is_cut_at_its_side_and_the_answer_is_whole(reward_model, process_model):
+    long = "".join(map(str, range(100)))
+    [row] = rows_of(reward_model, [{"q": long, "t": "7"}], prompt="{q}=", answer="{t}", truncation_side="left")
+    assert (row["n_tokens"], row["n_truncated"]) == (128, len(long) - 119)
+    [wanted] = rows_of(reward_model, [{"q": long[-119:], "t": "7"}], prompt="{q}=", answer="{t}")
+    assert row["score"] == pytest.approx(wanted["score"], abs=1e-5)
+    [row, whole] = rows_of(
+        process_model,
+        [{"q": long, "s": ["a", "b"]}, {"q": "3", "s": ["a"]}],
+        prompt="{q}",
+        steps="s",
+        truncation_side="right",
+    )
+    assert len(row["step_scores"]) == 2
+    assert row["n_truncated"] > 0
+    assert whole["n_truncated"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pair": ["{q}", "{t}"], "fewshot": EXAMPLES, "target": "{a}"}, "fewshot and pair are both set"),
+        ({"pair": ["{q}", "{t}"], "truncation_side": "left"}, "of a pair the second text is cut. Set cut = true"),
+        ({"prompt": "{q}", "cut": True, "truncation_side": "left"}, "two ways to shorten a text"),
+        ({"prompt": "{q}", "template_format": "jinja2"}, "which has no field"),
+        ({"prompt": "{q}", "images": "photo"}, "images is set, which means nothing to score"),
+    ],
+)
+def test_prompts_that_a_head_cannot_have_are_refused(reward_model, settings, said):
+    with pytest.raises(SlurmGPUError, match=said):
+        Score(model=reward_model, **settings)
+
+
+# Paths.
+
+
+class Says:
+    """An engine that answers in two steps, and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, requests):
+        self.asked += requests
+        for request in requests:
+            yield Output(request.id, "7+5=12\n132", finish_reason="stop", n_truncated=3)
+
+
+def test_paths_of_a_question_have_its_examples_also_where_they_are_continued(tmp_path):
+    model = str(make_llama(tmp_path))
+    workload = Collect(model=model, prompt="{{ q }}=", reference="a", paths=2, rollouts=1, num_fewshot=1, **IN_JINJA)
+    workload.engine = Says()
+    items = [Item(number, {"q": f"{number}+9", "a": "132"}, 3) for number in range(8)]
+    for row in workload(items):
+        convert_row(workload.columns, row)
+    by_text = {}
+    for request in workload.engine.asked:
+        assert request.prompt.shots in ((("1+1=", "2"),), (("2+2=", "4"),))
+        by_text.setdefault(request.prompt.text, []).append(request.prompt.shots)
+    assert all(len(shots) == 3 and len({*shots}) == 1 for shots in by_text.values())  # two paths, and a completion
+    assert len({shots[0] for shots in by_text.values()}) == 2
+
+
+def test_a_path_goes_on_behind_the_prompt_as_it_was_cut_and_the_row_counts_the_cut(tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "t")
+    codec = Codec(tokenizer, EngineOptions(find_model(str(make_llama(tmp_path / "m")))), 200)
+    prompt = Prompts("{q}=", truncation_side="left").of({"q": "12" * 150})
+    how = Sampling(max_tokens=40, fit=True)
+    root = codec.encode(Request(0, prompt, how))
+    assert (len(root.tokens), root.n_truncated) == (160, 300 + 1 + 1 - 160)
+    begun = tuple(tokenizer("7+5=12\n", add_special_tokens=False)["input_ids"])
+    further = codec.encode(Request(0, replace(prompt, so_far="7+5=12\n", generated=Generated(answer=begun)), how))
+    assert further.tokens == (*root.tokens, *begun)
+    assert further.request.sampling.max_tokens == 40 - len(begun)
+    workload = Collect(model=str(tmp_path / "m"), prompt="{q}=", reference="a", paths=2, truncation_side="left")
+    workload.engine = Says()
+    [row] = workload([Item(0, {"q": "47+85", "a": "132"})])
+    assert convert_row(workload.columns, row)["n_truncated"] == 3
+
+
+def test_whole_paths_are_collected_about_images_and_steps_are_not_continued_there(tmp_path):
+    llava = str(make_llava(tmp_path))
+    settings = {"model": llava, "prompt": "how many?", "images": "photo", "paths": 2, "max_tokens": 4}
+    workload = Collect(rollouts=0, checker="exact", precision="fp32", **settings)
+    workload.load(TaskContext("cpu", 0, tmp_path))
+    items = [Item(number, {"photo": photo, "answer": "3"}, 1) for number, photo in enumerate((make_png(1), b"none"))]
+    row, bad = workload(items)
+    assert convert_row(workload.columns, row)["n_paths"] == 2
+    assert "cannot be read: it has no format that Pillow knows" in str(bad)
+    with pytest.raises(SlurmGPUError, match=r"images is set, .* set rollouts = 0, and no tree"):
+        Collect(**settings)
+    with pytest.raises(SlurmGPUError, match="images is set, which a scorer is not shown"):
+        Collect(scorer=llava, **settings)
