@@ -10,6 +10,7 @@ import sys
 import threading
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -20,7 +21,7 @@ from slurmgpu.llm.interface.engine import Output, Place, Prompt, Question, Reque
 from slurmgpu.llm.prompts.images import data_url, open_image
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.server_engine import engine as server_engine
-from slurmgpu.llm.server_engine import http_client
+from slurmgpu.llm.server_engine import http_client, silence
 from slurmgpu.llm.server_engine import process as server_process
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.util import socket_paths
@@ -180,6 +181,34 @@ def test_a_server_that_is_stopped_does_not_answer_and_one_that_computes_has_time
         os.kill(engine._server._process.pid, signal.SIGCONT)
 
 
+def test_a_server_that_is_stopped_while_it_is_asked_is_started_again(opened, counts, monkeypatch):
+    monkeypatch.setattr(http_client, "GET_S", 0.1)
+    monkeypatch.setattr(http_client, "LOOK_S", 0.1)
+    monkeypatch.setattr(server_engine, "MOST_SILENCE_S", 1.0)
+    monkeypatch.setattr(server_process, "GRACE_S", 0.1)
+    engine = opened(BY_PORT)
+    os.kill(engine._server._process.pid, signal.SIGSTOP)
+    assert [each.text for each in answers(engine, "one", "two")] == ["one", "two"]
+    assert counts().count("started") == 2
+
+
+def test_a_server_without_an_answer_is_there_while_it_uses_cpu_time(monkeypatch):
+    now, used = [0.0], [1.0]
+    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    nobody = http_client.Client(f"http://127.0.0.1:{server_process.free_port()}")
+    seen = silence.Silence(nobody, 120.0, lambda: used[0])
+    for now[0] in (100.0, 200.0, 300.0):
+        used[0] += 0.5
+        seen.look()
+    now[0] = 400.0
+    seen.look()  # 100 seconds without any
+    now[0] = 421.0
+    with pytest.raises(ConnectionError, match="has not answered for 121 s"):
+        seen.look()
+    seen.begin()
+    seen.look()
+
+
 def test_a_port_on_which_another_process_listens_is_not_given_the_items(opened, monkeypatch):
     """A server that does not listen at all, while somebody's is healthy on the port."""
     other = subprocess.Popen([sys.executable, SMALL, str(port := server_process.free_port())])
@@ -333,8 +362,10 @@ def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, o
         ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT"),
         ({"url": "http://host:abc"}, "url is 'http://host:abc'; expected http://HOST:PORT"),
         ({"url": "http://host:70000"}, "url is 'http://host:70000'; expected http://HOST:PORT"),
-        ({"url": "http://user:password@host"}, r"^url is '\.\.\.@host'; .*without a user or a password"),
-        ({"url": "http://user:pass/word@host"}, r"^url is '\.\.\.@host'; .*without a user or a password"),
+        ({"url": "http://user:password@host"}, r"^url is '\.\.\.@host'; .*without a user, a password"),
+        ({"url": "http://user:pass/word@host"}, r"^url is '\.\.\.@host'; .*without a user, a password"),
+        ({"url": "https://host/v1?key=secret"}, "^url is 'https://host/v1?...'; .*the plan would show"),
+        ({"url": "https://host#secret"}, "^url is 'https://host?...'; .*SLURMGPU_SERVER_KEY"),
         ({"serve": []}, "serve is empty"),
         ({"serve": ["a", "{model}"]}, "serve needs one of {port} and {socket}"),
         ({"serve": ["a", "{port}", "{socket}"]}, "serve needs one of {port} and {socket}"),

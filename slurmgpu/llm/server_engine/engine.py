@@ -35,6 +35,7 @@ from slurmgpu.llm.prompts.images import check_pillow, data_url, place_of_images
 from slurmgpu.llm.server_engine import structures as server_structures
 from slurmgpu.llm.server_engine.http_client import Client, Reply
 from slurmgpu.llm.server_engine.process import ServerEndedError, ServerProcess, is_healthy
+from slurmgpu.llm.server_engine.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,10 @@ MOST_ENDS = 2 * N_TRIES
 """How often it may end without an answer between: two items, one behind the other, may be what ends it."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 MOST_SILENCE_S = 120.0
-"""How long a server of ours that has lost a connection may not answer, before it is ended and started again."""
+"""How long a server of ours may give no sign of life, or not answer when it has lost a connection, before it is ended
+and started again."""
 MOST_WAIT_S = 1800.0
-"""How long a server may be busy, or away if it is not ours, before that is an error."""
+"""How long a server may be busy, or away or silent if it is not ours, before that is an error."""
 SEED_BITS = 31
 """Servers keep seeds in 32 bits with a sign, or more."""
 
@@ -75,6 +77,7 @@ class ServerEngine:
         self._name = options.model.name if options.url else str(options.model.folder)
         self._server = None if options.url else ServerProcess(options.serve, self._name, place.gpus)
         self._client = Client(options.url, os.environ.get(KEY_VARIABLE) if options.url else None)
+        self._silence = Silence(self._client, MOST_WAIT_S, None)
         self._n_ends = 0  # since the last answer
         try:
             self._begin()
@@ -133,10 +136,10 @@ class ServerEngine:
     def _probe(self) -> None:
         """Have the server generate a token; ConnectionError if it loses the request."""
         probe = Request(0, Prompt("1"), Sampling(max_tokens=1))
-        found = self._client.post(*self._body(probe))
+        found = self._client.post(*self._body(probe), self._silence.look)
         if found.status == 404 and (served := self._served()) != self._name:
             self._name = served
-            found = self._client.post(*self._body(probe))
+            found = self._client.post(*self._body(probe), self._silence.look)
         if found.status != 200:
             raise SlurmGPUError(
                 f"The server at {self._client.url} does not complete a prompt: status {found.status}, {found.message}"
@@ -157,6 +160,7 @@ class ServerEngine:
         for n_left in reversed(range(N_STARTS)):
             try:
                 self._client = server.start()
+                self._silence = Silence(self._client, MOST_SILENCE_S, server.cpu_s)
                 self._probe_started(server)
                 return
             except ServerEndedError as error:
@@ -264,7 +268,9 @@ class ServerEngine:
             return Output(request.id, finish_reason="error", error=str(error))
         pause_s, waited_s, n_failures = PAUSE_S, 0.0, 0
         while True:
-            reply = self._client.post(path, body)
+            self._silence.begin()
+            reply = self._client.post(path, body, self._silence.look)
+            self._silence.begin()
             if reply.status == 200 and (found := self._parsed(request, reply)) is not None:
                 return found
             if reply.status in FORBIDDEN:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import selectors
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,8 @@ from slurmgpu.errors import SlurmGPUError
 CONNECT_S = 30.0
 GET_S = 30.0
 """How long a GET may be without a byte: the kernel takes connections for a process that is stopped or hangs."""
+LOOK_S = 30.0
+"""How often it is looked whether a server is still there that has not answered a POST."""
 MOST_ERROR_CHARACTERS = 500
 
 
@@ -54,8 +57,8 @@ class Client:
     """Requests to the server at `url`: http://…, https://… or unix:/path. Threads may share it.
 
     Each request has its own connection: one that was kept may have been closed by the server meanwhile, and a
-    completion takes longer than a connection. A POST has no time limit for its answer, a GET has GET_S. A lost answer
-    is a ConnectionError.
+    completion takes longer than a connection. A POST has no time limit for its answer, but it is looked now and then
+    whether the server is there; a GET has GET_S. A lost answer is a ConnectionError.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -70,17 +73,24 @@ class Client:
         """The answer to a GET."""
         return self._ask("GET", path, None, GET_S)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """The answer to a POST of JSON."""
-        return self._ask("POST", path, json.dumps(body).encode(), None)
+    def post(self, path: str, body: Mapping[str, Any], look: Callable[[], None] = lambda: None) -> Reply:
+        """The answer to a POST of JSON; `look` raises a ConnectionError for a server that is there no more.
 
-    def _ask(self, method: str, path: str, body: bytes | None, most_s: float | None) -> Reply:
+        It is called each LOOK_S until the answer begins.
+        """
+        return self._ask("POST", path, json.dumps(body).encode(), None, look)
+
+    def _ask(
+        self, method: str, path: str, body: bytes | None, most_s: float | None, look: Callable[[], None] | None = None
+    ) -> Reply:
         connection = self._connection()
         prefix = "" if self._parts.scheme == "unix" else self._parts.path
         try:
             connection.connect()
             connection.sock.settimeout(most_s)
             connection.request(method, prefix + path, body, self._headers)
+            if look is not None:
+                _wait_for(connection.sock, look)
             answer = connection.getresponse()
             return Reply(answer.status, _content(answer.read()), _seconds(answer.getheader("Retry-After")))
         except (OSError, http.client.HTTPException) as error:
@@ -93,6 +103,14 @@ class Client:
             return _UnixConnection(self._parts.path)
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+
+
+def _wait_for(sock: socket.socket, look: Callable[[], None]) -> None:
+    """Return when the socket can be read; by TLS, tickets of the session may come before an answer."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        while not selector.select(LOOK_S):
+            look()
 
 
 def _check_key(key: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.server_engine.http_client import Client
 from slurmgpu.util.guard import OWN_GROUP, Guard
-from slurmgpu.util.process_tree import living
+from slurmgpu.util.process_tree import TreeWatch, living
 from slurmgpu.util.shared_memory import remove, used_by
 from slurmgpu.util.socket_paths import socket_folder
 
@@ -55,6 +55,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._port: int | None = None
         self._shared: set[str] = set()
+        self._tree = TreeWatch()
 
     def start(self) -> Client:
         """Start it, and wait until it is healthy; ServerEndedError if it ends before.
@@ -90,6 +91,11 @@ class ServerProcess:
         if code is not None:
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             raise ServerEndedError(f"the server {self._serve[0]} ended {how}; the log has what it said")
+
+    def cpu_s(self) -> float:
+        """The CPU time of the server with its children until now."""
+        tree = None if self._process is None else self._tree.read(self._process.pid)
+        return 0.0 if tree is None else tree.cpu_s
 
     def settle(self, client: Client, most_s: float) -> None:
         """Wait until it answers again, as one that has dropped a connection does; ServerEndedError if it has ended.

@@ -39,10 +39,11 @@ def check_server(settings: Mapping[str, Any]) -> None:
             f"{', or give it to the command in serve' if serve else ''}."
         )
     if url is not None and not _is_url(url):
-        shown = re.sub(r".*@", "...@", url, flags=re.DOTALL)  # a password is not shown
+        shown = re.sub(r".*@", "...@", url, flags=re.DOTALL)  # neither a password is shown
+        shown = re.sub(r"[?#].*", "?...", shown, flags=re.DOTALL)  # nor a key
         raise SlurmGPUError(
-            f"url is {shown!r}; expected http://HOST:PORT, https://HOST or unix:/PATH, without a user or a password: "
-            "set the server's key in SLURMGPU_SERVER_KEY."
+            f"url is {shown!r}; expected http://HOST:PORT, https://HOST or unix:/PATH, without a user, a password or "
+            "a query, which the plan would show: set the server's key in SLURMGPU_SERVER_KEY."
         )
     if serve is not None:
         _check_serve(serve)
@@ -54,7 +55,7 @@ def _is_url(url: str) -> bool:
         _ = parts.port  # ValueError if it is no number, or none of a port
     except ValueError:
         return False
-    return bool(re.match(r"(https?://[^/]|unix:/)", url)) and "@" not in parts.netloc
+    return bool(re.match(r"(https?://[^/]|unix:/)", url)) and "@" not in parts.netloc and not re.search(r"[?#]", url)
 
 
 def _check_serve(serve: Iterable[str]) -> None:
