@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
+LOOK_S, ROWS_LOOK_S = 0.2, 0.1
+"""Between two looks at a run that is waited for, and at its next shard."""
 ENDING_S = 15.0
 """How long to wait for cancelled jobs to end before their run directory is left in place."""
 
@@ -568,7 +570,7 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
 def follow_rows(run: Run) -> Iterator[RunRow]:
     """The rows of a run as `RunHandle.rows` gives them."""
     left = deque(run.plan.ranges)  # of the items without a row yet
-    for _ in _while_alive(run):
+    for _ in _while_alive(run, ROWS_LOOK_S):
         if not exists(run.revision_path(run.plan.shard_of(left[0][0]), 0)):
             continue
         with RunRows(run) as present:
@@ -600,8 +602,8 @@ def incomplete(run: Run, n_missing: int | None = None) -> str:
     )
 
 
-def _while_alive(run: Run) -> Iterator[None]:
-    """A look every 0.2 s, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
+def _while_alive(run: Run, pause_s: float = LOOK_S) -> Iterator[None]:
+    """A look every `pause_s`, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
     asked, alive = 0.0, True
     while alive:
         yield
@@ -612,4 +614,4 @@ def _while_alive(run: Run) -> Iterator[None]:
             except NoAnswerError as error:
                 log.warning("%s", error)
         if alive:
-            time.sleep(0.2)
+            time.sleep(pause_s)

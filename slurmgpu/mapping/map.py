@@ -41,8 +41,8 @@ from slurmgpu.util.shared_files import status_of
 
 log = logging.getLogger(__name__)
 
-FEWEST_SHARDS, ITEMS_OF_SHARD = 512, 256
-"""A run has at least so many shards, if it has as many items, and more only of so many items."""
+FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
+"""A run has about so many shards, if it has as many items, and more only of so many items: see why-elastic.md."""
 
 PROBE_ENDS_S = 3
 """How long the job that merged the probe may take to end."""

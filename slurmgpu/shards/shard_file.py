@@ -135,19 +135,29 @@ def write_shard(
         raise
 
 
-def publish(partial: Path, target: Path) -> bool:
+def publish(partial: Path, target: Path, *, sync: bool = True) -> bool:
     """Make a shard appear at `target`; False if one was there already, since the first one published wins.
 
     `partial` is removed in both cases. After publication nothing fails any more. An OSError before it, including a
-    `partial` that another process removed, means that the shard must be written again.
+    `partial` that another process removed, means that the shard must be written again. Without `sync` its name may be
+    lost with the machine, until `sync_names`.
     """
     first = retried(lambda: _link(partial, target))
-    for finish in (lambda: remove(partial, FINISHING_PATIENCE_S), lambda: fsync_dir(target.parent)):
-        try:
-            finish()
-        except OSError as error:
-            log.warning("%s is published, but cleaning up failed: %s", target.name, error)
+    try:
+        remove(partial, FINISHING_PATIENCE_S)
+    except OSError as error:
+        log.warning("%s is published, but cleaning up failed: %s", target.name, error)
+    if sync:
+        sync_names(target.parent)
     return first
+
+
+def sync_names(folder: Path) -> None:
+    """Make the names of shards survive a power failure; an error is logged, as the shards are there."""
+    try:
+        fsync_dir(folder)
+    except OSError as error:
+        log.warning("shards in %s are published, but not synced: %s", folder, error)
 
 
 def _link(partial: Path, target: Path) -> bool:

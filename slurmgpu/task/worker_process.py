@@ -28,6 +28,10 @@ GRACE_S = 2.0
 PARTING_S = 20.0
 """How long a worker may take that keeps its progress; it leaves the task time for its end before KillWait."""
 SAID_BYTES = 1 << 16
+PIPE_BYTES = 1 << 16  # pipe(7)
+NAP_S = 0.01
+"""Between two looks at the events of a worker: to wake up for each call of a workload, which may take a millisecond,
+would cost the worker's node a tenth of a core."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the task's shards were given back
 
 Events = queue.SimpleQueue[dict[str, Any]]
@@ -123,10 +127,12 @@ class WorkerProcess:
         assert self._process.stdout is not None
         # Not through a buffered file, which cannot be closed while a read of it waits, not even by Python at its end.
         pipe, rest = self._process.stdout.fileno(), b""
-        while chunk := os.read(pipe, 1 << 16):
+        while chunk := os.read(pipe, PIPE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 self._take(line)
+            if len(chunk) < PIPE_BYTES // 8:  # the pipe has room for what comes meanwhile
+                time.sleep(NAP_S)
         if rest:
             self._take(rest)
         self._events.put({"event": "eof", "pid": self.pid})

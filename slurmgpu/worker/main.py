@@ -14,6 +14,7 @@ import faulthandler
 import functools
 import json
 import logging
+import math
 import os
 import platform
 import random
@@ -40,7 +41,7 @@ from slurmgpu.run.recompute import Spans
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
 from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.names import partial_name
-from slurmgpu.shards.shard_file import DamagedShardError, publish, write_shard
+from slurmgpu.shards.shard_file import DamagedShardError, publish, sync_names, write_shard
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import FULL, working_folder
 from slurmgpu.util.env_info import describe, used
@@ -70,6 +71,10 @@ log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own 
 
 FAILED_ALIKE = 8
 """The workload is at fault if so many items, of two shards or more, failed alike before any was computed."""
+
+SYNC_S = 1.0
+"""How often the names of published shards are synced, at most: a power failure costs the last ones, which are computed
+again."""
 
 _T = TypeVar("_T")
 
@@ -108,6 +113,8 @@ class Worker:
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
+    _synced: float = -math.inf
+    _is_synced: bool = True
 
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
@@ -162,7 +169,10 @@ class Worker:
                 kept=plan.keep or {field: field for field in workload.kept_fields},
                 key=plan.key,
             )
-            self._take_and_compute(computer, reader)
+            try:
+                self._take_and_compute(computer, reader)
+            finally:
+                self._sync_names()
             self._log_outside(outside)
 
     def _log_outside(self, logged: Sequence[str] = ()) -> list[str]:
@@ -423,7 +433,7 @@ class Worker:
             made_by=made_by,
         )
         try:
-            return publish(partial, self.run.shard_path(one.shard))
+            return publish(partial, self.run.shard_path(one.shard), sync=False)
         except FileNotFoundError as error:  # removed by a merge that took this task for dead
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
@@ -456,6 +466,9 @@ class Worker:
                 class_of(error, FILES), f"shard {shard} cannot be written{where}: {error}"
             ) from error
         self._former.pop(shard, None)
+        self._is_synced = False
+        if time.monotonic() - self._synced >= SYNC_S:
+            self._sync_names()
         self._report_used()
         self.slowest_s = max(self.slowest_s, seconds)
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
@@ -475,6 +488,12 @@ class Worker:
                 "oom": bool(computed.oom_batch),
             }
         )
+
+    def _sync_names(self) -> None:
+        """Sync the names of the shards that were published since the last time."""
+        if not self._is_synced:
+            sync_names(self.run.shards)
+            self._is_synced, self._synced = True, time.monotonic()
 
 
 def _once_more_if_full(operation: Callable[[], _T]) -> _T:
