@@ -253,6 +253,11 @@ class Adapted:
         return self._read("fields", "a list of names", _is_collection_of(str)) or ()
 
     @cached_property
+    def not_fields(self) -> Collection[str]:
+        """Names that mean something else to it; planning refuses items with such a field."""
+        return self._read("not_fields", "a list of names", _is_collection_of(str)) or ()
+
+    @cached_property
     def kept_fields(self) -> Collection[str]:
         """Names of item fields that its rows keep, as if `keep` in the run file named them."""
         return self._read("kept_fields", "a list of names", _is_collection_of(str)) or ()

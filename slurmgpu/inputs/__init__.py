@@ -9,7 +9,7 @@ May import: results, run, shards, util.
 """
 
 from slurmgpu.inputs.databases import query_in, repack_query
-from slurmgpu.inputs.fields import check_fields
+from slurmgpu.inputs.fields import check_fields, refuse_fields
 from slurmgpu.inputs.finding import fetch, find, is_of_hub
 from slurmgpu.inputs.listing import list_files
 from slurmgpu.inputs.of_runs import open_items
@@ -31,6 +31,7 @@ __all__ = [
     "open_items",
     "promise",
     "query_in",
+    "refuse_fields",
     "repack_query",
     "repack_table",
     "scan",

@@ -41,6 +41,18 @@ def check_fields(
             )
 
 
+def refuse_fields(
+    spec: InputSpec, index: Path, unwanted: Collection[str], whose: str, called: str | None = None
+) -> None:
+    """SlurmGPUError if an input has a field, in its columns or its first items, whose name means something else."""
+    known = spec.columns if spec.columns is not None else _first_fields(spec, index, unwanted)
+    if both := sorted({*unwanted} & {*known}):
+        raise SlurmGPUError(
+            f"{whose} has a value {both[0]!r} under [settings], and {called or f'the input {spec.files[0].path}'} "
+            f"has a field of that name. Rename the value."
+        )
+
+
 def _first_fields(spec: InputSpec, index: Path, wanted: Collection[str]) -> Collection[str]:
     """The fields of the first items; reads no more than needed to find all `wanted` ones."""
     found: set[str] = set()

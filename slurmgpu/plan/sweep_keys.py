@@ -17,9 +17,9 @@ def split_sweep(config: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """[sweep] as the part that varies the run, with keys such as `settings.lr`, and the part that varies items."""
     table = config.sweep or {}
     has_input = config.input is not None or "input" in table
-    flat = dict(_flat(table))
     if has_input:
-        return flat, {}
+        return dict(_flat(table, deep=True)), {}
+    flat = dict(_flat(table))
     names = {key for key in flat if _is_of_table(key)}
     if not names:
         return {}, dict(table)
@@ -54,13 +54,13 @@ def refuse_variants(config: RunFile, path: Path) -> None:
         )
 
 
-def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of [sweep], those within tables of the run file as `settings.lr`."""
+def _flat(table: Mapping[str, Any], before: str = "", *, deep: bool = False) -> Iterator[tuple[str, Any]]:
+    """The keys of [sweep], those within tables of the run file as `settings.lr`; with `deep` within any table."""
     for name, value in table.items():
         # A name at the top may be a dotted one in quotes already.
         key = f"{before}.{_quoted(name)}" if before else name
         is_distribution = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in sweeps.DISTRIBUTIONS
-        if isinstance(value, Mapping) and value and not is_distribution and (before or name in TABLES):
+        if isinstance(value, Mapping) and value and not is_distribution and (deep or before or name in TABLES):
             yield from _flat(value, key)
         else:
             yield key, value

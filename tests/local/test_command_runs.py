@@ -337,6 +337,10 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
             "2 words before -- belong to no option, as 'images/2.png'. If the shell has expanded a glob, quote it: "
             "--each 'images/*.png'",
         ),
+        (
+            ["--col", "n:int32", "-s", "values.text=a", "--", "wc", "{text}", "{in}", "{out}"],
+            "command has a value 'text' under [settings], and the input",
+        ),
         (["--col", "n:int32", "--keep", "idd", "--", "wc", "{text}"], "keep takes the field 'idd'"),
         (["--col", "n:int32", "--", "wc", "{txet}"], "takes the field 'txet'"),
     ],

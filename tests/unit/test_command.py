@@ -156,6 +156,10 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{text}"], "timeout_s": 0}, "timeout_s is 0"),
         ({"run": ["wc", "{text}"], "timeout_s": float("nan")}, "timeout_s is nan"),
         ({"run": ["wc", "{text}"], "timeout_s": float("inf")}, "timeout_s is inf"),
+        ({"run": ["wc", "{text}"], "values": {"least": 2}}, "values has 'least', and run has no {least}"),
+        ({"run": ["wc", "{least}"], "values": {"least": 2}}, "run has no placeholder of an item"),
+        ({"run": ["{least}", "{text}"], "values": {"least": "wc"}}, "expected the name of a program"),
+        ({"run": ["wc", "{text}", "{out}"], "values": {"out": "a"}}, "values has 'out'; expected a name of letters"),
         ({"run": ["wc", "{text}"], "env": {"A=": "b"}}, "env has 'A='"),
         ({"run": ["wc", "{text}"], "env": {"A": "b\0"}}, "env has 'A'"),
     ],
@@ -223,6 +227,15 @@ def test_a_field_is_one_argument_whatever_is_in_it(one, tmp_path):
     assert [command([item]) for item in asked] == [[row] for row in expected]
     assert command(asked) == expected
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_value_of_the_users_own_stands_for_its_placeholder_in_every_call(one):
+    values = {"mark": "<>", "least": 0.5, "loud": True}
+    command = one(ECHO, "{text}{mark}{least}{loud}", columns={"text": "text", "n": "int32"}, values=values)
+    assert [row["text"] for row in command(items("a", "b"))] == ["a<>0.5true", "b<>0.5true"]
+    assert (command.batch_size, command.fields) == (1, ("text",))
+    [row] = command([Item(0, {"text": "a", "mark": "b"})])
+    assert str(row) == "it has a field 'mark', which is also one of the values under [settings]"
 
 
 def test_what_is_no_text_is_json_or_bytes(one):

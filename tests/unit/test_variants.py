@@ -27,6 +27,14 @@ def test_with_an_input_its_keys_are_those_of_the_run_file(tmp_path):
     assert all(c.settings["field"] == "text" and c.sweep is None for _, c in runs)
 
 
+def test_a_key_within_a_setting_that_is_a_table_is_named_by_its_dots(tmp_path):
+    runs = found(tmp_path, {"values": {"least": [2, 3]}}, "sweep.settings.values.most=[8]", input="a.txt")
+    assert [(name, c.settings["values"]) for name, c in runs] == [
+        ("least=2", {"least": 2, "most": 8}),
+        ("least=3", {"least": 3, "most": 8}),
+    ]
+
+
 def test_keys_that_are_zipped_vary_as_one(tmp_path):
     sweep = {"zip": [["input", "settings.lang"]], "input": ["a.txt", "b.txt"], "settings": {"lang": ["en", "de"]}}
     runs = found(tmp_path, {**sweep, "resources": {"gpus": [1, 2]}})

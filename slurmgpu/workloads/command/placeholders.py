@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ IN, OUT, START, END = "in", "out", "start", "end"
 OF_A_SLICE = (IN, START, END)
 FILE = ":file"
 """Behind a field's name: the path of a file with its content, in place of the content."""
+_NAME = re.compile(r"[\w-]+")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
@@ -95,21 +96,44 @@ class CommandLine:
         return [piece for pieces in self.arguments for piece in pieces if isinstance(piece, Slot)]
 
 
-def parse(run: Sequence[str]) -> CommandLine:
-    """The command line that the setting `run` describes; SlurmGPUError where it is none."""
+def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | None = None) -> CommandLine:
+    """The command line that the setting `run` describes; SlurmGPUError where it is none.
+
+    `values` stand for placeholders of their names.
+    """
     if not run or not run[0]:
         raise SlurmGPUError('command: run is empty; expected a program and its arguments, as in ["wc", "{in}"].')
     formats: set[str] = set()
-    arguments = tuple(_pieces(text, formats) for text in run)
-    if any(isinstance(piece, Slot) for piece in arguments[0]):
+    slots = tuple(_pieces(text, formats) for text in run)
+    texts = _texts_of(values or {}, {piece.name for pieces in slots for piece in pieces if isinstance(piece, Slot)})
+    arguments = tuple(
+        tuple(texts.get(piece.name, piece) if isinstance(piece, Slot) else piece for piece in pieces)
+        for pieces in slots
+    )
+    if any(isinstance(piece, Slot) for piece in slots[0]):
         raise SlurmGPUError(
             f"command: run begins with {run[0]!r}, which has a placeholder; expected the name of a program."
         )
-    if any("\0" in text for text in run):
+    if any("\0" in text for text in (*run, *texts.values())):
         raise SlurmGPUError("command: run has a NUL character, which no argument can hold. Leave it out.")
     if len(formats) > 1:
         raise SlurmGPUError(f"command: run has {{out}} in two formats, {' and '.join(sorted(formats))}; use one.")
     return CommandLine(arguments, formats.pop() if formats else None)
+
+
+def _texts_of(values: Mapping[str, str | bool | int | float], used: Collection[str]) -> dict[str, str]:
+    """The values as parts of arguments: text as it is, others as JSON; SlurmGPUError for one that has no place."""
+    for name in values:
+        if name in (*OF_A_SLICE, OUT) or not _NAME.fullmatch(name):
+            raise SlurmGPUError(
+                f"command: values has {name!r}; expected a name of letters, digits, _ and -, and none of "
+                f"{', '.join((*OF_A_SLICE, OUT))}."
+            )
+        if name not in used:
+            raise SlurmGPUError(
+                f"command: values has {name!r}, and run has no {{{name}}}. Name it there, or remove it."
+            )
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
 def _pieces(text: str, formats: set[str]) -> tuple[str | Slot, ...]:

@@ -63,7 +63,8 @@ class Command:
     `run` is the program and its arguments; no shell reads them. With `{in}` or `{start}` and `{end}`, and `{out}`, it
     is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
     started once, and answers JSON lines. `columns` has a type for each column. A call, or the next answer of a
-    stream, may take `timeout_s` seconds. `env` is put over the environment of the worker.
+    stream, may take `timeout_s` seconds. `env` is put over the environment of the worker. `values` are the user's own,
+    which `run` names as it names fields.
     """
 
     template = Template(
@@ -80,12 +81,14 @@ class Command:
         stream: bool = False,
         timeout_s: float | None = None,
         env: dict[str, str] | None = None,
+        values: dict[str, str | bool | int | float] | None = None,
     ) -> None:
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise SlurmGPUError(f"command: timeout_s is {timeout_s:g}; expected seconds, or leave it out.")
         if odd := [name for name, value in (env or {}).items() if "=" in name or "\0" in name + value]:
             raise SlurmGPUError(f"command: env has {odd[0]!r}, with a = in its name or a NUL character. Leave it out.")
-        self._line = parse(run)
+        self._line = parse(run, values)
+        self.not_fields = tuple(values or ())
         self._mode = self._mode_of(stream)
         self._program = run[0]
         self._timeout_s, self._env = timeout_s, env or {}
@@ -108,8 +111,8 @@ class Command:
             return STREAM
         if not found:
             raise SlurmGPUError(
-                "command: run has no placeholder, so that each call would be the same. Name a field of the items, as "
-                "in {text}, give it {in} and {out}, or set stream = true."
+                "command: run has no placeholder of an item, so that each call would be the same. Name a field of the "
+                "items, as in {text}, give it {in} and {out}, or set stream = true."
             )
         if line.fields and line.named:
             raise SlurmGPUError(
@@ -255,6 +258,8 @@ class Command:
         """The row of one item; an exit code that is not 0 is its error."""
         about = {"SLURMGPU_INDEX": str(item.index), "SLURMGPU_SEED": str(item.seed)}
         try:
+            if both := next((name for name in self.not_fields if name in item.data), None):
+                raise ItemError(f"it has a field {both!r}, which is also one of the values under [settings]")
             requests = {item.index: _request(item) if IN in self._line else b""}
             call = functools.partial(self._slice, requests, item.data, about)
             return self._tried(lambda: _by_index(requests, call()), is_alone=True)[item.index]
