@@ -133,18 +133,23 @@ class Sandbox:
 
     @cached_property
     def _command(self) -> Sequence[str]:
-        bwrap, python = shutil.which("bwrap") or "/nowhere/bwrap", Path(sys.executable)
-        own = (sys.prefix, sys.base_prefix, str(python.resolve().parent.parent))
-        size = _size(bwrap)
-        binds = [each for path in (*SYSTEM, *own) for each in ("--ro-bind-try", path, path)]
-        return [
-            *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-            *binds,
-            *("--proc", "/proc", "--dev", "/dev"),
-            *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
-            *("--remount-ro", "/dev", "--remount-ro", "/"),  # which are file systems in memory, without a size
-            *(str(python), "-s", "-c", RUNNER),
-        ]
+        return apart([sys.executable, "-s", "-c", RUNNER])
+
+
+def apart(command: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """A command of this Python in bubblewrap: no network, no files but Python's, the system's and `more`, read-only."""
+    bwrap, python = shutil.which("bwrap") or "/nowhere/bwrap", Path(sys.executable)
+    own = (sys.prefix, sys.base_prefix, str(python.resolve().parent.parent), *more)
+    size = _size(bwrap)
+    binds = [each for path in (*SYSTEM, *own) for each in ("--ro-bind-try", path, path)]
+    return [
+        *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *binds,
+        *("--proc", "/proc", "--dev", "/dev"),
+        *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--remount-ro", "/dev", "--remount-ro", "/"),  # which are file systems in memory, without a size
+        *command,
+    ]
 
 
 def _counts_apart(release: str) -> bool:

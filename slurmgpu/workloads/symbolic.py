@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import slurmgpu
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.workloads.sandbox import ENVIRONMENT, apart
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +28,20 @@ WALL_FACTOR = 30
 """After so many times that, the process is ended though it has hardly computed."""
 N_TRIES = 2
 """Who kills a process may have meant another."""
+ENDED_BY_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+"""The exit codes of a process that took too long, alone and in bubblewrap."""
+HEEDLESS = ("/bin/sh", "-c", "trap '' INT TERM HUP USR1 USR2; exec \"$@\"", "sh")
+"""Bubblewrap ends by signals that Slurm may send to all processes of a job; ignored ones stay so."""
 SHOWN = 200
 """Characters of a text that a warning shows."""
 
 
 class Symbols:
-    """Questions about expressions; `cpu_s` is the most CPU time of each. The process starts with the first one."""
+    """Questions about expressions; `cpu_s` is the most CPU time of each. The process starts with the first one.
+
+    What models write is evaluated there, so that the process sees no network and no other files where there is
+    bubblewrap that works.
+    """
 
     def __init__(self, cpu_s: int = CPU_S) -> None:
         self._cpu_s = cpu_s
@@ -37,18 +51,41 @@ class Symbols:
         """The process, which takes a second to start; SlurmGPUError if math-verify cannot be imported there."""
         if self._process is not None and self._process.poll() is None:
             return self._process
-        command = [sys.executable, "-m", "slurmgpu.workloads.symbolic_process", str(self._cpu_s)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
+        missing = None
+        for command, environ in self._ways():
+            process, missing = self._begin(command, environ)
+            if missing is None:
+                self._process = process
+                return process
+            log.info("math-verify does not start by %s: %s", Path(command[0]).name, missing)
+        raise SlurmGPUError(
+            f'checker = "math" needs the package math-verify, which cannot be imported here ({missing}): '
+            f"pip install 'slurmgpu[math]', in the image if there is one."
+        )
+
+    def _ways(self) -> Iterator[tuple[Sequence[str], Mapping[str, str] | None]]:
+        """The commands of the process, with their environments: in bubblewrap if that is there, else alone."""
+        if shutil.which("bwrap") is not None:
+            own = Path(slurmgpu.__file__).parent
+            others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+            environ = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(own.parent), *others])}
+            yield [*HEEDLESS, *apart(self._alone, [str(own), *others])], environ
+        yield self._alone, None
+
+    @property
+    def _alone(self) -> list[str]:
+        return [sys.executable, "-m", "slurmgpu.workloads.symbolic_process", str(self._cpu_s)]
+
+    def _begin(
+        self, command: Sequence[str], environ: Mapping[str, str] | None
+    ) -> tuple[subprocess.Popen[str], str | None]:
+        """A process, and why it cannot be asked; None if it can be."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", env=environ)
         weakref.finalize(self, _end, process)
         line = self._ask_process(process, None)
         said = json.loads(line) if line else {"missing": f"its process ended with exit code {process.wait()}"}
-        if "missing" in said:
-            raise SlurmGPUError(
-                f'checker = "math" needs the package math-verify, which cannot be imported here ({said["missing"]}): '
-                f"pip install 'slurmgpu[math]', in the image if there is one."
-            )
-        self._process = process
-        return process
+        return process, said.get("missing")
 
     def are_equal(self, gold: str, said: str) -> bool:
         """Whether an answer is what the right one says; False if that takes too long."""
@@ -73,7 +110,7 @@ class Symbols:
             process = self.start()
             if line := self._ask_process(process, json.dumps([wanted, *texts])):
                 return json.loads(line)["answer"]
-            if process.wait() == -signal.SIGXCPU:
+            if process.wait() in ENDED_BY_TIME:
                 break
         log.warning("math-verify came to no end with %s", " and ".join(repr(each[:SHOWN]) for each in texts))
         return None

@@ -1,6 +1,8 @@
 """Answers compared as mathematical expressions, by math-verify in a process that can be ended."""
 
 import signal
+import socket
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from slurmgpu.llm.interface.engine import Output
 from slurmgpu.workload import Item
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.sandbox import Sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from tests.support.tiny_models import make_unloadable
 
@@ -73,7 +76,7 @@ def test_what_takes_for_ever_is_not_right_and_the_next_answer_is(caplog):
     with caplog.at_level("WARNING"):
         assert not symbols.are_equal(r"\boxed{(x+y+z+1)^{200}}", r"\boxed{(x+y+z+1)^{199} (x+y+z+2)}")
     assert "math-verify came to no end with" in caplog.text
-    assert first.poll() == -signal.SIGXCPU
+    assert first.poll() in (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # bubblewrap says it as a shell does
     assert symbols.are_equal(r"\boxed{1/2}", r"\boxed{0.5}")
     assert symbols.start() is not first
 
@@ -93,6 +96,7 @@ def test_a_process_that_was_killed_is_started_again_and_signals_of_jobs_do_not_e
 def test_an_image_without_the_library_is_told_its_extra(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")  # no bubblewrap, in which the folder is not there
     with pytest.raises(SlurmGPUError, match=r"needs the package math-verify.*pip install 'slurmgpu\[math\]'"):
         open_checker("math").load()
 
@@ -112,3 +116,51 @@ def test_paths_are_checked_and_counted_by_their_expressions(tmp_path):
     [row] = workload([Item(0, {"question": "?", "answer": r"2\cdot\sqrt{2}"}, 5)])
     assert row["rewards"] == [1.0, 1.0, 0.0]
     assert (row["vote"], row["vote_correct"]) == (r"2\sqrt{2}", True)
+
+
+LOOK = r"""
+import json, os, pathlib, socket, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    wanted, text = json.loads(line)
+    try:
+        if wanted == "written":
+            found = pathlib.Path(text).read_text()
+        else:
+            with socket.create_connection(("127.0.0.1", int(text)), 1):
+                found = True
+    except OSError as error:
+        found = type(error).__name__
+    print(json.dumps({"answer": [found, os.environ.get("A_SECRET")]}), flush=True)
+"""
+
+
+def test_where_there_is_bubblewrap_expressions_are_evaluated_apart_and_elsewhere_as_before(tmp_path, monkeypatch):
+    """With a process in the place of math-verify's, which says what it sees."""
+    try:
+        Sandbox().check()
+    except SlurmGPUError as error:
+        pytest.skip(str(error))
+    (tmp_path / "data").write_text("secret")
+    monkeypatch.setenv("A_SECRET", "key")
+    monkeypatch.setattr(Symbols, "_alone", [sys.executable, "-c", LOOK])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        apart = Symbols()
+        assert apart.written(str(tmp_path / "data")) == ["FileNotFoundError", None]
+        assert apart._ask("has", port) == ["ConnectionRefusedError", None]
+        monkeypatch.setenv("PATH", "/nowhere")
+        alone = Symbols()
+        assert alone.written(str(tmp_path / "data")) == ["secret", "key"]
+        assert alone._ask("has", port) == [True, "key"]
+
+
+def test_a_bubblewrap_that_fails_is_done_without(tmp_path, monkeypatch, caplog):
+    (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level("INFO"):
+        assert Symbols().written("so $x$") == "x"
+    assert "its process ended with exit code 7" in caplog.text
