@@ -23,7 +23,7 @@ from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
 from slurmgpu.executors.detached import Background
-from slurmgpu.executors.making_room import check_room, room
+from slurmgpu.executors.making_room import PLANNED, check_room, remove_left, room
 from slurmgpu.executors.registry import executor_named, queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
@@ -48,6 +48,7 @@ from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
+from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import exists, remove, status_of
 
@@ -364,6 +365,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     with _room_for(draft):
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
         draft.fill(run)
+        write_bytes(run.folder / PLANNED, b"")
     return run, [*by_hand.start(run, submission).to_type], notes
 
 
@@ -404,7 +406,11 @@ def check_place(draft: Draft) -> None:
 
 
 def _room_for(draft: Draft) -> contextlib.AbstractContextManager[None]:
-    return room(draft.run_dir, "look") if draft.replaces_look else contextlib.nullcontext()
+    if draft.replaces_look:
+        return room(draft.run_dir, "look")
+    if draft.plan.look:
+        remove_left(draft.run_dir)
+    return contextlib.nullcontext()
 
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:

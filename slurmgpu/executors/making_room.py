@@ -12,11 +12,13 @@ from pathlib import Path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.liveness import refuse_alive
 from slurmgpu.run.directory import Run
-from slurmgpu.run.lock import run_lock
+from slurmgpu.run.lock import RUN_LOCK, is_left_by_dead, run_lock
 from slurmgpu.run.owners import name_of
 from slurmgpu.util.atomic_files import own_name
-from slurmgpu.util.shared_files import exists, remove, replace, retried
+from slurmgpu.util.shared_files import exists, is_folder, list_names, remove, replace, retried
 
+PLANNED = ".planned"
+"""The file by which a run directory is known that is to be submitted by hand."""
 MAKING_S = 60.0
 """A run that was made before, and is not submitted, is not being submitted any more."""
 
@@ -38,7 +40,8 @@ def check_room(folder: Path, kind: str = "probe") -> Run | None:
             f"{folder}, where the {kind} would go, exists and is no {kind}. Move it away, or name another --run-dir."
         )
     assert run.status is not None
-    if not run.submissions() and time.time() - run.status.st_mtime < MAKING_S:
+    is_new = time.time() - run.status.st_mtime < MAKING_S
+    if is_new and not run.submissions() and not exists(folder / PLANNED):
         raise SlurmGPUError(
             f"{folder} was made less than {MAKING_S:.0f} s ago and is not submitted yet: another process may be "
             f"submitting it. Try again in a minute, or name another --run-dir."
@@ -54,6 +57,7 @@ def room(folder: Path, kind: str = "probe") -> Iterator[None]:
     An earlier one is renamed, and removed at the end. If the block raises and leaves nothing at `folder`, the earlier
     one is there again.
     """
+    remove_left(folder)
     if check_room(folder, kind) is None:
         yield
         return
@@ -61,16 +65,30 @@ def room(folder: Path, kind: str = "probe") -> Iterator[None]:
     with run_lock(folder, "removing") as lock:
         check_room(folder, kind)
         lock.check()
-        replace(folder, aside)
-        remove(aside / lock.path.name)
+        replace(folder, aside)  # with the lock, by which it is known who left it if this process is killed
     try:
         yield
     except BaseException:
         if not exists(folder):
+            remove(aside / RUN_LOCK)
             replace(aside, folder)
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # on NFS what is open elsewhere stays until it is closed
+
+
+def remove_left(folder: Path) -> None:
+    """Remove earlier probes or looks of `folder` that processes had renamed, which were killed before the end.
+
+    Of this user's alone, and of those processes that are known to be dead.
+    """
+    if not exists(folder.parent):
+        return
+    for name in list_names(folder.parent):
+        left = folder.with_name(name)
+        is_aside = name.startswith(f".{folder.name}.") and name.endswith(".partial") and is_folder(left)
+        if is_aside and retried(left.stat).st_uid == os.geteuid() and is_left_by_dead(left):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def make_room(folder: Path, kind: str = "probe") -> None:

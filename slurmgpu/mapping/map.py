@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import logging
 import os
 import shutil
@@ -32,12 +31,12 @@ from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.results import open as open_merged
+from slurmgpu.run.directory import free_run_dir
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
 from slurmgpu.task.preflight import check_here
 from slurmgpu.util.atomic_files import FULL, write_bytes
 from slurmgpu.util.plurals import count_of
-from slurmgpu.util.shared_files import status_of
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +190,7 @@ def _target(base: Path, name: str | None, function: Callable[..., Any]) -> Path:
     """The run directory: of that name, or the next that is free of those by the function's name."""
     if name is not None:
         return base / "runs" / name
-    stem = functions.shown_name(function)
-    names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-    return next(path for each in names if status_of(path := base / "runs" / each) is None)
+    return free_run_dir(base / "runs", functions.shown_name(function))
 
 
 def _declared(columns: Columns | None) -> dict[str, Type]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -498,6 +499,12 @@ def protect(folder: Path) -> bool:
     if (mode := stat.S_IMODE(found.st_mode)) & OTHERS_WRITE:
         retried(lambda: folder.chmod(mode | stat.S_ISVTX))
     return True
+
+
+def free_run_dir(folder: Path, name: str) -> Path:
+    """The run directory of that name in a folder, or the next that is free: `count`, `count-2`."""
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(path for each in names if status_of(path := folder / each) is None)
 
 
 def refuse_existing(folder: Path) -> None:

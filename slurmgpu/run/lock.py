@@ -32,6 +32,8 @@ from slurmgpu.util.users import own_name
 
 log = logging.getLogger(__name__)
 
+RUN_LOCK = ".submitting"
+"""The name of a run's lock."""
 RENEW_S = 5.0
 """How often a holder increments the counter."""
 PATIENCE_S = 120.0
@@ -144,6 +146,12 @@ def checked(values: Iterable[_T], check: Callable[[], None]) -> Iterator[_T]:
         yield value
 
 
+def is_left_by_dead(folder: Path) -> bool:
+    """Whether the run directory has the lock of a process that is known to be dead, of this machine."""
+    content = _look(folder / RUN_LOCK)
+    return content is not None and lives(_parse(content)) is False
+
+
 @contextlib.contextmanager
 def run_lock(
     folder: Path, doing: str, *, patient: bool = False, on_wait: Callable[[], None] = lambda: None
@@ -154,7 +162,7 @@ def run_lock(
     that wait. `on_wait` is called again and again while this one waits, and may raise to end that.
     """
     with (
-        hold(folder / ".submitting", doing, patient=patient, on_wait=on_wait) as lock,
+        hold(folder / RUN_LOCK, doing, patient=patient, on_wait=on_wait) as lock,
         counting(lock.beat, RENEW_S, doing),
     ):
         yield lock

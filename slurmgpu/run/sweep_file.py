@@ -29,11 +29,12 @@ class SweepFile(TypedDict):
 
 
 def record_runs(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write which runs are of a sweep, beside those that the file has already."""
+    """Write which runs are of a sweep, beside those that were made before."""
     folder.mkdir(parents=True, exist_ok=True)
     # One process at a time: of two that write at once, the later would lose the runs of the other.
     with hold(folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
-        there = _read(folder) if exists(folder / FILE) else {}
+        listed = _read(folder) if exists(folder / FILE) else {}
+        there = {name: values for name, values in listed.items() if was_submitted(folder / name)}
         named = {**there, **{name: hidden(values) for name, values in runs.items()}}
         value: SweepFile = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": named}
         write_json(folder / FILE, value)

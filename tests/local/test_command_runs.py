@@ -363,6 +363,22 @@ def test_a_script_names_the_run(program, name):
     assert whole_run_file(["a.jsonl"], ["n:int32"], program, {})["run_dir"] == f"runs/{name}"
 
 
+def test_a_command_that_is_run_again_has_the_next_run_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def named(**given):
+        return whole_run_file(["a.jsonl"], ["n:int32"], ["wc", "{text}"], given)["run_dir"]
+
+    assert named() == "runs/wc"
+    (tmp_path / "runs" / "wc").mkdir(parents=True)
+    assert named() == "runs/wc"  # the folder of a sweep, or what the plan refuses with a sentence
+    (tmp_path / "runs" / "wc" / "run.json").write_text("{}")
+    assert named() == "runs/wc-2"
+    (tmp_path / "runs" / "wc-2").mkdir()
+    assert named() == "runs/wc-3"
+    assert named(limit=3) == named(items="0:3") == named(run_dir=Path("runs/wc")) == "runs/wc"
+
+
 def test_an_argument_that_is_no_utf_8_is_refused():
     with pytest.raises(SlurmGPUError, match="is not UTF-8"):
         whole_run_file(["a.jsonl"], ["n:int32"], ["x", "\udcff"], {})

@@ -1,7 +1,10 @@
 """Looks: runs of some items of an input, by --limit and --items."""
 
 import json
+import platform
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +15,7 @@ from slurmgpu.executors.probe import draft_probe
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.results.published import RunRows
+from slurmgpu.run.directory import Run
 
 
 def refuse(why):
@@ -188,6 +192,47 @@ def test_a_refused_look_leaves_what_another_process_made_in_its_place(looking, m
     with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
         looking("0:2")
     assert (folders[0] / "run.json").exists()
+
+
+def test_a_look_that_was_planned_is_replaced_at_once(project, slurmgpu):
+    folder = project(100)
+    for limit in (8, 4):
+        slurmgpu("plan", "--limit", limit, "--gpus", "0", cwd=folder, expect=0)
+        assert Run.open(folder / "run-look").plan.n_items == limit
+    slurmgpu(*LOCAL, "--limit", "2", cwd=folder, expect=0)
+    assert not (folder / "run-look" / ".planned").exists()
+
+
+def test_a_replacement_that_was_killed_leaves_nothing_once_another_look_is_made(project):
+    def look():
+        return package.submit(folder / "slurmgpu.toml", items="0:8", executor="debug", gpus=0)
+
+    folder = project(100)
+    target = look().folder
+    code = f"""
+import os, pathlib
+from slurmgpu.executors.making_room import room
+with room(pathlib.Path({str(target)!r}), "look"):
+    os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    [left] = folder.glob(".run-look.*.partial")
+    assert not target.exists()
+    # That of a process that may live stays, and so does what is no run's.
+    alive = folder / left.name.replace("run-look.", "run-look.elsewhere.")
+    shutil.copytree(left, alive)
+    lock = alive / ".submitting"
+    lock.write_text(lock.read_text().replace(platform.node(), "elsewhere").replace('"boot": "', '"boot": "0'))
+    other = folder / ".run-look.other.partial"
+    other.mkdir()
+    look()
+    assert not left.exists()
+    assert (alive.exists(), other.exists()) == (True, True)
+    with making_room.room(target, "look"):
+        [mine] = set(folder.glob(".run-look.*.partial")) - {alive, other}
+        making_room.remove_left(target)
+        assert mine.exists()
+    assert not mine.exists()
 
 
 def test_a_link_in_the_place_of_a_look_is_refused(looking):

@@ -13,6 +13,7 @@ from slurmgpu.executors import making_room
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run
+from slurmgpu.run.sweep_file import runs_of_sweep
 
 LOCAL = ("--executor", "debug", "--gpus", "0")
 
@@ -133,8 +134,22 @@ def test_a_run_that_was_never_made_is_named_and_the_report_exits_with_3(computed
     said = "others: not submitted."
     assert said in slurmgpu("report", computed, expect=3).stderr
     assert said in slurmgpu("status", computed, expect=0).stderr
+    listed = json.loads(slurmgpu("status", computed, "--json", expect=0).stdout)
+    assert [row["run"] for row in listed["runs"]] == ["items"]
+    assert listed["not_submitted"] == [str(computed / "others")]
     assert said in slurmgpu("cancel", computed, expect=0).stderr
     assert said in slurmgpu("resubmit", computed, *LOCAL, expect=2).stderr
+
+
+def test_a_run_that_was_never_made_is_forgotten_once_sweep_lacks_its_value(computed, slurmgpu):
+    shutil.rmtree(computed / "others")
+    only = ("-s", 'sweep.input=["items.jsonl"]')
+    assert "items is there already" in slurmgpu("submit", *LOCAL, *only, cwd=computed.parent, expect=0).stderr
+    assert [path.name for path in runs_of_sweep(computed)] == ["items"]
+    assert json.loads(slurmgpu("status", computed, "--json", expect=0).stdout)["not_submitted"] == []
+    # A run that was made stays, whatever is submitted beside it.
+    slurmgpu("submit", *LOCAL, "-s", 'sweep.input=["others.jsonl"]', cwd=computed.parent, expect=0)
+    assert [path.name for path in runs_of_sweep(computed)] == ["items", "others"]
 
 
 def test_each_run_is_resubmitted_and_cancelled_whatever_another_does(computed, slurmgpu):

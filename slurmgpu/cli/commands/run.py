@@ -114,11 +114,23 @@ def whole_run_file(
     tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
     if keep:
         tables.put({"keep": list(keep)}, "--keep")
-    tables["run_dir"] = str(given.get("run_dir") or f"runs/{name or 'run'}")
+    tables["run_dir"] = str(given.get("run_dir") or _free(Path("runs", name or "run"), given))
     tables.put({"workload": {"use": "command"}, "settings": {"run": list(program)}}, "-- PROGRAM")
     tables.put({"workload": {"batch_size": batch_size}})
     tables.put({"settings": {"columns": _columns(col)}}, "--col")
     return options.overrides(given, tables)
+
+
+def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
+    """The run directory by the program's name, or the next that is free, as of `slurmgpu.map`.
+
+    A look lies beside the first, where the next look takes its place; the folder of a sweep takes what it lacks.
+    """
+    from slurmgpu.run.directory import free_run_dir
+    from slurmgpu.util.shared_files import exists
+
+    is_look = given.get("limit") is not None or given.get("items") is not None
+    return run_dir if is_look or not exists(run_dir / "run.json") else free_run_dir(run_dir.parent, run_dir.name)
 
 
 def _columns(texts: Sequence[str]) -> dict[str, str]:

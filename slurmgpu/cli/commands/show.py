@@ -41,8 +41,7 @@ def status(
     if not watching and metrics is None and (runs := options.runs_of_sweep(folder)):
         from slurmgpu.cli.commands import sweep
 
-        list_runs(folder, as_json)
-        sweep.say_not_submitted(runs)
+        sweep.status(folder, runs, as_json=as_json)
         return
     run, metrics = options.open_run(folder), options.metrics_file(metrics)
     if watching:

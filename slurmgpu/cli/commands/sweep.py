@@ -13,6 +13,7 @@ from rich.table import Table
 from slurmgpu import api
 from slurmgpu.cli.commands import submitted
 from slurmgpu.cli.console import result, result_json, say, wide_console
+from slurmgpu.cli.views import run_list
 from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
 from slurmgpu.cli.views.state_words import plain
@@ -83,6 +84,7 @@ def submit(
                 waiting.append(handle)
             else:
                 conclude(handle)
+    drafts.record()  # another command may have left out what was not made yet
     for handle in waiting:
         conclude(handle)
     codes += [_wait_for_end(run) for run in (drafts.there if wait else ())]
@@ -208,6 +210,17 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
     for line in without:
         say(line)
     return 0 if not without and all(each["complete"] for each in reports.values()) else api.EXIT_INCOMPLETE
+
+
+def status(folder: Path, runs: Sequence[Path], *, as_json: bool) -> None:
+    """Print what `list` does of the folder of a sweep, and its runs that were never made."""
+    value = run_list.list_runs(folder)
+    if as_json:
+        missing = [str(run) for run in runs if not was_submitted(run)]
+        result_json({**value, "not_submitted": missing})
+    else:
+        run_list.show_list(value)
+        say_not_submitted(runs)
 
 
 def say_not_submitted(folders: Sequence[Path]) -> None:
