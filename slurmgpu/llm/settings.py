@@ -53,6 +53,7 @@ class ModelSettings(TypedDict, total=False):
     batch_tokens: int
     max_context: int
     cuda_graphs: CudaGraphs
+    compile: bool
     chat: bool
     chat_options: dict[str, Any]
     adapter: str
@@ -149,6 +150,10 @@ def check_engine(settings: Mapping[str, Any]) -> None:
     _check_choice("batching", settings.get("batching", "auto"), Batching)
     if (graphs := settings.get("cuda_graphs", "auto")) != "auto" and not isinstance(graphs, bool):
         raise SlurmGPUError(f'cuda_graphs is {graphs!r}; expected true, false or "auto".')
+    if settings.get("compile") and graphs is False:
+        raise SlurmGPUError(
+            "compile is true, which compiles what CUDA graphs replay, and cuda_graphs is false. Remove one."
+        )
     if choice_of(settings) is not None and settings.get("batching") == "continuous":
         raise SlurmGPUError(
             'batching is "continuous", whose batches share what prompts have in common, and adapters by field compute '

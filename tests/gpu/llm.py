@@ -324,7 +324,7 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
 
 
 @functools.cache
-def _by_graphs(machine: Machine, precision: str) -> tuple[StaticBatches, DecodingChoice]:
+def _by_graphs(machine: Machine, precision: str, **settings: Any) -> tuple[StaticBatches, DecodingChoice]:
     """Static batches by CUDA graphs; without a GPU, by the same work called again and again."""
     from slurmgpu.llm.interface.batching import Budget
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
@@ -332,13 +332,13 @@ def _by_graphs(machine: Machine, precision: str) -> tuple[StaticBatches, Decodin
     from slurmgpu.llm.transformers_engine.static import StaticBatches
 
     engine = _eager(machine, precision)
-    options = _options(_model(machine), precision=precision, cuda_graphs=machine.pick("auto", True))
+    options = _options(_model(machine), precision=precision, cuda_graphs=machine.pick("auto", True), **settings)
     budget = Budget(machine.pick(engine._static._budget.tokens, 2048), _place(machine))
     choice = DecodingChoice(engine._loaded, options, _place(machine), engine._prefill, budget)
     if machine.on_gpu:
         choice.decide()
     else:
-        choice.use(EagerRunner)
+        choice.use(lambda _: EagerRunner(), "eager")
     if choice.verdict is None:
         raise NotHeld("they were not tried; the log has the reason")
     parts = (engine._codec, engine._grammars, budget, engine._prefill, choice)
@@ -563,6 +563,16 @@ def quantised_variants_have_their_size(machine: Machine) -> str:
     if all("needs" in each for each in figures):
         raise NotToBeHad("; ".join(figures))
     return hold(good, "; ".join(figures))
+
+
+@finding(limit_s=90)
+def compiled_steps_pass_their_self_check(machine: Machine) -> str:
+    """With compile = true steps are compiled, right in bf16, and faster than graphs of plain ones, or not used."""
+    _, choice = _by_graphs(machine, "bf16", compile=True)
+    verdict = choice.verdict
+    assert verdict is not None  # else _by_graphs raises
+    figures = f"{choice.not_compiled or 'compiled'}; {verdict.reason or verdict}"
+    return hold(verdict.reason is None and "off by" not in (choice.not_compiled or ""), figures)
 
 
 @finding(limit_s=90)

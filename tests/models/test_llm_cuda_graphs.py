@@ -25,7 +25,7 @@ from slurmgpu.llm.interface.batching import MOST_ROWS, Load
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, Structure
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
-from slurmgpu.llm.transformers_engine import continuous, cuda_graphs, decoding_choice, graph_check, slots
+from slurmgpu.llm.transformers_engine import compiling, continuous, cuda_graphs, decoding_choice, graph_check, slots
 from slurmgpu.llm.transformers_engine.graph_marks import ENDED, Marks
 from slurmgpu.llm.transformers_engine.prefilling import Prefilled
 from slurmgpu.llm.transformers_engine.selfcheck import miss
@@ -89,8 +89,8 @@ def engine(folder, **options):
 
 def in_slots(folder, make_runner=EagerRunner, **options):
     """An engine with batches in slots, which needs not be faster than today's here."""
-    made = engine(folder, cuda_graphs=True, **options)
-    made.verdict = made._decodings.use(make_runner)
+    made = engine(folder, **{"cuda_graphs": True} | options)
+    made.verdict = made._decodings.use(lambda _: make_runner())
     return made
 
 
@@ -248,8 +248,8 @@ class Wrong(EagerRunner):
     def __init__(self, at, wrong):
         self.calls, self.at, self.wrong = itertools.count(1), at, wrong
 
-    def run(self, frame, work):
-        work()
+    def run(self, frame, forward):
+        frame.compute(forward)
         if next(self.calls) == self.at:
             self.wrong(frame)
 
@@ -296,7 +296,7 @@ def test_steps_that_are_wrong_or_fail_are_refused_and_hold_no_memory(folder, cap
 def test_steps_that_take_longer_are_refused_unless_they_are_asked_for(folder, monkeypatch):
     """By a clock of the test's: a step of the growing cache takes a second, one in slots two; then the other way."""
     now = [0.0]
-    seconds = {"GrowingRows": 1.0, "SlotRows": 2.0}
+    seconds = {"GrowingRows": 0.1, "SlotRows": 0.2}
     for kind in (graph_check.GrowingRows, SlotRows):
 
         def step(self, latest, kind=kind, real=kind.step):
@@ -305,17 +305,17 @@ def test_steps_that_take_longer_are_refused_unless_they_are_asked_for(folder, mo
 
         monkeypatch.setattr(kind, "step", step)
     monkeypatch.setattr(decoding_choice.DecodingChoice, "_clock", lambda self: now[0])
-    monkeypatch.setattr(graph_check, "LIMIT_S", 1000)
+    monkeypatch.setattr(decoding_choice.graph_check, "SIZES", ((1, 40),))
     ours = engine(folder())
-    verdict = ours._decodings.use(EagerRunner)
+    verdict = ours._decodings.use(lambda _: EagerRunner())
     assert verdict.reason.startswith("they are not faster: 1 x 40 tokens: off by ")
-    assert verdict.gain == 0.5
+    assert verdict.gain == pytest.approx(0.5)
     assert ours.notes == {"cuda_graphs": 0}
-    assert in_slots(folder()).verdict.gain == 0.5  # by cuda_graphs = true
-    seconds |= {"SlotRows": 0.5}
-    assert engine(folder())._decodings.use(EagerRunner).reason is None
-    monkeypatch.setattr(graph_check, "LIMIT_S", 20)
-    assert engine(folder())._decodings.use(EagerRunner).reason == "the self-check takes longer than 20 s"
+    assert in_slots(folder()).verdict.gain == pytest.approx(0.5)  # by cuda_graphs = true
+    seconds |= {"SlotRows": 0.05}
+    assert in_slots(folder(), cuda_graphs="auto").verdict.reason is None
+    now[0], seconds["SlotRows"] = 0.0, 10.0
+    assert in_slots(folder()).verdict.reason == "the self-check takes longer than 30 s"
 
 
 def test_the_check_fits_small_batches_and_short_contexts(folder):
@@ -615,7 +615,9 @@ def cuda(monkeypatch):
 
 
 def frame_of(n_rows):
-    return SimpleNamespace(size=(n_rows, 64), logits=torch.zeros(n_rows, 5))
+    frame = SimpleNamespace(size=(n_rows, 64), logits=torch.zeros(n_rows, 5))
+    frame.compute = lambda forward: forward()
+    return frame
 
 
 def test_a_graph_is_captured_after_warm_up_on_its_own_stream_and_then_only_replayed(cuda):
@@ -668,6 +670,154 @@ def test_graphs_that_hold_more_than_placement_keeps_are_freed(cuda, monkeypatch)
     monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 1)
     runner.run(frame_of(8), lambda: None)
     assert [*runner._graphs] == [(8, 64)]
+
+
+class OnStandIns(cuda_graphs.GraphRunner):
+    """The runner itself, whose graphs replay what was captured in them."""
+
+    def _record(self, graph, work):
+        super()._record(graph, work)
+        graph.work = work
+
+
+def test_the_runner_of_graphs_serves_an_engine(folder, cuda):
+    made = []
+    ours = in_slots(folder(), lambda: made.append(OnStandIns(CARD, 1e-4)) or made[-1])
+    asked = requests(temperature=1.0)
+    assert answers(ours, asked) == answers(engine(folder()), asked)
+    assert ours._decodings.uses_slots
+    assert [runner is ours._decodings.slots.runner for runner in made] == [False, True]
+    assert 3 < made[1].n_graphs <= len(ours._decodings.slots._frames)
+    assert DONE.count("replay") > 5 * sum(runner.n_graphs for runner in made)
+
+
+# Compiled steps
+
+
+def compiled_engine(folder, backend, **options):
+    made = engine(folder, compile=True, **{"cuda_graphs": True} | options)
+    runners = []
+    make = lambda compiled: runners.append(OnStandIns(CARD, 1e-4, compiled)) or runners[-1]  # noqa: E731
+    made.verdict = made._decodings.use(make, backend)
+    made.compiled = [runner._compiled for runner in runners]
+    return made
+
+
+@pytest.fixture
+def _anew():
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("backend", ["eager", by_night("aot_eager")])
+def test_a_step_is_compiled_as_a_whole_for_all_sizes_at_once_and_gives_the_same_tokens(folder, cuda, caplog, backend):
+    """Again for one row, and at most once more; traced by torch.compile, and computed by PyTorch's own kernels."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend(backend)
+    caplog.set_level(logging.INFO)
+    ours, asked = compiled_engine(folder(), counter), requests(temperature=1.0)
+    assert ours.verdict.reason is None
+    assert answers(ours, asked) == answers(engine(folder()), asked)
+    assert len(ours._decodings.slots._frames) > 4
+    assert counter.frame_count <= 3
+    assert ours.compiled[0] is None
+    assert ours.compiled[1].reason is None
+    assert ours._decodings.slots.runner._compiled is ours.compiled[1]
+    assert ours.notes == {"cuda_graphs": 1, "compiled": 1}
+    assert "steps are compiled: 1 x 40 tokens" in caplog.text
+
+
+def backend_that(wrong):
+    """A backend of torch.compile whose code does something wrong."""
+
+    def compile_wrongly(graph, inputs):
+        def run(*args):
+            found = graph(*args)
+            return wrong(found)
+
+        return run
+
+    return compile_wrongly
+
+
+def no_compiler(found):
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (no_compiler, "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."),
+        (lambda found: (found[0] + torch.arange(found[0].shape[-1]) % 2, *found[1:]), "with 1 rows scores are off by "),
+    ],
+)
+@pytest.mark.usefixtures("_anew")
+def test_steps_that_cannot_be_compiled_or_are_wrong_then_are_graphs_of_plain_ones(folder, cuda, caplog, wrong, reason):
+    ours, asked = compiled_engine(folder(), backend_that(wrong)), requests(8)
+    assert ours.verdict.reason is None
+    assert f"CUDA graphs are not compiled: {reason}" in caplog.text
+    assert answers(ours, asked) == answers(engine(folder()), asked)
+    assert ours._decodings.slots.runner._compiled is None
+    assert ours.notes == {"cuda_graphs": 1, "compiled": 0}
+
+
+class Timed:
+    """Steps in slots, which take as many seconds of the test's clock as they are told to."""
+
+    def __init__(self, compiled, seconds, now):
+        self.compiled, self.seconds, self.now = compiled, seconds, now
+
+    def run(self, frame, forward):
+        frame.compute(forward)
+        self.now[0] += self.seconds[self.compiled is not None]
+
+
+def test_compiled_steps_that_are_not_faster_are_not_used(folder, monkeypatch):
+    now = [0.0]
+    real = graph_check.GrowingRows.step
+    slow = lambda self, latest: now.__setitem__(0, now[0] + 0.3) or real(self, latest)  # noqa: E731
+    monkeypatch.setattr(graph_check.GrowingRows, "step", slow)
+    monkeypatch.setattr(decoding_choice.DecodingChoice, "_clock", lambda self: now[0])
+    monkeypatch.setattr(graph_check, "SIZES", ((1, 40),))
+    for plain, compiled in ((0.1, 0.2), (0.2, 0.1)):
+        ours = engine(folder(), compile=True)
+        times = (plain, compiled)
+        verdict = ours._decodings.use(lambda made, times=times: Timed(made, times, now), "eager")
+        assert verdict.slots_s == pytest.approx(0.1)
+        assert ours.notes == {"cuda_graphs": 1, "compiled": int(compiled < plain)}
+
+
+@pytest.mark.usefixtures("_anew")
+def test_compiling_ends_after_its_time_and_fails_for_one_size_alone(folder, monkeypatch, caplog):
+    ours = engine(folder())
+    forward = ours._prefill.forward
+    with torch.inference_mode():
+        read = ours._prefill.read([(5, 6, 7)] * 4, 99)
+        memory = Slots(read, 4 * 64, EagerRunner())
+        SlotRows(memory, ours._prefill, 2048).join(read, [9] * 4)
+        frame = memory.frame(4, 64)
+        frame.compute(forward)
+        expected = frame.logits.clone()
+        made = compiling.Compiled(forward, 1e-4, "eager")
+        assert made.instead_of(forward, frame, expected + 1) is forward
+        assert made.reason.startswith("with 4 rows scores are off by ")
+        assert made.instead_of(forward, frame, expected) is forward
+        made = compiling.Compiled(forward, 1e-4, "eager")
+        assert made.instead_of(forward, frame, expected) is made._function
+        monkeypatch.setattr(compiling, "LIMIT_S", made.seconds)
+        assert made.instead_of(forward, frame, expected) is made._function
+        assert made.instead_of(forward, frame, expected) is forward
+    assert "steps of further sizes are not compiled: compiling has taken" in caplog.text
+
+
+def test_compiling_goes_with_graphs_alone(folder):
+    assert engine_options(str(folder()), {"compile": True}).compile
+    with pytest.raises(SlurmGPUError, match="compile is true, which compiles what CUDA graphs replay"):
+        engine_options(str(folder()), {"compile": True, "cuda_graphs": False})
+
+
+# Memory
 
 
 def test_the_read_share_keeps_prompts_within_the_memory_beside_the_slots(folder, monkeypatch):

@@ -265,8 +265,9 @@ class EngineOptions:
 
     `batch_tokens` is the most tokens (prompt and answer) of a static batch; None lets the engine choose. `max_context`
     reduces the model's context. `cuda_graphs` says whether steps are CUDA graphs: False never, True if a self-check
-    finds them right, "auto" if it finds them faster as well. `chat` says whether plain prompts are put into the chat
-    template; None if there is one. `chat_options` go to the template: enable_thinking, reasoning_effort …
+    finds them right, "auto" if it finds them faster as well; with `compile` they are compiled before. `chat` says
+    whether plain prompts are put into the chat template; None if there is one. `chat_options` go to the template:
+    enable_thinking, reasoning_effort …
 
     With `images` the model takes images beside text. `beside` is another model, which computes in the same process.
 
@@ -281,6 +282,7 @@ class EngineOptions:
     batch_tokens: int | None = None
     max_context: int | None = None
     cuda_graphs: CudaGraphs = "auto"
+    compile: bool = False
     chat: bool | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False

@@ -12,7 +12,16 @@ from slurmgpu.llm.interface.engine import EngineOptions
 
 PLACEHOLDERS = ("model", "gpus", "port", "socket")
 OWN = ("serve", "url", "concurrency")
-OTHERS = ("precision", "batching", "batch_tokens", "max_context", "cuda_graphs", "trust_remote_code", "truncation_side")
+OTHERS = (
+    "precision",
+    "batching",
+    "batch_tokens",
+    "max_context",
+    "cuda_graphs",
+    "compile",
+    "trust_remote_code",
+    "truncation_side",
+)
 """Settings of engines that load the model and its tokenizer themselves."""
 LOCAL = ("revision", "model_files")
 """Settings of a model that is on this cluster."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.placement.needs import GRAPHS_BYTES
 from slurmgpu.llm.transformers_engine.selfcheck import miss
-from slurmgpu.llm.transformers_engine.slots import Frame
+from slurmgpu.llm.transformers_engine.slots import Forward, Frame
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import Place
+    from slurmgpu.llm.transformers_engine.compiling import Compiled
     from slurmgpu.llm.transformers_engine.loading import Loaded
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,18 @@ def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str
 
 
 class GraphRunner:
-    """Captures the work of each frame in a CUDA graph, and replays it. `bound` is how far logits may be from it."""
+    """Captures the forward pass of each frame in a CUDA graph, and replays it.
 
-    def __init__(self, device: Any, bound: float) -> None:
+    `bound` is how far scores may be from those of the pass itself, as a share of their range. With `compiled` the pass
+    is compiled before, where that is right.
+    """
+
+    def __init__(self, device: Any, bound: float, compiled: Compiled | None = None) -> None:
         import torch
 
         self._device = device
         self._bound = bound
+        self._compiled = compiled
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[tuple[int, int], Any] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -78,7 +84,7 @@ class GraphRunner:
         """The graphs that are held."""
         return len(self._graphs)
 
-    def run(self, frame: Frame, work: Callable[[], None]) -> None:
+    def run(self, frame: Frame, forward: Forward) -> None:
         """Replay the frame's graph, which is captured before if there is none."""
         graph = self._graphs.get(frame.size)
         if graph is not None:
@@ -86,34 +92,49 @@ class GraphRunner:
             return
         if self.held_bytes > GRAPHS_BYTES or len(self._graphs) >= MOST_GRAPHS:
             self._forget()
-        self._graphs[frame.size] = self._capture(frame, work)
+        started = time.monotonic()
+        self._graphs[frame.size] = self._capture(frame, forward)
+        self.seconds += time.monotonic() - started
 
-    def _capture(self, frame: Frame, work: Callable[[], None]) -> Any:
-        """A graph whose replay has set the frame's logits, as the work does."""
+    def _capture(self, frame: Frame, forward: Forward) -> Any:
+        """A graph whose replay has set the frame's logits."""
         import torch
 
-        started = time.monotonic()
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            for _ in range(N_WARM_UPS):
-                work()
-        here.wait_stream(self._stream)
+        self._warm_up(frame, forward)
         expected = frame.logits.clone()
+        if self._compiled is not None:
+            compiled = self._compiled.instead_of(forward, frame, expected)
+            if compiled is not forward:
+                self._warm_up(frame, compiled)
+            forward = compiled
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
-        # Calls of other threads, such as a library's, may go on.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        self._record(graph, lambda: frame.compute(forward))
         self.held_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
         frame.logits.zero_()
         graph.replay()
         if (found := miss(expected, frame.logits)) > self._bound:
             raise ArithmeticError(f"the graph of {frame.size[0]} rows misses the scores by {found:.2g} of their range")
-        self.seconds += time.monotonic() - started
         return graph
+
+    def _warm_up(self, frame: Frame, forward: Forward) -> None:
+        import torch
+
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(N_WARM_UPS):
+                frame.compute(forward)
+        here.wait_stream(self._stream)
+
+    def _record(self, graph: Any, work: Callable[[], None]) -> None:
+        import torch
+
+        # Calls of other threads, such as a library's, may go on.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
 
     def _forget(self) -> None:
         """Free all graphs, and begin with another pool."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.batching import Budget, Load, free_memory
 from slurmgpu.llm.interface.engine import CudaGraphs, Place
 from slurmgpu.llm.transformers_engine import graph_check
+from slurmgpu.llm.transformers_engine.compiling import LIMIT_S, Compiled
 from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner, obstacle_to
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.graph_marks import Marks
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOTE = "cuda_graphs"
-"""The shard's note: 1 where tokens came by CUDA graphs, 0 where the self-check refused them or they failed."""
+NOTE, COMPILED = "cuda_graphs", "compiled"
+"""The shard's notes: 1 where tokens came by CUDA graphs, and by compiled ones, 0 where a self-check refused them."""
+
+MakeRunner = Callable[[Compiled | None], Runner]
+Backend = str | Callable[..., Any]
 
 
 class DecodingChoice:
@@ -37,6 +41,7 @@ class DecodingChoice:
         self._prefill = prefill
         self._budget = budget
         self._wanted: CudaGraphs = options.cuda_graphs
+        self._compiles = options.compile
         self._has_other = options.beside is not None
         self._bound = TOLERANCE[options.precision]
         self._name = options.model.name
@@ -44,6 +49,8 @@ class DecodingChoice:
         self._is_decided = False
         self.verdict: graph_check.Verdict | None = None
         """What the self-check found, if there was one."""
+        self.not_compiled: str | None = None
+        """Why steps are not compiled, if the settings ask for it."""
         self._slots: Slots | None = None
 
     @property
@@ -66,28 +73,52 @@ class DecodingChoice:
         elif (reason := obstacle_to(self._loaded, self._place, has_other=self._has_other)) is not None:
             log.log(logging.WARNING if self._wanted is True else logging.INFO, "no CUDA graphs: %s", reason)
         else:
-            self.use(lambda: GraphRunner(self._loaded.device, self._bound))
+            self.use(lambda compiled: GraphRunner(self._loaded.device, self._bound, compiled))
 
-    def use(self, make_runner: Callable[[], Runner]) -> graph_check.Verdict:
-        """Make batches in slots by this runner, if its self-check allows it; the check's verdict."""
+    def use(self, make_runner: MakeRunner, backend: Backend = "inductor") -> graph_check.Verdict:
+        """Make batches in slots by this runner, if its self-check allows it; the check's verdict.
+
+        If the settings ask for it, the runner's steps are compiled by a backend of torch.compile.
+        """
         marks = Marks(self._name, *_versions(), self._device_name())
         left = marks.found()
         if left is not None:
             verdict = graph_check.Verdict(left)
         else:
             with marks.trying():
-                verdict = self._check(make_runner)
-            free_memory()
+                verdict, made = self._try(make_runner, backend)
         if verdict.reason is None:
             log.info("tokens by CUDA graphs: %s", verdict)
-            self._make_runner = make_runner
+            self._make_runner = made
         else:
             log.warning("no CUDA graphs, tokens are computed eagerly: %s", verdict.reason)
         self._is_decided, self.verdict = True, verdict
         self._place.note(NOTE, int(verdict.reason is None))
         return verdict
 
-    def _check(self, make_runner: Callable[[], Runner]) -> graph_check.Verdict:
+    def _try(self, make_runner: MakeRunner, backend: Backend) -> tuple[graph_check.Verdict, Callable[[], Runner]]:
+        """The verdict on the runner, and what makes it: with compiled steps where they are right and faster."""
+        plain, must_gain = (lambda: make_runner(None)), self._wanted == "auto"
+        verdict = self._check(plain, must_gain=must_gain)
+        if not self._compiles or verdict.reason is not None:
+            return verdict, plain
+        compiled = Compiled(self._prefill.forward, self._bound, backend)
+        limit_s = graph_check.LIMIT_S + LIMIT_S
+        other = self._check(lambda: make_runner(compiled), must_gain=must_gain, limit_s=limit_s)
+        reason = other.reason or compiled.reason
+        if reason is None and must_gain and other.slots_s >= verdict.slots_s:
+            reason = f"they are not faster: {other.slots_s * 1e3:.2f} ms a step, {verdict.slots_s * 1e3:.2f} without"
+        self.not_compiled = reason
+        self._place.note(COMPILED, int(reason is None))
+        if reason is not None:
+            log.warning("CUDA graphs are not compiled: %s", reason)
+            return verdict, plain
+        log.info("steps are compiled: %s; compiled in %.0f s", other, compiled.seconds)
+        return other, lambda: make_runner(compiled)
+
+    def _check(
+        self, make_runner: Callable[[], Runner], *, must_gain: bool, limit_s: float = graph_check.LIMIT_S
+    ) -> graph_check.Verdict:
         import torch
 
         checked = graph_check.Checked(
@@ -97,14 +128,17 @@ class DecodingChoice:
             n_words=self._loaded.model.config.get_text_config().vocab_size,
             context=self._loaded.context,
             bound=self._bound,
-            must_gain=self._wanted == "auto",
+            must_gain=must_gain,
             clock=self._clock,
+            limit_s=limit_s,
         )
         try:
             with torch.inference_mode():
                 return graph_check.check(checked)
         except Exception as error:
             reason = f"{type(error).__name__}: {_first_line(error)}"
+        finally:
+            free_memory()
         self._raise_if_lost(reason)
         return graph_check.Verdict(reason)
 

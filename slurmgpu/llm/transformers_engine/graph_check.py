@@ -23,7 +23,7 @@ N_ROUNDS, N_TIMED = 3, 3
 """Rounds of timed steps, of which the best counts, and the steps of each."""
 N_MORE = 2 * N_STEPS + N_ROUNDS * N_TIMED
 LIMIT_S = 30.0
-"""Seconds after which no further size is tried: the check has failed."""
+"""The usual limit of a check."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,14 @@ class Verdict:
     seconds: float = 0.0
 
     @property
+    def slots_s(self) -> float:
+        """The seconds of a step of each size together."""
+        return sum(each.slots_s for each in self.trials)
+
+    @property
     def gain(self) -> float:
         """How many times as fast as eager steps they are."""
-        return sum(each.eager_s for each in self.trials) / max(1e-9, sum(each.slots_s for each in self.trials))
+        return sum(each.eager_s for each in self.trials) / max(1e-9, self.slots_s)
 
     def __str__(self) -> str:
         """The figures."""
@@ -66,7 +71,7 @@ class Checked:
 
     `n_words` is the vocabulary from which prompts are drawn, `context` the model's; `bound` is how far scores may be
     off, as a share of their range. With `must_gain` steps that are not faster fail. `clock` gives seconds, as soon as
-    the device has done what it was given.
+    the device has done what it was given; after `limit_s` of them no further size is tried, and the check has failed.
     """
 
     prefill: Prefill
@@ -77,6 +82,7 @@ class Checked:
     bound: float
     must_gain: bool
     clock: Callable[[], float]
+    limit_s: float = LIMIT_S
 
 
 def check(checked: Checked) -> Verdict:
@@ -89,8 +95,8 @@ def check(checked: Checked) -> Verdict:
                 f"{checked.bound:g} at most"
             )
         trials.append(trial)
-        if checked.clock() - began > LIMIT_S:
-            return Verdict(f"the self-check takes longer than {LIMIT_S:.0f} s")
+        if checked.clock() - began > checked.limit_s:
+            return Verdict(f"the self-check takes longer than {checked.limit_s:.0f} s")
     if not trials:
         return Verdict(f"batches of {checked.n_tokens} tokens are too small")
     found = Verdict(None, tuple(trials), checked.clock() - began)

@@ -24,6 +24,8 @@ READ_SHARE = 0.25
 """The share of the slots' tokens that is read at once: until they are copied, prompts are in a cache of their own."""
 
 T = TypeVar("T")
+Forward = Callable[..., "Tensor"]
+"""A forward pass: ids, mask, positions and cache to logits (row, column, token), as Prefill.forward."""
 
 
 class SlotsError(Exception):
@@ -64,20 +66,29 @@ class Frame:
     logits: Tensor
     cache: Any
 
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The arguments of a forward pass."""
+        return self.ids, self.mask, self.positions, self.cache
+
+    def compute(self, forward: Forward) -> None:
+        """Set the logits by a forward pass, which may be done again: it writes the same keys and values."""
+        self.logits.copy_(forward(*self.inputs)[:, -1])
+
 
 class Runner(Protocol):
-    """How the work of a step is done: again and again in the same memory, for each frame."""
+    """How a step is computed: again and again in the same memory, for each frame."""
 
-    def run(self, frame: Frame, work: Callable[[], None]) -> None:
-        """Do the work, which sets the frame's logits; done twice it changes nothing more."""
+    def run(self, frame: Frame, forward: Forward) -> None:
+        """Set the frame's logits, as `frame.compute(forward)` does."""
 
 
 class EagerRunner:
-    """Calls the work each time."""
+    """Computes each step by a call of the forward pass."""
 
-    def run(self, frame: Frame, work: Callable[[], None]) -> None:
-        """Do the work, which sets the frame's logits."""
-        work()
+    def run(self, frame: Frame, forward: Forward) -> None:
+        """Set the frame's logits."""
+        frame.compute(forward)
 
 
 class Slots:
@@ -191,11 +202,7 @@ class SlotRows:
         frame = self._slots.frame(row_size(n_rows), self._n_columns)
         frame.ids[:n_rows, 0] = latest
         frame.mask[:n_rows].scatter_(1, frame.cursors[:n_rows, None], 1)
-
-        def work() -> None:
-            frame.logits.copy_(self._prefill.forward(frame.ids, frame.mask, frame.positions, frame.cache)[:, -1])
-
-        self._slots.runner.run(frame, work)
+        self._slots.runner.run(frame, self._prefill.forward)
         # Ended rows are computed until they are dropped: in their last column, and at a position that the model has.
         frame.positions[:n_rows].add_(1).clamp_(max=self._context - 1)
         frame.cursors[:n_rows] = torch.minimum(frame.cursors[:n_rows] + 1, frame.lasts[:n_rows])
