@@ -24,6 +24,7 @@ from slurmgpu.llm.prompts.structures import check_structure, lark_of, structure_
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
 from slurmgpu.shards.columns import Array, Json, Text, convert_row
 from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.structured import Property, properties_of
 from tests.support.byte_models import HARMONY, THINKING, make_byte_llama, make_byte_tokenizer
@@ -426,3 +427,38 @@ def test_structured_rows_are_the_same_after_kills_and_cut_ones_are_missing_alone
         rows = [*zip(merged.failed, merged["text"], merged["age"], strict=True)]
     assert 0 < sum(failed for failed, *_ in rows) < 16
     assert all((text, age) == ("", 0) if failed else text == f'{{"age": {age}}}' for failed, text, age in rows)
+
+
+def test_a_free_answer_is_kept_to_the_labels_it_may_name_and_each_is_its_label(bytewise):
+    """By texts of their own, or as a field of JSON."""
+    items = [Item(number, {"text": "x" * number + "?"}, 3) for number in range(6)]
+
+    def rows_of(**settings):
+        workload = Classify(
+            model=str(bytewise), labels=["hate", "ok"], prompt="{text}", method="parse", precision="fp32", **settings
+        )
+        workload.place(Share(0))
+        workload.load(TaskContext("cpu", 0, Path()))
+        return workload(items)
+
+    assert [row["parse_ok"] for row in rows_of(max_tokens=8)] == [False] * 6  # a random model names no label
+    rows = rows_of(choices=["[A]", "[B]"], max_tokens=8)
+    assert all(row["parse_ok"] and row["finish_reason"] == "stop" for row in rows)
+    assert [row["label"] for row in rows] == [{"[A]": "hate", "[B]": "ok"}[row["raw"]] for row in rows]
+    schema = {"type": "object", "properties": {"label": {"enum": ["hate", "ok"]}}, "required": ["label"]}
+    rows = rows_of(schema=schema, json="label", max_tokens=40)
+    assert [json.loads(row["raw"])["label"] for row in rows] == [row["label"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"regex": "a|b"}, "regex is set, and method is 'score'"),
+        ({"method": "parse", "choices": ["a", "b"], "regex": "a"}, "choices and regex are both set"),
+        ({"method": "parse", "choices": ["a"]}, "choices has 1 texts for 2 labels"),
+        ({"method": "parse", "length_normalize": True}, "length_normalize is set, and method is 'parse'"),
+    ],
+)
+def test_a_form_that_labels_cannot_have_is_refused(bytewise, settings, said):
+    with pytest.raises(SlurmGPUError, match=said):
+        Classify(model=str(bytewise), labels=["hate", "ok"], prompt="{text}", **settings)

@@ -18,11 +18,12 @@ from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, 
 from slurmgpu.llm.interface.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.models.adapters import choice_of
+from slurmgpu.llm.prompts.structures import check_structure, structure_of
 from slurmgpu.llm.prompts.templates import Last, take, text_of
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
-from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.language_model import (
     SCORES_NOTHING,
     LanguageModelWorkload,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 Method = Literal["score", "parse"]
+
+FOR_ANSWERS = ("pattern", "json", "schema", "regex", "grammar")
+"""Settings of free answers."""
 
 NO_CONTENT = "N/A"
 """The fields of an item when the prompt alone is scored: the content-free input of Zhao et al. 2021."""
@@ -57,7 +61,7 @@ class Classify(LanguageModelWorkload):
         first=FETCH,
     )
 
-    texts = ("prompt", "system", "fewshot", "target")
+    texts = ("prompt", "system", "fewshot", "target", "schema", "grammar")
 
     def __init__(
         self,
@@ -74,6 +78,9 @@ class Classify(LanguageModelWorkload):
         calibrate: bool = False,
         pattern: str | None = None,
         json: str | None = None,
+        schema: str | dict[str, Any] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         truth: str | None = None,
         group: str | None = None,
         keep: Sequence[str] = (),
@@ -84,10 +91,14 @@ class Classify(LanguageModelWorkload):
             raise SlurmGPUError(f"method is {method!r}; expected 'score' or 'parse'.")
         self.method, self.length_normalize, self.calibrate = method, length_normalize, calibrate
         self.truth, self.group, self.kept_fields = truth, group, tuple(keep)
-        given = {"choices": choices, "length_normalize": length_normalize, "calibrate": calibrate}
-        given |= {"pattern": pattern, "json": json}
+        given: dict[str, Any] = {"length_normalize": length_normalize, "calibrate": calibrate}
+        given |= {"pattern": pattern, "json": json, "schema": schema, "regex": regex, "grammar": grammar}
         _check_method(method, [name for name, value in given.items() if value], settings)
         self.choices = _choices(self.labels, choices)
+        kept_to = [each for [each] in self.choices] if choices and method == "parse" else None
+        structure = structure_of(schema, kept_to, regex, grammar)
+        # An answer that is kept to a choice is that choice.
+        self._by_choice = {} if kept_to is None else dict(zip(kept_to, self.labels, strict=True))
         self.given = {"labels": _described(labels)}
         self.prompts = prompts_of(settings, prompt, messages, system, last, self.given)
         if calibrate and prompt is None:
@@ -107,7 +118,7 @@ class Classify(LanguageModelWorkload):
                 "calibrate scores one prompt for all items, and num_fewshot draws examples for each. Remove calibrate, "
                 "or num_fewshot: then all items have all examples."
             )
-        self.sampling = sampling(settings)
+        self.sampling = sampling(settings, structure=structure)
         if pattern is not None and json is not None:
             raise SlurmGPUError("pattern and json are two ways to find the label in an answer; set one of them.")
         self._pattern = None if pattern is None else compile_pattern(pattern)
@@ -132,6 +143,12 @@ class Classify(LanguageModelWorkload):
         if self._truncates:
             columns["n_truncated"] = Array("int32")
         return columns | {name: Text() for name in ("truth", "group") if getattr(self, name) is not None}
+
+    def place(self, share: Share) -> Placement:
+        """The model's placement; SlurmGPUError if it does not fit, or if answers cannot be kept to their form."""
+        if self.sampling.structure is not None:
+            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
+        return super().place(share)
 
     def load(self, task: TaskContext) -> None:
         """Load the model, and score the prompt without an item if calibrate is set."""
@@ -216,6 +233,8 @@ class Classify(LanguageModelWorkload):
 
     def label_of(self, text: str) -> str | None:
         """The label that an answer names; None if it names none, or several."""
+        if text in self._by_choice:
+            return self._by_choice[text]
         if self._json is not None:
             value = json_field(text, self._json)
             return None if value is None else self._finder.exactly(text_of(value))
@@ -285,8 +304,8 @@ class Classify(LanguageModelWorkload):
 
 def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
     if method == "score":
-        check_scored(settings, [name for name in ("pattern", "json") if name in given])
-    elif wrong := [name for name in ("choices", "length_normalize", "calibrate") if name in given]:
+        check_scored(settings, [name for name in FOR_ANSWERS if name in given])
+    elif wrong := [name for name in ("length_normalize", "calibrate") if name in given]:
         raise SlurmGPUError(
             f"{wrong[0]} is set, and method is 'parse'; it needs method = \"score\". Remove it, or set method."
         )
