@@ -87,7 +87,6 @@ def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
         html=False,
         track=(),
         look="probe",
-        parts=1,
     )
     return replace(
         draft,

@@ -211,8 +211,9 @@ def foretell(
     """
     shard_s = plan.shard_items / plan.batch_size * batch_s + seen.between_s
     work_s = -(-plan.n_items // plan.batch_size) * batch_s + plan.n_shards * seen.between_s
-    n_slots = min(submission.n_concurrent, plan.n_shards)
-    slot_s = min(-(-plan.n_shards // n_slots) * shard_s, work_s)
+    n_parts = plan.most_tasks(plan.n_shards)
+    n_slots = min(submission.n_concurrent, n_parts)
+    slot_s = min(-(-n_parts // n_slots) * shard_s / plan.parts, work_s)
     start_s = starting * (seen.start_s + seen.first_s)
     per_task, n_lives = None, 1
     left_s = None if walltime_s is None else walltime_s - plan.margin_s - start_s

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -88,9 +89,9 @@ def observed(batch_s=(10.0, 10.0, 10.0), **others):
     return Observed(**{**values, "batch_s": list(batch_s), "between_s": 0.0, **others})
 
 
-def foretold(seen, n_tasks=10, n_concurrent=10, n_shards=100, resumes=False, time=None, **slurm):
+def foretold(seen, n_tasks=10, n_concurrent=10, n_shards=100, resumes=False, time=None, parts=1, **slurm):
     """Of a run of `n_shards` shards of 16 items, each one batch."""
-    plan = Pretended(n_tasks=n_tasks, n_shards=n_shards).plan()
+    plan = replace(Pretended(n_tasks=n_tasks, n_shards=n_shards).plan(), parts=parts)
     options = slurm if time is None else {"time": time, **slurm}
     asked = Submission(1, "slurm", "auto", n_tasks, n_concurrent, 2, slurm=options)
     return forecast(plan, asked, seen, resumes=resumes)
@@ -102,6 +103,13 @@ def test_a_steady_run_takes_its_start_and_its_share_of_the_shards():
     assert found["gpu_hours"]["expected"] == pytest.approx(2 * (100 * 10 + 10 * 60) / 3600, abs=1e-4)
     assert found["starting_share"] == pytest.approx(600 / 1600)
     assert found["notes"] == []
+
+
+def test_parts_of_an_item_are_computed_at_once():
+    found = foretold(observed(), n_tasks=8, n_concurrent=8, n_shards=2, parts=4)
+    assert found["run_s"]["expected"] == 60.0 + 10 / 4
+    assert found["gpu_hours"]["expected"] == pytest.approx(2 * (2 * 10 + 8 * 60) / 3600, abs=1e-4)
+    assert foretold(observed(), n_tasks=2, n_concurrent=2, n_shards=2, parts=4)["run_s"]["expected"] == 60.0 + 10
 
 
 def test_the_range_covers_the_mean_as_often_as_it_says():
