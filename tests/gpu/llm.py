@@ -44,11 +44,12 @@ LARGE_GPU_BYTES, LARGE_DISK_BYTES = 30e9, 20e9
 """What the finding with 8 billion parameters needs."""
 
 
-def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int) -> Path:
+def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int, kind: str = "LlamaForCausalLM") -> Path:
     """A random Llama in bf16 whose tokens are words, and which knows no end."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     from slurmgpu.llm.interface.batching import free_memory
 
@@ -72,7 +73,7 @@ def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int) 
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(config)
+            model = getattr(transformers, kind)(config)
     finally:
         torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
@@ -209,6 +210,50 @@ def _foretold(machine: Machine, folder: Path) -> str:
 def placement_foretells_the_memory_of_a_small_model(machine: Machine) -> str:
     """The weights of a small model are as large as foretold, and the planned batch needs what placement keeps."""
     return _foretold(machine, _model(machine))
+
+
+@finding(limit_s=90)
+def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine) -> str:
+    """A model and a process reward model sample and score paths on one card, in the memory that placement foretells."""
+    import torch
+
+    from slurmgpu.llm.placement.needs import look_at, usable
+    from slurmgpu.workload import Item, TaskContext
+    from slurmgpu.workloads.collect.workload import Collect
+
+    _forget(machine)
+    shape, n_words = machine.pick(SHAPE_SMALL, TOY), machine.pick(N_WORDS, N_TOY_WORDS)
+    scorer = _make_model(machine.folder / "scorer", machine.device, shape, n_words, "LlamaForTokenClassification")
+    workload = Collect(
+        model=str(_model(machine)),
+        scorer={"model": str(scorer), "step_end": "w2"},
+        prompt="{q}",
+        step_delimiter=" w3",
+        checker="exact",
+        paths=machine.pick(16, 2),
+        max_tokens=machine.pick(256, 8),
+        batch_tokens=machine.pick(16_384, 512),
+    )
+    foretold = look_at(workload.options).memory.needed_on_each(1, tensor_parallel=False)
+    before = _free(machine) if machine.on_gpu else 0
+    workload.load(TaskContext(machine.device, min(1, machine.n_gpus), machine.folder))
+    texts = _texts(machine, np.random.default_rng(4), [machine.pick(200, 10)] * 4)
+    items = [Item(number, {"q": text, "answer": "w1"}) for number, text in enumerate(texts)]
+    n_scored = 0
+    for row in [*workload(items), *workload(items)]:
+        if isinstance(row, Exception) or not np.isfinite(row["scores"]).all():
+            raise NotHeld(f"a question has no scores: {row}")
+        n_scored += len(row["scores"])
+    figures, good = f"{n_scored} paths are scored", True
+    if machine.on_gpu:
+        used, total = before - _free(machine), torch.cuda.get_device_properties(machine.device).total_memory
+        over, room = used - foretold, total - usable(total)
+        figures += f"; {used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {over / 1e9:.2f} more; room for that "
+        figures += f"{room / 1e9:.2f}"
+        good = over <= room
+    workload.engine.close()
+    _forget(machine)
+    return hold(good, figures)
 
 
 # The same answers on every way

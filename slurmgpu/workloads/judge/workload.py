@@ -119,21 +119,15 @@ class Judge(LanguageModelWorkload):
         self.scorer: Score | None = None
         if scorer is not None:
             check_alone({*given, *settings})
-            self._scorer_table, self.scorer = scorer_table(scorer), judging_scorer(scorer)
-            self.rubric, self.prompts, self._asked = PREFERENCE, self.scorer.prompts, frozenset(self.scorer.fields)
-            if against is not None:
-                check_compared(self.scorer, each)
+            self._score_by(scorer)
         else:
             rules = {name: given[name] for name in ("system", "method") if name in given}
             found = read_rubric(rubric or "correctness", settings.get("template_format"))
             structure = structure_of(schema, choices, regex, grammar)
             self._follow(dataclasses.replace(found, **rules), settings, structure)
             self._repeat(retries, retry_temperature, settings)
-            if against is not None and len(self.rubric.swap) != 2:
-                raise SlurmGPUError(
-                    "against is set, and the rubric judges one text at a time; expected one with swap, such as "
-                    'rubric = "pairwise". Remove against, or choose such a rubric.'
-                )
+        if against is not None:
+            self._check_compares(each)
         self.names = self.rubric.names
         self.opponent = None if against is None else Opponent.find(against)
         check_each(each, final, reference)
@@ -163,6 +157,21 @@ class Judge(LanguageModelWorkload):
             )
         else:
             self._use_judge(model, settings)
+
+    def _score_by(self, scorer: str | ScorerSettings) -> None:
+        """Take the scorer in place of a rubric."""
+        self._scorer_table, self.scorer = scorer_table(scorer), judging_scorer(scorer)
+        self.rubric, self.prompts, self._asked = PREFERENCE, self.scorer.prompts, frozenset(self.scorer.fields)
+
+    def _check_compares(self, each: str | None) -> None:
+        """Refuse a second run where single texts are judged."""
+        if self.scorer is not None:
+            check_compared(self.scorer, each)
+        elif len(self.rubric.swap) != 2:
+            raise SlurmGPUError(
+                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
+                'rubric = "pairwise". Remove against, or choose such a rubric.'
+            )
 
     def _follow(self, rubric: Rubric, settings: Mapping[str, Any], structure: Structure | None) -> None:
         """Take the rubric; SlurmGPUError for settings that do not go with it."""
