@@ -56,8 +56,10 @@ log = logging.getLogger(__name__)
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
-LOOK_S, ROWS_LOOK_S = 0.2, 0.1
-"""Between two looks at a run that is waited for, and at its next shard."""
+LOOK_S = 0.2
+"""Between two looks at a run that is waited for."""
+ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
+"""Between looks for the next rows: the first pause behind some, in general and when only so many shards are left."""
 ENDING_S = 15.0
 """How long to wait for cancelled jobs to end before their run directory is left in place."""
 
@@ -576,8 +578,16 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
 def follow_rows(run: Run) -> Iterator[RunRow]:
     """The rows of a run as `RunHandle.rows` gives them."""
     left = deque(run.plan.ranges)  # of the items without a row yet
-    for _ in _while_alive(run, ROWS_LOOK_S):
-        if not exists(run.revision_path(run.plan.shard_of(left[0][0]), 0)):
+    pause_s = ROWS_LOOK_S
+
+    def wait() -> None:
+        nonlocal pause_s
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S)
+
+    for _ in _while_alive(run, wait):
+        shard = run.plan.shard_of(left[0][0])
+        if not exists(run.revision_path(shard, 0)):
             continue
         with RunRows(run) as present:
             for row in present.rows(left[0][0]):
@@ -590,6 +600,8 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
                     left.appendleft((start + 1, stop))
                 if not left:
                     return
+        is_nearly_over = run.plan.n_shards - run.plan.shard_of(left[0][0]) <= FEW_SHARDS
+        pause_s = LAST_LOOK_S if is_nearly_over else ROWS_LOOK_S
     n_missing = sum(stop - start for start, stop in left)
     with RunRows(run) as present:
         for row in present.rows(left[0][0]):
@@ -608,8 +620,8 @@ def incomplete(run: Run, n_missing: int | None = None) -> str:
     )
 
 
-def _while_alive(run: Run, pause_s: float = LOOK_S) -> Iterator[None]:
-    """A look every `pause_s`, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
+def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
+    """A look after each pause, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
     asked, alive = 0.0, True
     while alive:
         yield
@@ -620,4 +632,4 @@ def _while_alive(run: Run, pause_s: float = LOOK_S) -> Iterator[None]:
             except NoAnswerError as error:
                 log.warning("%s", error)
         if alive:
-            time.sleep(pause_s)
+            pause()

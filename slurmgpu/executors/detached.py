@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -35,11 +36,12 @@ MOST = 2000
 class Background:
     """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one.
 
-    `executor` and `n_slots` are what is asked for: the executor's name, and how many tasks at once.
+    `executor` and `n_slots` are what is asked for: the executor's name, and how many tasks at once. `workload` is a
+    built-in one, "package.module:Class", which is imported as well.
     """
 
-    def __init__(self, executor: str, n_slots: int) -> None:
-        self._asked = executor, str(n_slots)
+    def __init__(self, executor: str, n_slots: int, workload: str) -> None:
+        self._asked = executor, str(n_slots), workload.partition(":")[0]
 
     def __enter__(self) -> Background:
         answers, given = os.pipe()
@@ -90,6 +92,7 @@ def main() -> int:
     os.set_inheritable(answers.fileno(), False)
     executor, n_slots = executor_named(sys.argv[2]), int(sys.argv[3])
     executor.import_ahead(n_slots)
+    importlib.import_module(sys.argv[4])
     if not (given := sys.stdin.buffer.read()):
         return 0  # nothing is submitted
 

@@ -18,7 +18,7 @@ from submitit.local.local import LocalJob
 
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import gpu_ids, n_threads_of, stop
-from slurmgpu.executors.slot import begin_slot
+from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
@@ -40,21 +40,24 @@ def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
     return lives
 
 
+ENVIRON = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_NTASKS": "1",
+    "SUBMITIT_LOCAL_NODEID": "0",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""What a slot has in its environment beside what this process has; its task sets its own GPUs."""
+
+
 class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
     """Submitit's executor, whose jobs are started by slots."""
 
     def _submit_command(self, command: str) -> Any:
-        given = {
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_NTASKS": "1",
-            "SUBMITIT_LOCAL_NODEID": "0",
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        process: subprocess.Popen[bytes] | Fork | None = begin_slot(self.folder, given)
+        process: subprocess.Popen[bytes] | Fork | None = waiting_slot()
         if process is None:
             argv = [sys.executable, "-u", "-m", "slurmgpu.executors.slot", str(self.folder)]
-            process = subprocess.Popen(argv, env={**os.environ, **given})
+            process = subprocess.Popen(argv, env={**os.environ, **ENVIRON})
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
@@ -73,12 +76,15 @@ def start(run: Run, submission: Submission) -> list[Any]:
             with job_entry.owners_files(_Executor, "_submit_command"):
                 given = (run.folder, job, slot, number, ids, device, n_threads)
                 jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
+            if isinstance(waiting := jobs[-1]._process, Fork):
+                # Only now: the job's pickle has its name, and a task that does not find it looks again after a second.
+                begin_slot(waiting, run.logs, ENVIRON)
         return jobs
 
 
 @contextlib.contextmanager
 def _ignoring_sigint() -> Iterator[None]:
-    """Start processes in the block that ignore SIGINT: `stop` ends Submitit's controllers, Ctrl-C does not.
+    """Start processes in the block that ignore SIGINT: `stop` ends slots, Ctrl-C does not.
 
     The task in each slot has its own handler.
     """

@@ -25,7 +25,9 @@ from slurmgpu.executors.begin import import_submitit, run_job
 
 import_submitit()
 
+from submitit.core import plugins  # noqa: E402
 from submitit.core.utils import JobPaths  # noqa: E402
+from submitit.local.local import LocalJobEnvironment  # noqa: E402
 
 import slurmgpu.executors.job_entry  # noqa: E402, F401 - what the job calls: its fork need not import it
 from slurmgpu.code.importer import has_imported  # noqa: E402
@@ -59,15 +61,16 @@ def fork_slots(n: int) -> Callable[[], NoReturn] | None:
     return None
 
 
-def begin_slot(folder: Path, environ: Mapping[str, str]) -> Fork | None:
-    """Let a fork that waits begin, with more variables in its environment; None if none waits."""
-    if not _waiting:
-        return None
-    slot = _waiting.pop(0)
+def waiting_slot() -> Fork | None:
+    """A fork that waits for `begin_slot`; None if there is none."""
+    return _waiting.pop(0) if _waiting else None
+
+
+def begin_slot(slot: Fork, folder: Path, environ: Mapping[str, str]) -> None:
+    """Let a fork that waits run the job whose files lie in `folder`, with more variables in its environment."""
     assert slot.stdin is not None
     with contextlib.suppress(BrokenPipeError), slot.stdin as pipe:  # one that was killed says so by its exit code
         pipe.write(json.dumps([str(folder), dict(environ)]).encode())
-    return slot
 
 
 def _wait_as_slot(orders: int) -> NoReturn:
@@ -114,6 +117,8 @@ def run_slot(folder: Path) -> NoReturn:
 def _run_task(folder: Path) -> NoReturn:
     """Run the job of Submitit's, and exit with its code."""
     own, code = os.getpid(), 0
+    # Submitit would ask every installed package for plug-ins, to find where it runs: as long as five forks.
+    setattr(plugins, "get_job_environment", LocalJobEnvironment)  # noqa: B010
     try:
         run_job(str(folder))
     except SystemExit as end:

@@ -93,7 +93,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         background = None
         if executor_named(asked.executor).detaches:
             n_slots = allocate(asked, None).n_concurrent
-            background = open_ones.enter_context(Background(asked.executor, n_slots))
+            background = open_ones.enter_context(Background(asked.executor, n_slots, functions.MAPPED))
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
         settings, files, modules = _function(function, load, scratch, base)
         made, settings["items"] = _written(items, scratch)

@@ -103,8 +103,8 @@ def _work(folder: Path) -> NoReturn:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the present folder: a platform.py in it is not the standard library's
     sys.path[:] = [HOME, *(path for path in sys.path if path != HOME)]
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # as in a process of its own; Python's random does so by itself
+    if numpy_random := sys.modules.get("numpy.random"):  # which NumPy imports when it is first used
+        numpy_random.seed()  # as in a process of its own; Python's random does so by itself
     try:
         module = importlib.import_module(WORKER)
         sys.modules["__main__"] = module  # for processes that the workload spawns

@@ -307,7 +307,7 @@ class Computer:
         """
         try:
             # Each call has mappings of its own: one that fails may have changed them, and its items are called again.
-            returned = self.workload.call([replace(item, data={**item.data}) for item in items])
+            returned = self.workload.call([Item(item.index, {**item.data}, item.run_seed) for item in items])
             # A generator computes while it is read.
             are_rows = self.keeps_rows and _may_be_rows(returned)
             return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None

@@ -65,6 +65,8 @@ class LoggedValues:
 
     def flush(self) -> None:
         """Send what was logged so far."""
+        if not self._points and self._last is None:
+            return  # as mostly: it is called before every event
         with self._lock:
             if self._last is not None:
                 self._keep(self._last)

@@ -247,6 +247,8 @@ class Worker:
 
     def _agree(self, failure: Failure | None) -> Failure | None:
         """How a call of the workload ended for the group, see `settle`."""
+        if failure is None and self.group.world_size == 1:
+            return None
         is_asked = self.group.leads and self._shall_leave()
         if self.group.world_size == 1:
             return settle([failure], is_asked=is_asked)

@@ -9,11 +9,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
-from tests.cluster import Cluster
-from tests.cluster.cluster import INHERITED, missing
+if TYPE_CHECKING:
+    from tests.cluster import Cluster
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -41,6 +40,12 @@ def judge_least(what: str, found: float, limit: float, unit: str = "") -> bool:
 @contextlib.contextmanager
 def private_slurm() -> Iterator[Cluster | None]:
     """A test cluster that Slurm's commands find through the environment; None, the reason on stderr, without one."""
+    # Not with this package: workers import it with what they compute.
+    from unittest import mock
+
+    from tests.cluster import Cluster
+    from tests.cluster.cluster import INHERITED, missing
+
     if reason := missing():
         print(f"left out what needs Slurm: {reason}", file=sys.stderr)
         yield None
