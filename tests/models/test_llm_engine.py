@@ -343,7 +343,7 @@ print(json.dumps({"equal": equal, "notes": notes}))
 
 
 def test_a_real_lack_of_memory_halves_the_batch_and_loses_nothing(folders, slurmgpu):
-    done = slurmgpu.code(OUT_OF_MEMORY, folders["llama"], 20 << 20)
+    done = slurmgpu.code(OUT_OF_MEMORY, folders["llama"], 8 << 20)
     found, log = json.loads(done.stdout), done.stderr
     assert found["equal"] == [True, True]
     assert "out of memory with a batch of" in log

@@ -31,6 +31,7 @@ from slurmgpu.llm.interface.batching import (
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.prompts.codec import PromptError
 from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
+from slurmgpu.util.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,6 +200,8 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     is_trusted = options.trust_remote_code and own is None
     source |= {"revision": options.model.revision, "trust_remote_code": is_trusted}
     config = AutoConfig.from_pretrained(**source)
+    if place.device == "cpu":
+        keep_freed_memory()
     if options.precision == "fp32":
         torch.set_float32_matmul_precision("highest")  # as `loading.load_model` does
     read_ahead(options.model.folder)

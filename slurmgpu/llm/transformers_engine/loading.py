@@ -20,6 +20,7 @@ from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
 from slurmgpu.llm.transformers_engine.caches import new_cache
 from slurmgpu.llm.transformers_engine.quantising import quantization_config
+from slurmgpu.util.allocator import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
             f"{options.model.name} has the type {config.model_type}, whose cache the engine transformers does not "
             'support; expected a decoder such as Llama, Qwen or gpt-oss. engine = "vllm" may support it.'
         )
+    if place.device == "cpu":
+        keep_freed_memory()
     if options.precision == "fp32":
         # The environment may allow TF32, which has 10 of the 23 bits.
         torch.set_float32_matmul_precision("highest")
