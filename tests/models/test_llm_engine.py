@@ -400,11 +400,11 @@ CODES = tuple(f"{a}{b}{c}" for a in "123" for b in "456" for c in "789")
 
 
 def with_seen_rows(ours, monkeypatch, most=1_000):
-    """The numbers of rows that are read together, of which more than `most` find no memory."""
+    """The numbers of rows that are read together, of which more than `most` tokens find no memory."""
     forward, seen = ours._prefill.forward, []
 
     def see(ids, *more, **options):
-        if len(ids) > most:
+        if ids.numel() > most:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         seen.append(len(ids))
         return forward(ids, *more, **options)
@@ -417,7 +417,7 @@ def test_choices_too_many_for_the_memory_are_read_a_few_at_a_time(folders, monke
     question = Question(0, Prompt("ab"), CODES)
     (expected,) = engine(folders["llama"]).score([question])
     ours = engine(folders["llama"])
-    seen = with_seen_rows(ours, monkeypatch, most=8)
+    seen = with_seen_rows(ours, monkeypatch, most=16)
     (found,) = ours.score([question])
     assert found.error is None
     assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5)

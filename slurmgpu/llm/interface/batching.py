@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, takewhile
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import Any, TypeVar
 
 from slurmgpu.llm.interface.engine import Place
@@ -23,6 +23,8 @@ MOST_TOKENS = 65536
 MOST_ROWS = 256
 CPU_PADDING, GPU_PADDING = 128, 2048
 """The most padding tokens in a forward pass over prompts; with more, another pass is faster."""
+PACK_TOKENS = 2048
+"""The most tokens of texts that are read one behind the other, without padding: more are hardly faster."""
 SHARE_OF_FREE = 0.8
 PATIENCE = 20
 """Successful batches before a larger one is tried again."""
@@ -180,6 +182,11 @@ def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:
         if n_padding > padding:
             return place
     return len(prompts)
+
+
+def n_in_pack(lengths: Iterable[int], most: int = PACK_TOKENS) -> int:
+    """How many texts of so many tokens are read one behind the other, at least one; `most` bounds their tokens."""
+    return max(1, sum(1 for total in accumulate(lengths) if total <= min(most, PACK_TOKENS)))
 
 
 def n_common(rows: Sequence[tuple[int, ...]]) -> int:

@@ -56,6 +56,12 @@ class _InPlace:
         self.keys[n_rows:] = other.keys
         self.values[n_rows:] = other.values
 
+    def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
+        """Take tensors of which the first `n_columns` are in use, and the others are room; returns those in use."""
+        self._rooms = keys, values
+        self._show(len(keys), 0, n_columns)
+        return self.keys, self.values
+
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Write new columns to the right of the others."""
         if self.keys.numel() == 0:
@@ -109,6 +115,16 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
         self._append(key_states, value_states)
+        return self._slide()
+
+    def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
+        """Take tensors with room; returns the columns in use, of which the last are kept."""
+        super().adopt(keys, values, n_columns)
+        self.cumulative_length = n_columns
+        return self._slide()
+
+    def _slide(self) -> tuple[Tensor, Tensor]:
+        """Keep the last columns of the window; returns those of before."""
         seen = self.keys, self.values
         n_over = self.keys.shape[2] - (self.sliding_window - 1)
         if n_over > 0:

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.batching import CPU_PADDING, GPU_PADDING, common_prefix, is_worthwhile, of_like_length
-from slurmgpu.llm.transformers_engine import caches
+from slurmgpu.llm.interface.batching import (
+    CPU_PADDING,
+    GPU_PADDING,
+    common_prefix,
+    is_worthwhile,
+    n_in_pack,
+    of_like_length,
+)
+from slurmgpu.llm.transformers_engine import caches, packing
 from slurmgpu.llm.transformers_engine.loading import Loaded
+from slurmgpu.llm.transformers_engine.packing import Pack, Text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 Tokens = tuple[int, ...]
+
+
+EXACT, ROUNDED = 1e-3, 0.05
+"""The relative difference of logits alone and in a pack that is rounding, in fp32 and in fewer bits."""
+PROBES = ((3, 11, 5, 7, 2, 13), (4, 6))
+"""Texts that are read alone and in a pack when a model is loaded."""
 
 
 @dataclass
@@ -40,11 +57,16 @@ class Prefill:
         self._loaded = loaded
         self._window = caches.window(loaded.model)
         self._shared: tuple[Tokens, Any] = ((), None)
+        self.width = int(loaded.model.config.get_text_config().vocab_size)
         self.has_rows = caches.has_rows(loaded.model)
         self._can_share = self.has_rows and caches.takes_holes(loaded.model)
         # Some models, mostly with their own code, always compute all logits.
         self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
-        self._padding = CPU_PADDING if loaded.device.type == "cpu" else GPU_PADDING
+        on_cpu = loaded.device.type == "cpu"
+        self._padding = CPU_PADDING if on_cpu else GPU_PADDING
+        # On GPUs many small kernels cost more than padding.
+        self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
+        self._can_pack = self._can_pack and self._packs_right()
 
     def forget(self) -> None:
         """Free the memory of the shared prefix."""
@@ -59,9 +81,18 @@ class Prefill:
         """An empty cache for the model, for prompts and `n_more` tokens after them."""
         return caches.new_cache(self._loaded.model, n_more)
 
-    def n_together(self, prompts: Sequence[Tokens]) -> int:
-        """How many of these prompts, sorted by length, `read` should get at once."""
-        return of_like_length(prompts, self._padding)
+    def n_together(self, prompts: Sequence[Tokens], shared: Tokens = (), behind: Sequence[int] = ()) -> int:
+        """How many of these prompts, sorted by length, should be read at once, with so many tokens behind each."""
+        if not self.packs(prompts[0]):
+            return of_like_length(prompts, self._padding)
+        different = zip([None, *prompts], prompts, behind or [0] * len(prompts), strict=False)
+        return n_in_pack(
+            more + (0 if prompt == before else len(prompt) - len(shared)) for before, prompt, more in different
+        )
+
+    def packs(self, longest: Tokens) -> bool:
+        """Whether texts are read one behind the other in one row, of which `longest` is the longest."""
+        return self._can_pack and (self._window is None or len(longest) <= self._window)
 
     def read(self, prompts: Sequence[Tokens], longest: int, shared: Tokens = ()) -> Prefilled:
         """Read prompts as rows, in order; `shared` is their shared prefix, if it is known."""
@@ -79,28 +110,51 @@ class Prefill:
             found = Prefilled(found.cache, found.mask[rows], found.logits[rows])
         return found
 
-    def forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int = 1) -> Tensor:
-        """Run `ids`, and return logits of the last `n_logits` columns (0: all): (row, column, token)."""
+    def forward(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor = 1, **more: Any
+    ) -> Tensor:
+        """Run `ids`, and return logits of the last `n_logits` columns (0: all), or of these: (row, column, token)."""
         found: Tensor = self._loaded.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
-            use_cache=True,
+            use_cache=cache is not None,
             **({"logits_to_keep": n_logits} if self.can_keep_few else {}),
+            **more,
         ).logits
         # With several GPUs the last one has them.
-        return found[:, -n_logits:].to(ids.device)
+        return (found[:, -n_logits:] if isinstance(n_logits, int) else found).to(ids.device)
+
+    def forward_pack(self, pack: Pack, columns: Sequence[int] = ()) -> Tensor:
+        """Run a pack, and return logits of these columns, or of all: (column, token)."""
+        import torch
+
+        kept = torch.tensor(columns, device=pack.ids.device) if columns else 0
+        with packing.attention_of_packs(self._loaded.model):
+            return self.forward(pack.ids, None, pack.positions, pack.cache, kept, pack=pack)[0]
+
+    def pack(self, texts: Sequence[Text], shared: Tokens = (), cache: Any = None) -> Pack:
+        """Texts, of which all begin with `shared`, as a pack."""
+        if shared:
+            cache = self.new_cache() if cache is None else cache
+            return Pack(texts, self._loaded.model, cache, n_shared=len(shared), shared=self._read_shared(shared))
+        return Pack(texts, self._loaded.model, cache)
 
     def _read(self, prompts: Sequence[Tokens], shared: Tokens, n_more: int = 0) -> Prefilled:
         import torch
 
         n_shared, n_rows = len(shared), len(prompts)
+        has_padding = len({*map(len, prompts)}) > 1
+        if has_padding and self.packs(max(prompts, key=len)):
+            cache = self.new_cache(n_more)
+            pack = self.pack([Text(tokens) for tokens in prompts], shared, cache)
+            logits = self.forward_pack(pack, pack.ends)
+            return Prefilled(cache, pack.mask, logits)
         cache = caches.repeat(self._read_shared(shared), n_rows, n_more) if n_shared else self.new_cache(n_more)
         ids, mask = self.pad([tokens[n_shared:] for tokens in prompts])
         positions = n_shared + (mask.cumsum(1) - 1).clamp(min=0)
         whole = torch.cat([mask.new_ones(len(prompts), n_shared), mask], 1)
-        has_padding = len({*map(len, prompts)}) > 1
         return Prefilled(cache, whole, self.forward(ids, whole if has_padding else None, positions, cache)[:, -1])
 
     def _read_shared(self, tokens: Tokens) -> Any:
@@ -122,3 +176,29 @@ class Prefill:
             mask.append([0] * fill + [1] * len(row) if left else [1] * len(row) + [0] * fill)
         device = self._loaded.device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+    def _packs_right(self) -> bool:
+        """Whether texts have the logits in a pack that they have alone, and go on from their rows as they do alone."""
+        import torch
+
+        model = self._loaded.model
+        long, brief = (tuple(token % self.width for token in probe) for probe in PROBES)
+        try:
+            with torch.inference_mode():
+                of_long, of_brief = (self.forward(self.pad([row])[0], None, None, None, 0)[0] for row in (long, brief))
+                pack = self.pack([Text(long[:4], (long[4:],)), Text(brief)])
+                found = [self.forward_pack(pack, [*pack.ends, *pack.branches])]
+                expected = [of_long[3], of_brief[-1], *of_long[4:]]
+                read = self._read([long[:-1], brief[:-1]], (), 1)
+                ids, one = self.pad([long[-1:], brief[-1:]])
+                next_ones = self.forward(ids, torch.cat([read.mask, one], 1), read.mask.sum(1)[:, None], read.cache)
+                found += [read.logits, next_ones[:, -1]]
+                expected += [of_long[-2], of_brief[-2], of_long[-1], of_brief[-1]]
+                off = (torch.cat(found) - torch.stack(expected)).abs().max() / of_long.abs().max().clamp(min=1)
+                is_right = bool(off <= (EXACT if model.dtype == torch.float32 else ROUNDED))
+            said = f"logits are off by {float(off):.2g}"
+        except Exception as error:  # a model with its own code can raise any error
+            is_right, said = False, f"{type(error).__name__}: {error}"
+        if not is_right:
+            log.info("%s: texts are padded, not read one behind the other: %s", type(model).__name__, said)
+        return is_right

@@ -14,6 +14,7 @@ from slurmgpu.llm.interface.engine import Place, Prompt, Question, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.transformers_engine import caches
+from slurmgpu.llm.transformers_engine.packing import Text
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled, Tokens
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class Asked:
         """The tokens of the longest choice."""
         return max(map(len, self.choices))
 
+    @property
+    def branches(self) -> tuple[Tokens, ...]:
+        """What is read behind the prompt: choices without their last tokens, each once."""
+        return tuple(dict.fromkeys(choice[:-1] for choice in self.choices if len(choice) > 1))
+
 
 class Scorer:
     """Scores choices in batches within the budget."""
@@ -64,7 +70,8 @@ class Scorer:
         asked.sort(key=lambda each: (-len(each.prompt), each.prompt))
         shared = self._prefill.share([each.prompt for each in asked])
         while asked:
-            alike = asked[: self._prefill.n_together([each.prompt for each in asked])]
+            behind = [sum(map(len, each.branches)) for each in asked]
+            alike = asked[: self._prefill.n_together([each.prompt for each in asked], shared, behind)]
             n_taken, load = n_that_fit(Load(), [_lengths(each) for each in alike], self._budget.tokens)
             batch = asked[:n_taken]
             found = attempt(lambda batch=batch, load=load: self._score(batch, load, shared), self._place)  # type: ignore[misc]
@@ -86,6 +93,11 @@ class Scorer:
     def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
         import torch
 
+        texts = _texts_of(batch)
+        if self._packs(texts, len(shared)):
+            self._n_rows = sum(len(text.branches) for text in texts)
+            with torch.inference_mode():
+                return self._score_pack(batch, texts, shared)
         self._n_rows = 0
         with torch.inference_mode():
             read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
@@ -114,6 +126,36 @@ class Scorer:
                 for (row, place), logprob in zip(some, sums, strict=True):
                     found[row][place] += logprob
         return [scores_of(asked, logprobs) for asked, logprobs in zip(batch, found, strict=True)]
+
+    def _packs(self, texts: Sequence[Text], n_shared: int) -> bool:
+        """Whether prompts and choices are read at once, each choice as a branch of its prompt."""
+        n_behind = sum(len(branch) for text in texts for branch in text.branches)
+        n_tokens = n_shared + n_behind + sum(len(text.tokens) - n_shared for text in texts)
+        longest = max((text.tokens + max(text.branches, key=len, default=()) for text in texts), key=len)
+        has_room = n_tokens <= self._budget.tokens and (len(texts) + n_behind) * self._prefill.width <= MOST_LOGITS
+        return has_room and self._prefill.packs(longest)
+
+    def _score_pack(self, batch: Sequence[Asked], texts: Sequence[Text], shared: Tokens) -> list[Scores]:
+        import torch
+
+        pack = self._prefill.pack(texts, shared)
+        logits = self._prefill.forward_pack(pack, [*pack.ends, *pack.branches]).float()
+        # The row of logits behind each beginning of an answer.
+        rows: dict[tuple[Tokens, Tokens], int] = {(text.tokens, ()): row for row, text in enumerate(texts)}
+        n_rows = len(texts)
+        for text in texts:
+            for branch in text.branches:
+                rows |= {(text.tokens, branch[:end]): n_rows + end - 1 for end in range(1, len(branch) + 1)}
+                n_rows += len(branch)
+        steps = [
+            [(rows[asked.prompt, choice[:place]], token) for place, token in enumerate(choice)]
+            for asked in batch
+            for choice in asked.choices
+        ]
+        which, tokens = torch.tensor([step for each in steps for step in each], device=logits.device).T
+        logprobs = (logits[which, tokens] - logits.logsumexp(-1)[which]).double().cpu().numpy()
+        sums = iter(np.add.reduceat(logprobs, np.cumsum([0, *map(len, steps[:-1])])))
+        return [scores_of(asked, np.array([next(sums) for _ in asked.choices])) for asked in batch]
 
     def _n_together(self, longest: int, load: Load, vocabulary: int) -> int:
         """How many choices of at most `longest` tokens are read at once."""
@@ -154,9 +196,9 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
 
     def read(asked: Prompt) -> tuple[Tokens, list[Tokens]]:
         text, is_whole = codec.render(asked, answers_at_once=True)
-        return codec.tokens_of((text, is_whole)), [
-            codec.tokens_of((text + each, is_whole)) for each in question.choices
-        ]
+        texts = [text, *(text + each for each in question.choices)]
+        prompt, *whole = codec.tokens_of_each(texts, is_whole=is_whole)
+        return prompt, whole
 
     def fits(asked: Prompt) -> bool:
         return max(map(len, read(asked)[1])) <= context
@@ -176,6 +218,14 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
     asked = Asked(question, prompt[:n_same], rests, len(prompt), n_whole - len(prompt))
     _refuse_same(asked)
     return asked
+
+
+def _texts_of(batch: Sequence[Asked]) -> list[Text]:
+    """Each prompt once, with the branches of all its questions."""
+    branches: dict[Tokens, dict[Tokens, None]] = {}
+    for asked in batch:
+        branches.setdefault(asked.prompt, {}).update(dict.fromkeys(asked.branches))
+    return [Text(prompt, tuple(each)) for prompt, each in branches.items()]
 
 
 def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:

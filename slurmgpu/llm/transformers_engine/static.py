@@ -180,7 +180,8 @@ class StaticBatches:
         while left:
             n_read = len(left)
             if self._prefill.has_rows:
-                n_read = min(self._prefill.n_together([each.tokens for each in left]), self._decodings.n_read(left))
+                n_alike = self._prefill.n_together([each.tokens for each in left], work.shared)
+                n_read = min(n_alike, self._decodings.n_read(left))
             batch = self._read(batch, left[:n_read], work.shared, load)
             left = left[n_read:]
         assert batch is not None  # n_taken is at least 1

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from slurmgpu.llm.interface.batching import Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.interface.batching import Budget, Load, attempt, free_memory, n_in_pack, n_that_fit
 from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.transformers_engine.packing import Text, Tokens
 from slurmgpu.llm.transformers_engine.prefilling import Prefill
 from slurmgpu.llm.transformers_engine.scoring import MOST_LOGITS
 from slurmgpu.llm.transformers_engine.windows import Read, Window
@@ -37,9 +39,7 @@ class TokenScorer:
         waiting = sorted(range(len(windows)), key=lambda place: (-len(windows[place].tokens), windows[place].tokens))
         while waiting:
             rows = [windows[place].tokens for place in waiting]
-            alike = rows[: self._prefill.n_together(rows)]
-            if self._by_length:
-                alike = [row for row in alike if len(row) == len(rows[0])]
+            alike = rows[: self._n_alike(rows)]
             n_taken, load = n_that_fit(Load(), [(len(row) - 1, 0) for row in alike], self._most_tokens())
             some = [windows[place] for place in waiting[:n_taken]]
             found = attempt(lambda some=some: self._read(some), self._place)  # type: ignore[misc]
@@ -58,6 +58,14 @@ class TokenScorer:
             yield from zip(waiting[:n_taken], found, strict=True)
             waiting = waiting[n_taken:]
 
+    def _n_alike(self, rows: Sequence[Tokens]) -> int:
+        """How many of the texts, sorted by length, may be read at once."""
+        if self._by_length:
+            return sum(1 for row in rows if len(row) == len(rows[0]))
+        if self._prefill.packs(rows[0]):
+            return n_in_pack((len(row) - 1 for row in rows), self._most_logits // self._width)
+        return self._prefill.n_together(rows)
+
     def _most_tokens(self) -> int:
         """The most tokens of a batch; of a model that is not read in parts, as many as may have logits at once."""
         most = self._budget.tokens
@@ -66,26 +74,43 @@ class TokenScorer:
     def _read(self, windows: Sequence[Window]) -> list[Read]:
         import torch
 
+        rows = [window.tokens for window in windows]
+        is_packed = len({*map(len, rows)}) > 1 and not self._by_length and self._prefill.packs(max(rows, key=len))
         with torch.inference_mode():
-            # Padded at the right, where no token sees it.
-            ids, _ = self._prefill.pad([window.tokens[:-1] for window in windows], left=False)
-            following, _ = self._prefill.pad([window.tokens[1:] for window in windows], left=False)
-            n_rows, n_columns = ids.shape
-            positions = torch.arange(n_columns, device=ids.device).expand(n_rows, -1)
-            n_at_once = max(1, self._most_logits // (n_rows * self._width)) if self._in_parts else n_columns
-            cache, found = self._prefill.new_cache(n_columns), []
-            for start in range(0, n_columns, n_at_once):
-                part = slice(start, start + n_at_once)
-                mask = ids.new_ones(n_rows, min(n_columns, start + n_at_once)) if start else None
-                logits = self._prefill.forward(ids[:, part], mask, positions[:, part], cache, n_logits=0).float()
-                taken = logits.gather(-1, following[:, part, None])[..., 0] - logits.logsumexp(-1)
-                found.append(taken.cpu())
-            logprobs = torch.cat(found, 1).numpy()
-        ends = [len(window.tokens) - 1 for window in windows]
+            found = self._read_pack(rows) if is_packed else self._read_rows(rows)
         return [
-            Read(logprobs[row, end - window.n_scored : end])
-            for row, (window, end) in enumerate(zip(windows, ends, strict=True))
+            Read(logprobs[len(row) - 1 - window.n_scored : len(row) - 1])
+            for logprobs, row, window in zip(found, rows, windows, strict=True)
         ]
+
+    def _read_pack(self, rows: Sequence[Tokens]) -> list[npt.NDArray[np.float32]]:
+        """The log-probability of each token but the first, of texts that are read one behind the other."""
+        import torch
+
+        pack = self._prefill.pack([Text(row[:-1]) for row in rows])
+        logits = self._prefill.forward_pack(pack).float()
+        following = torch.tensor([token for row in rows for token in row[1:]], device=logits.device)
+        logprobs = logits.gather(-1, following[:, None])[:, 0] - logits.logsumexp(-1)
+        return np.split(logprobs.cpu().numpy(), np.cumsum([len(row) - 1 for row in rows[:-1]]))
+
+    def _read_rows(self, texts: Sequence[Tokens]) -> list[npt.NDArray[np.float32]]:
+        """The same of texts as rows, with something behind those that are shorter than the longest."""
+        import torch
+
+        # Padded at the right, where no token sees it.
+        ids, _ = self._prefill.pad([row[:-1] for row in texts], left=False)
+        following, _ = self._prefill.pad([row[1:] for row in texts], left=False)
+        n_rows, n_columns = ids.shape
+        positions = torch.arange(n_columns, device=ids.device).expand(n_rows, -1)
+        n_at_once = max(1, self._most_logits // (n_rows * self._width)) if self._in_parts else n_columns
+        cache, found = self._prefill.new_cache(n_columns), []
+        for start in range(0, n_columns, n_at_once):
+            part = slice(start, start + n_at_once)
+            mask = ids.new_ones(n_rows, min(n_columns, start + n_at_once)) if start else None
+            logits = self._prefill.forward(ids[:, part], mask, positions[:, part], cache, n_logits=0).float()
+            taken = logits.gather(-1, following[:, part, None])[..., 0] - logits.logsumexp(-1)
+            found.append(taken.cpu())
+        return list(torch.cat(found, 1).numpy())
 
 
 def depends_on_length(config: Any) -> bool:

@@ -1,0 +1,169 @@
+"""Texts of unequal length in one row of a forward pass, one behind the other, so that no padding is computed.
+
+All of a model but its attention treats each token by itself. Attention is computed for each text apart, by the function
+that computes it for rows. A text may have branches: tokens that each see the text and themselves, as choices do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tokens = tuple[int, ...]
+
+ATTENTION = "slurmgpu_packed"
+"""The name under which transformers knows `_attend`."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens, of which the first may be shared, and branches that go on from their end."""
+
+    tokens: Tokens
+    branches: tuple[Tokens, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Queries `start` to `stop`, which see the columns `first` to `last` of a row of keys.
+
+    `mask` (query, key) is added to the scores; without one, each sees those before it.
+    """
+
+    start: int
+    stop: int
+    row: int
+    first: int
+    last: int
+    mask: Tensor | None
+
+
+class Pack:
+    """Texts as one row, behind the first `n_shared` tokens of all, whose keys and values are in the cache `shared`.
+
+    `ids` and `positions` are (1, column). `ends` are the columns of the last tokens of texts, `branches` those of all
+    branches. With a `cache`, which is empty, keys and values are kept there, a row for each text, padded at the left.
+    """
+
+    def __init__(
+        self, texts: Sequence[Text], model: Any, cache: Any = None, *, n_shared: int = 0, shared: Any = None
+    ) -> None:
+        import torch
+
+        ids: list[int] = []
+        positions: list[int] = []
+        self.ends: list[int] = []
+        self.branches: list[int] = []
+        self.pieces: list[_Piece] = []
+        self._model, self._n_shared = model, n_shared
+        self._spans: list[tuple[int, int]] = []
+        for text in texts:
+            start, n_text = len(ids), len(text.tokens)
+            ids += text.tokens[n_shared:]
+            positions += range(n_shared, n_text)
+            self.ends.append(len(ids) - 1)
+            for branch in text.branches:
+                self.branches += range(len(ids), len(ids) + len(branch))
+                ids += branch
+                positions += range(n_text, n_text + len(branch))
+            self._spans.append((start, len(ids)))
+        self.n_columns = n_shared + max(stop - start for start, stop in self._spans)
+        self.cache = None if cache is None else _RowCache(cache, self, shared)
+        for number, (text, (start, stop), end) in enumerate(zip(texts, self._spans, self.ends, strict=True)):
+            row, first = (0, start) if cache is None else (number, self.n_columns - n_shared - (stop - start))
+            last = first + n_shared + end + 1 - start
+            mask = self._mask(n_shared, [end + 1 - start]) if n_shared else None
+            self.pieces.append(_Piece(start, end + 1, row, first, last, mask))
+            if text.branches:
+                mask = self._mask(len(text.tokens), [*map(len, text.branches)])
+                self.pieces.append(_Piece(end + 1, stop, row, first, last + stop - end - 1, mask))
+        self.ids = torch.tensor([ids], device=model.device)
+        self.positions = torch.tensor([positions], device=model.device)
+
+    @property
+    def mask(self) -> Tensor:
+        """The columns that each text has in the cache: int64 (row, column)."""
+        import torch
+
+        n_unused = [self.n_columns - self._n_shared - (stop - start) for start, stop in self._spans]
+        columns = torch.arange(self.n_columns, device=self.ids.device)
+        return (columns >= torch.tensor(n_unused, device=columns.device)[:, None]).long()
+
+    def rows_of(self, packed: Tensor, shared: Tensor | None, n_more: int) -> Tensor:
+        """Keys or values as rows, with room for `n_more` columns: (row, head, column, dimension)."""
+        _, n_heads, _, width = packed.shape
+        found = packed.new_zeros(len(self._spans), n_heads, self.n_columns + n_more, width)
+        for row, (start, stop) in enumerate(self._spans):
+            own = self.n_columns - (stop - start)
+            found[row, :, own : self.n_columns] = packed[0, :, start:stop]
+            if shared is not None:
+                found[row, :, own - self._n_shared : own] = shared[0]
+        return found
+
+    def _mask(self, n_before: int, lengths: Sequence[int]) -> Tensor:
+        """Each token of branches sees `n_before` columns, and those of its branch up to itself: (query, key)."""
+        import torch
+
+        branches = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths))
+        found = torch.zeros(len(branches), n_before + len(branches), dtype=self._model.dtype)
+        found[:, n_before:].masked_fill_(branches == 0, -torch.inf)
+        return found.to(self._model.device)
+
+
+class _RowCache(DynamicCache):  # type: ignore[misc]
+    """Takes keys and values of a pack, and keeps them in the layers of `cache`, a row for each text."""
+
+    def __init__(self, cache: Any, pack: Pack, shared: Any) -> None:
+        super().__init__()
+        self.layers = cache.layers
+        self._pack, self._shared = pack, shared
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """All keys and values of each text, as rows."""
+        layer, shared = self.layers[layer_idx], None if self._shared is None else self._shared.layers[layer_idx]
+        layer.lazy_initialization(key_states, value_states)
+        keys = self._pack.rows_of(key_states, None if shared is None else shared.keys, layer.growth)
+        values = self._pack.rows_of(value_states, None if shared is None else shared.values, layer.growth)
+        return layer.adopt(keys, values, self._pack.n_columns)
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, pack: Pack, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention of each piece: (1, column, head, dimension)."""
+    import torch
+
+    found = []
+    for piece in pack.pieces:
+        own = slice(piece.row, piece.row + 1), slice(None), slice(piece.first, piece.last)
+        mask = None if piece.mask is None else piece.mask[None, None]
+        queries = query[:, :, piece.start : piece.stop]
+        found.append(sdpa_attention_forward(module, queries, key[own], value[own], mask, **options)[0])
+    return torch.cat(found, 1), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+def is_possible(model: Any) -> bool:
+    """Whether the model computes attention by transformers' function for PyTorch's kernels, which `_attend` calls."""
+    return bool(model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation())
+
+
+@contextlib.contextmanager
+def attention_of_packs(model: Any) -> Iterator[None]:
+    """The model computes attention of packs meanwhile."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
