@@ -30,8 +30,9 @@ from slurmgpu.plan.planner import Draft, allocate, draft_run
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
+from slurmgpu.report.build import is_complete
 from slurmgpu.results import open as open_merged
-from slurmgpu.run.directory import free_run_dir
+from slurmgpu.run.directory import Run, free_run_dir
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
 from slurmgpu.task.preflight import check_here
@@ -84,7 +85,14 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     base, is_batched = Path.cwd(), batch_size is not None
     declared = _declared(columns) or annotated_types(function, batched=is_batched)
     known = None if not declared or None in declared.values() else declared
-    target = Path(run_dir).expanduser() if run_dir is not None else _target(base, name, function)
+    former = None
+    if run_dir is not None:
+        target = Path(run_dir).expanduser()
+    elif name is not None:
+        target = base / "runs" / name
+    else:
+        target = free_run_dir(base / "runs", stem := functions.shown_name(function))
+        former = _before(target, stem)
     values = api.overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
     asked = read_run_file(GivenRunFile({"workload": table}, base), values).resources
@@ -116,6 +124,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         api.submission_of(draft, None, inject)  # finds errors before an item is computed
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
+        if former is not None:
+            log.warning("%s", _about_former(former, draft))
         handle = api.submit_draft(draft, None, inject=inject, background=background)
         if known is None:
             _remove_probe(probe.probe_dir(draft.run_dir))
@@ -186,11 +196,30 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
         ) from error
 
 
-def _target(base: Path, name: str | None, function: Callable[..., Any]) -> Path:
-    """The run directory: of that name, or the next that is free of those by the function's name."""
-    if name is not None:
-        return base / "runs" / name
-    return free_run_dir(base / "runs", functions.shown_name(function))
+def _before(target: Path, stem: str) -> Path | None:
+    """The last run directory by a name, of which `target` is the next that is free; None for the first."""
+    if target.name == stem:
+        return None
+    number = int(target.name.removeprefix(f"{stem}-"))
+    return target.with_name(stem if number == 2 else f"{stem}-{number - 1}")
+
+
+def _about_former(folder: Path, draft: Draft) -> str:
+    """A sentence on the last run by the same name: whether it is of the same call, and how to go on with it."""
+    begun = f"This run computes all items, in {draft.run_dir}"
+    try:
+        run = Run.open(folder)
+    except (SlurmGPUError, OSError):
+        return f"{begun}, as {folder} exists."
+    if run.plan.fingerprint != draft.plan.fingerprint:
+        return f"{begun}: {folder} is of another function, other items or other columns."
+    handle = f"slurmgpu.open_run({str(folder)!r})"
+    if is_complete(run):
+        return f"{begun}. {folder} is of the same function and items, and complete: {handle} has its rows."
+    return (
+        f"{begun}. {folder} is of the same function and items, and incomplete: {handle}.resubmit() would compute only "
+        f"what it lacks, once nothing of it is alive."
+    )
 
 
 def _declared(columns: Columns | None) -> dict[str, Type]:

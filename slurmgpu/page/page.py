@@ -26,7 +26,7 @@ from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.build import Report, faults_of
+from slurmgpu.report.build import Report, every_item_failed, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
@@ -71,6 +71,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
     columns, rows = facts.attempts_table(report)
     content = {
         "report": report,
+        "every_failed": every_item_failed(report),
         "version": __version__,
         "figures": facts.figures_of(report, lives),
         "summary": summary_of(report.get("summary"), MAX_ROWS, MAX_COLUMNS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,18 +76,18 @@ def rows_of(run: Run, report: Report) -> Rows | None:
         if not exists(run.merged):
             return None
         with results.open(run.merged) as merged:
-            return _rows(merged, report) if len(merged) else None
+            return _rows(merged, report, run.plan.keep) if len(merged) else None
     except (SlurmGPUError, OSError) as error:
         log.warning("the page has no rows: %s", error)
         return None
 
 
-def _rows(merged: Merged, report: Report) -> Rows:
+def _rows(merged: Merged, report: Report, kept: Collection[str]) -> Rows:
     places = sampled_rows(merged)
     names = list(merged.columns)
     not_finite = report.get("not_finite")
     columns = [
-        _described(number, distribution_of(merged, name, places), len(places), not_finite)
+        _described(number, distribution_of(merged, name, places), len(places), not_finite, is_kept=name in kept)
         for number, name in enumerate(names[:MAX_COLUMNS])
     ]
     chosen = sorted({int(places[(2 * number + 1) * len(places) // (2 * N_EXAMPLES)]) for number in range(N_EXAMPLES)})
@@ -102,7 +102,12 @@ def _rows(merged: Merged, report: Report) -> Rows:
 
 
 def _described(
-    number: int, found: Distribution, n_rows: int, not_finite: Mapping[str, Mapping[str, int]] | None
+    number: int,
+    found: Distribution,
+    n_rows: int,
+    not_finite: Mapping[str, Mapping[str, int]] | None,
+    *,
+    is_kept: bool,
 ) -> Described:
     drawn = found.numbers or found.lengths
     svg = None
@@ -114,7 +119,7 @@ def _described(
     words = [f"{counts[key]:,} {word}" for key, word in (("nan", "NaN"), ("infinite", "infinite")) if counts.get(key)]
     return Described(
         cut(found.name, 80),
-        found.type_name,
+        f"{found.type_name}, of the item" if is_kept else found.type_name,
         f"{n_rows - found.n_values:,}" if found.n_values < n_rows else "",
         ", ".join(words),
         "" if found.numbers is None else _in_words(found.numbers),

@@ -78,9 +78,9 @@ def _counting(report: Report) -> Counting:
 
 
 def _published(attempt: AttemptRow) -> list[list[Any]]:
-    """Published shards: shard, start, seconds, and whether it was the first; older reports lack the last."""
+    """Published shards: shard, start, seconds, whether it was the first, and revision; older reports lack the last."""
     entries = attempt.get("shards") or ()
-    return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]] for entry in entries]
+    return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:5]] for entry in entries]
 
 
 def _life(attempt: AttemptRow, counts: Counting) -> Life | None:

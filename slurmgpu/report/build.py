@@ -296,9 +296,9 @@ def last_report(run: Run) -> Report:
     report = read_report(run)
     if report is None:
         raise SlurmGPUError(
-            f"{run.folder} has no report yet: its merge has not run. "
-            f"`slurmgpu status {run.typed}` shows its progress; "
-            f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
+            f"{run.folder} has no report yet: its merge has not run. While it is at work, `slurmgpu status --watch "
+            f"{run.typed}` shows its progress. Once no task is alive, as after a kill, `slurmgpu merge {run.typed}` "
+            f"merges what there is and reports, with the page as well."
         )
     merged = None if report.get("merged") is None else str(run.merged)
     now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}
@@ -316,6 +316,11 @@ def _resubmit_failed(run: Run, n_errors: int) -> str | None:
         return None
     name = function_by_value(run)
     return f"slurmgpu resubmit {run.typed} --failed" if name is None else with_another_function(run, name)
+
+
+def every_item_failed(report: Report) -> bool:
+    """Whether a run is complete, and none of its rows is good."""
+    return report["complete"] and report["n_errors"] == report["n_rows"] > 0
 
 
 def is_complete(run: Run) -> bool:

@@ -72,7 +72,22 @@ def distribution_of(merged: Merged, name: str, rows: npt.NDArray[np.int64]) -> D
             numbers = np.array(values, np.float64)
         else:
             lengths = [len(value) for value in values if hasattr(value, "__len__")]
-    return Distribution(name, _type_name(column), len(values), _spread(numbers), _spread(np.array(lengths or ())))
+    type_name = _type_name(column) + ("" if column.kind != "json" else _in_common(values))
+    return Distribution(name, type_name, len(values), _spread(numbers), _spread(np.array(lengths or ())))
+
+
+def _in_common(values: Sequence[Any]) -> str:
+    """What all values of a JSON column are; nothing if they differ."""
+    for kinds, word in (
+        (str, " text"),
+        (bool, " boolean"),
+        ((int, float), " number"),
+        (list, " list"),
+        (dict, " object"),
+    ):
+        if values and all(isinstance(value, kinds) for value in values):
+            return word
+    return ""
 
 
 def _type_name(column: Column) -> str:

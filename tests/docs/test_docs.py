@@ -16,6 +16,7 @@ from typing import get_type_hints
 import pytest
 import typer
 
+import slurmgpu
 from slurmgpu import api, workload
 from slurmgpu.cli.app import app
 from slurmgpu.llm import settings
@@ -385,6 +386,28 @@ def test_every_link_of_a_page_leads_somewhere(page):
             assert anchor in anchors(target), link
 
 
+def first_lines():
+    """A row of the table of public names: the name, with its arguments, and the first paragraph of its docstring."""
+    members = {name: getattr(slurmgpu, name) for name in slurmgpu.__all__ if name != "__version__"}
+    for cls in (slurmgpu.RunHandle, slurmgpu.Merged):
+        named = {name: value for name, value in vars(cls).items() if not name.startswith("_") and name != "run"}
+        members |= {f"{cls.__name__}.{name}": value for name, value in named.items() if inspect.getdoc(value)}
+    for name in sorted(members, key=lambda name: (name.partition(".")[0].lower(), "." in name)):
+        value, arguments = members[name], ""
+        if inspect.isfunction(value):
+            given = [each for each in inspect.signature(value).parameters.values() if each.name != "self"]
+            arguments = (
+                f"({', '.join(f'**{each.name}' if each.kind is each.VAR_KEYWORD else each.name for each in given)})"
+            )
+        yield f"| `{name}{arguments}` | {' '.join(inspect.getdoc(value).partition(chr(10) * 2)[0].split())} |"
+
+
+def test_the_page_of_python_has_every_public_name_with_what_its_docstring_says_first():
+    text = (REFERENCE / "python.md").read_text()
+    table = text.partition("## At a glance\n")[2].partition("\n## ")[0]
+    assert [line for line in table.splitlines() if line.startswith("| `")] == list(first_lines())
+
+
 def test_the_index_names_every_page():
     index = (DOCS / "README.md").read_text()
     for page in DOCS.rglob("*.md"):
@@ -405,7 +428,7 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
 RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md", "how-to/run-a-command.md"]
-RUNNING += ["how-to/sweep-over-runs.md"]
+RUNNING += ["how-to/sweep-over-runs.md", "how-to/map-a-function.md"]
 # What these do is shown by day: in tests/files by test_inputs_files.py and test_inputs_tar.py, in tests/local by
 # test_groups.py, in tests/models by test_training_throughput.py and test_training_fitting.py.
 BY_NIGHT = [by_night("how-to/map-a-folder.md")]

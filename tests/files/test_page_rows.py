@@ -60,7 +60,15 @@ def test_each_column_has_its_range_its_lengths_and_what_is_not_finite(run):
     assert (found["told"].numbers, found["told"].lengths) == ("", "always 2")
     assert (found["count"].numbers, found["count"].missing, found["ok"].missing) == ("0 to 39, median 20", "5", "4")
     assert found["ok"].numbers == "0 to 1, median 0"
+    assert (found["told"].type_name, found["count"].type_name) == ("json object", "json number")
     assert all(one.picture.count("<title") == 1 for one in found.values())
+
+
+def test_a_complete_run_of_failed_items_is_no_good_one(tmp_path):
+    made = published_run(tmp_path / "run", COLUMNS, ["too dark"] * 3)
+    pages.write_page(made, merge(made), tmp_path / "page.html")
+    badges = re.findall(r'<span class="badge (\w+)">([^<]*)', (tmp_path / "page.html").read_text())
+    assert badges == [("bad", "complete, every item failed")]
 
 
 def test_the_page_shows_rows_of_items_and_hides_secrets_and_signs(run, tmp_path):

@@ -63,8 +63,9 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(capl
     assert (run.folder / "function.pkl").stat().st_mode & 0o777 == 0o600
     assert "def triple(item, words):" in (run.folder / "function.py").read_text()
     assert not (run.folder.parent / "triple-probe").exists()
-    # Of the same name, the next run has a directory of its own.
+    # Of the same name, the next run has a directory of its own, which is said.
     assert slurmgpu.map(triple, [{"n": 1}], load=lambda: "ab", **IN_PROCESS).folder.name == "triple-2"
+    assert f"{run.folder} is of another function, other items or other columns." in caplog.text
 
 
 def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures():
@@ -139,13 +140,18 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
     run = slurmgpu.open_run("runs/slow")
     rows = run.rows()
     assert next(rows)["result"] == 0
-    (tmp_path / "script.py").write_text("def slow(item):\n    return -1\n")  # the pickle is frozen
     run.cancel()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "held").unlink()
+    again = subprocess.run([sys.executable, "script.py", "wait"], check=True, capture_output=True, text=True)
+    goes_on = f"slurmgpu.open_run('{tmp_path}/runs/slow').resubmit() would compute only what it lacks"
+    assert f"{tmp_path}/runs/slow is of the same function and items, and incomplete: {goes_on}" in again.stderr
+    assert again.stdout == f"{tmp_path}/runs/slow-2\n"
     with pytest.raises(SlurmGPUError, match=r"lacks \d+ rows of its 16: `slurmgpu resubmit"):
         list(rows)
     with pytest.raises(SlurmGPUError, match="lacks rows of its 16"):
         _ = run["result"]
-    (tmp_path / "held").unlink()
+    (tmp_path / "script.py").write_text("def slow(item):\n    return -1\n")  # the pickle is frozen
     run.resubmit()
     assert [row["result"] for row in run.rows()] == [n * n for n in range(16)]
     with h5py.File(run.folder / "merged.h5") as file:

@@ -205,7 +205,9 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     run = pretend_run(tmp_path / "run", 300.0)
     report = reported(run, errors=[(3, "item_error: no"), (4, "item_error: no")])
     show_report({**report, "complete": True, "missing": [], "resubmit": None, "n_rows": report["n_errors"]})
-    assert capsys.readouterr().out.splitlines()[-3:] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert "complete, every item failed" in lines[0]
+    assert lines[-3:] == [
         f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
         f"after a change of the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
         "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir",

@@ -22,7 +22,7 @@ from slurmgpu.cli.views.state_words import (
 )
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, versions_in_words
-from slurmgpu.report.build import Hole, Report, faults_of, last_death
+from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
@@ -46,8 +46,11 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
     """Print a run's progress, pace, attempts and queued jobs; at most `max_rows` attempts, omitting ended ones."""
     console = wide_console()
     done, total = status["n_items_done"], status["n_items"]
+    state = status["state"]
+    if state == "complete" and status["n_errors"] == total:
+        state = "[bold red]complete, every item failed[/]"
     console.print(
-        f"[bold]{escape(plain(status['run']))}[/]  {status['state']}  {done:,} of {count_of(total, 'item')} "
+        f"[bold]{escape(plain(status['run']))}[/]  {state}  {done:,} of {count_of(total, 'item')} "
         f"({share_of(done, total)}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}"
     )
     knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
@@ -117,6 +120,8 @@ def show_report(report: Report) -> None:
 
     console = wide_console()
     word = "[bold green]complete[/]" if report["complete"] else "[bold red]incomplete[/]"
+    if every_item_failed(report):
+        word = "[bold red]complete, every item failed[/]"
     name = escape(plain(report["run"]))
     console.print(
         f"[bold]{name}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
