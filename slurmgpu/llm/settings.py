@@ -75,8 +75,8 @@ class SamplingSettings(ModelSettings, total=False):
     stop: list[str]
 
 
-class TextModelSettings(ModelSettings, TextSettings, total=False):
-    """The settings of the engine and of prompts of text."""
+class PromptedModelSettings(ModelSettings, PromptSettings, total=False):
+    """The settings of the engine and of prompts."""
 
 
 class PromptedSettings(SamplingSettings, PromptSettings, total=False):

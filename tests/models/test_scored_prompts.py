@@ -1,5 +1,7 @@
 """Prompts of score and collect: Jinja, examples, images, and texts that are too long."""
 
+import inspect
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,17 +9,19 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.heads.head import WITH_IMAGES
 from slurmgpu.llm.interface.engine import EngineOptions, Generated, Output, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
 from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama, make_tokenizer
-from tests.support.tiny_vision_models import make_llava, make_png
+from tests.support.tiny_vision_models import make_gemma3_head, make_llava, make_png
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,12 +102,80 @@ def test_a_prompt_that_is_too_long_is_cut_at_its_side_and_the_answer_is_whole(re
         ({"pair": ["{q}", "{t}"], "truncation_side": "left"}, "of a pair the second text is cut. Set cut = true"),
         ({"prompt": "{q}", "cut": True, "truncation_side": "left"}, "two ways to shorten a text"),
         ({"prompt": "{q}", "template_format": "jinja2"}, "which has no field"),
-        ({"prompt": "{q}", "images": "photo"}, "images is set, which means nothing to score"),
+        ({"prompt": "{q}", "images": "photo"}, "only a chat gives images their place. Set chat = true"),
+        ({"pair": ["{q}", "{t}"], "images": "photo"}, "images is set, and so is pair"),
+        ({"prompt": "{q}", "steps": "s", "images": "photo"}, "images is set, and so is steps"),
     ],
 )
 def test_prompts_that_a_head_cannot_have_are_refused(reward_model, settings, said):
     with pytest.raises(SlurmGPUError, match=said):
         Score(model=reward_model, **settings)
+
+
+# Images before what a head scores.
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    return str(make_gemma3_head(tmp_path_factory.mktemp("gemma")))
+
+
+def test_a_reward_model_scores_an_answer_about_an_image_as_transformers_does(gemma, tmp_path):
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForSequenceClassification, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(gemma)
+    model = AutoModelForSequenceClassification.from_pretrained(gemma, dtype=torch.float32).eval()
+    (tmp_path / "a.png").write_bytes(make_png(1))
+    items = [
+        {"photo": "a.png", "q": "cat?", "t": "yes"},
+        {"photo": make_png(2), "q": "cat?", "t": "yes"},
+        {"photo": "b.png", "q": "cat?", "t": "yes"},
+        {"photo": [make_png(1), make_png(3)], "q": "cat?", "t": "<start_of_image>"},
+    ]
+    settings = {"prompt": "{q}", "answer": "{t}", "images": "photo", "image_folder": str(tmp_path)}
+    first, second, missing, several = rows_of(gemma, items[:2], **settings) + _rows(gemma, items[2:], **settings)
+    assert "b.png cannot be read: No such file" in str(missing)
+    alone = []
+    for number in (1, 2):
+        text = "<|user|><start_of_image>cat?<|end|><|assistant|>yes<|end|>"
+        image = Image.open(io.BytesIO(make_png(number))).convert("RGB")
+        inputs = processor(text=[text], images=[image], add_special_tokens=False, return_tensors="pt")
+        with torch.inference_mode():
+            alone.append(float(model(**inputs).logits))
+    assert [first["score"], second["score"]] == pytest.approx(alone, abs=1e-4)
+    assert abs(alone[0] - alone[1]) > 1e-3
+    # Two images, and a text of the item that looks like one.
+    assert several["n_tokens"] > first["n_tokens"] + 6 + len("<start_of_image>") - len("yes")
+
+
+def _rows(model, data, **settings):
+    workload = Score(model=model, precision="fp32", **settings)
+    workload.load(TaskContext("cpu", 0, Path()))
+    return workload([Item(number, each, 7) for number, each in enumerate(data)])
+
+
+def test_a_scorer_judges_answers_about_images(gemma):
+    judge = Judge(scorer={"model": gemma, "images": "photo", "precision": "fp32"})
+    assert judge.fields == {"photo", "question", "text"}
+    judge.load(TaskContext("cpu", 0, Path()))
+    [row] = judge([Item(0, {"photo": make_png(1), "question": "cat?", "text": "yes"})])
+    [wanted] = rows_of(gemma, [{"p": make_png(1), "q": "cat?", "t": "yes"}], prompt="{q}", answer="{t}", images="p")
+    assert row["score"] == pytest.approx(wanted["score"], abs=1e-5)
+
+
+def test_heads_that_take_images_are_those_of_transformers_and_others_are_refused(gemma, reward_model):
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as HEADS
+
+    decoders = {kind: getattr(transformers, name) for kind, name in HEADS.items() if kind in WITH_IMAGES}
+    assert all("pixel_values" in inspect.signature(each.forward).parameters for each in decoders.values())
+    assert decoders.keys() == WITH_IMAGES
+    settings = {"prompt": "{q}", "answer": "{t}", "images": "p"}
+    Score(model=gemma, **settings).place(Share(1, gpu_memory=10**10))
+    with pytest.raises(SlurmGPUError, match="has the type llama, whose heads take no images; those of gemma3 and"):
+        Score(model=reward_model, **settings).place(Share(0))
 
 
 # Paths.

@@ -134,3 +134,35 @@ def qwen2_5_vl_processor(folder: Path) -> Any:
 
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
     return WithoutVideos(images, AutoTokenizer.from_pretrained(folder))
+
+
+def make_gemma3_head(folder: Path) -> Path:
+    """A Gemma 3 with one output in place of words: SigLIP for images, which see each other in its masks."""
+    import torch
+    from transformers import Gemma3Config, Gemma3ForSequenceClassification, Gemma3Processor, PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    make_byte_tokenizer(folder, (*marks.values(), *TURNS))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=marks)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = Gemma3Config(
+        text_config=_text(len(tokenizer), head_dim=16, sliding_window=256, pad_token_id=tokenizer.pad_token_id),
+        vision_config={**vision, "image_size": 32, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.image_token_id,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+        num_labels=1,
+    )
+    model = Gemma3ForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=1.0)
+    torch.nn.init.normal_(
+        model.model.multi_modal_projector.mm_input_projection_weight
+    )  # zeros, by which nothing is seen
+    model.save_pretrained(folder)
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    template = TEMPLATE.replace("IMAGE", "<start_of_image>")
+    Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template).save_pretrained(folder)
+    return folder

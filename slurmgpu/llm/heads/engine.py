@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.heads.head import Head, HeadInput
 from slurmgpu.llm.heads.inputs import Encoded, HeadCodec
 from slurmgpu.llm.heads.own_classes import own_class
@@ -30,6 +30,8 @@ from slurmgpu.llm.interface.batching import (
 )
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.prompts.codec import PromptError
+from slurmgpu.llm.prompts.images import open_image
+from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
 from slurmgpu.util.allocator import keep_freed_memory
 
@@ -63,9 +65,12 @@ class HeadEngine:
         self, options: EngineOptions, place: Place, head: Head, *, step_end: str = "\n", cut: bool = False
     ) -> None:
         self._loaded, self._head, self._place = load_head(options, place, head), head, place
-        tokenizer = self._loaded.tokenizer
+        processor = load_processor(options) if options.images else None
+        tokenizer = self._loaded.tokenizer if processor is None else processor.tokenizer
         self.has_chat_template = bool(tokenizer.chat_template)
-        self._codec = HeadCodec(tokenizer, options, self._loaded.context, cut=cut, step_end=step_end)
+        marks = () if processor is None else marks_of(processor)
+        self._codec = HeadCodec(tokenizer, options, self._loaded.context, cut=cut, step_end=step_end, marks=marks)
+        self._shows = None if processor is None else ImagePrompts(processor, self._codec.codec)
         self._choices = self._choice_tokens() if head.kind == "choices" else []
         self._config = self._loaded.model.config.get_text_config()
         self._pad_id: int | None = self._config.pad_token_id
@@ -76,9 +81,12 @@ class HeadEngine:
         log.info("batches of at most %d tokens%s", self._budget.tokens, "" if self._padding else ", without padding")
 
     def score(self, inputs: Sequence[HeadInput]) -> Iterator[HeadScores]:
-        """Each input's outputs or error, long ones first."""
+        """Each input's outputs or error, long ones first; those with images one by one."""
         encoded: list[Encoded] = []
         for asked in inputs:
+            if self._shows is not None:
+                yield self._score_shown(asked, self._shows)
+                continue
             try:
                 encoded.append(self._codec.encode(asked))
             except PromptError as error:
@@ -103,6 +111,37 @@ class HeadEngine:
             self._budget.succeed()
             for each, logits in zip(batch, found, strict=True):
                 yield HeadScores(each.id, logits, len(each.tokens), each.n_cut)
+
+    def _score_shown(self, asked: HeadInput, shows: ImagePrompts) -> HeadScores:
+        """The outputs for a chat with images."""
+        try:
+            shown = shows.read(self._codec.parts(asked), [open_image(source) for source in asked.prompt.images])
+        except (ItemError, PromptError) as error:
+            return HeadScores(asked.id, np.empty(0), error=str(error))
+        n_tokens = len(shown.tokens)
+        if n_tokens > self._loaded.context:
+            said = f"the text has {n_tokens} tokens with its images, and the model takes {self._loaded.context}"
+            return HeadScores(asked.id, np.empty(0), n_tokens, error=said)
+        found = attempt(lambda: self._read_shown(shown), self._place)
+        if found is None:
+            free_memory()
+            said = f"out of memory for this text and its images alone, which have {n_tokens} tokens"
+            return HeadScores(asked.id, np.empty(0), n_tokens, error=said)
+        return HeadScores(asked.id, found, n_tokens)
+
+    def _read_shown(self, shown: Shown) -> npt.NDArray[np.float64]:
+        import torch
+
+        model, device = self._loaded.model, self._loaded.device
+        ids = torch.tensor([shown.tokens], device=device)
+        more = {
+            name: each.to(device, model.dtype) if each.is_floating_point() else each.to(device)
+            for name, each in {**shown.images, **shown.types}.items()
+        }
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
+        found: npt.NDArray[np.float64] = logits[0].double().cpu().numpy()
+        return found
 
     def close(self) -> None:
         """Free memory."""

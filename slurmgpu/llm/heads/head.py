@@ -10,7 +10,7 @@ from typing import Literal
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.own_classes import STEP_ENDS
 from slurmgpu.llm.interface.engine import Beside, EngineOptions, Prompt
-from slurmgpu.llm.models.decoders import GENERATES, check_tokenizer
+from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_tokenizer
 from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
 from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Memory, look_at, usable
@@ -21,6 +21,9 @@ Activation = Literal["none", "sigmoid", "softmax"]
 
 CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The end of the name of the class with a head of each kind."""
+
+WITH_IMAGES = frozenset({"gemma3", "qwen3_5"})
+"""Model types whose ForSequenceClassification takes images, in transformers 5.23; a test compares."""
 
 STEP_END = "\n"
 """What stands behind a step where the model's class does not say: the separator of TRL's PRMTrainer."""
@@ -107,6 +110,17 @@ def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) 
 def _has_head(name: str, kind: HeadKind) -> bool:
     """Whether a model's class, by its name in config.json, has a head of this kind."""
     return name.endswith(CLASSES[kind]) or (kind == "token" and name in STEP_ENDS)
+
+
+def check_head_takes_images(source: ModelSource) -> None:
+    """Refuse a model whose class with a head takes no images, by its config.json."""
+    kind = str(source.config.get("model_type"))
+    if kind not in WITH_IMAGES:
+        raise SlurmGPUError(
+            f"images is set, and model {source.name!r} has the type {kind}, whose heads take no images; those of "
+            f"{' and '.join(sorted(WITH_IMAGES))} do. Remove images, or judge by a rubric."
+        )
+    check_takes_images(source)
 
 
 def _said(source: ModelSource) -> str:

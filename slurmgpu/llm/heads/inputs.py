@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +34,21 @@ class HeadCodec:
     """Converts inputs to tokens.
 
     `cut` cuts texts that exceed the `context`, at their end; else they are errors. `step_end` is put behind each step.
+    Also texts of `marks` in what comes from an item are text.
     """
 
-    def __init__(self, tokenizer: Any, options: EngineOptions, context: int, *, cut: bool, step_end: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: EngineOptions,
+        context: int,
+        *,
+        cut: bool,
+        step_end: str,
+        marks: Collection[str] = (),
+    ) -> None:
         self._tokenizer, self._context, self._cut, self._step_end = tokenizer, context, cut, step_end
-        self._codec = Codec(tokenizer, options, context)
+        self.codec = Codec(tokenizer, options, context, marks)
         self._before, self._after = _own_tokens(tokenizer)
 
     def encode(self, asked: HeadInput) -> Encoded:
@@ -53,6 +63,14 @@ class HeadCodec:
             raise PromptError(f"the text has {len(found.tokens)} tokens, and the model takes {self._context}")
         return found
 
+    def parts(self, asked: HeadInput) -> list[str]:
+        """The texts between marks of a chat with images, which a model's processor gives their tokens."""
+        prompt = asked.prompt
+        text = self.codec.render_chat(
+            _messages(asked, asked.answer), len(prompt.images), behind_examples=not prompt.messages
+        )
+        return self.codec.parts(text)
+
     def _n_tokens(self, asked: HeadInput, prompt: Prompt) -> int:
         return len(self._encode(replace(asked, prompt=prompt)).tokens)
 
@@ -62,12 +80,12 @@ class HeadCodec:
         if asked.second is not None:
             return self._pair(asked, asked.second)
         if asked.chat:
-            return Encoded(asked.id, self._chat_tokens(self._codec.render_chat(_messages(asked, asked.answer))))
+            return Encoded(asked.id, self._chat_tokens(self.codec.render_chat(_messages(asked, asked.answer))))
         return self._single(asked)
 
     def _single(self, asked: HeadInput) -> Encoded:
         text = _with_system(asked)
-        body = self._pieces(self._codec.cut(text))
+        body = self._pieces(self.codec.cut(text))
         room = self._context - len(self._before) - len(self._after)
         n_cut = max(0, len(body) - room) if self._cut else 0
         body = body[: len(body) - n_cut]
@@ -105,7 +123,7 @@ class HeadCodec:
                 quoted.append((length, length + len(step)))
                 answer.append(f"{step}{STEP}{self._step_end}{END}")
                 length += len(answer[-1])
-            text = self._codec.render_chat(_messages(asked, Composed("".join(answer), tuple(quoted))))
+            text = self.codec.render_chat(_messages(asked, Composed("".join(answer), tuple(quoted))))
             tokens: list[int] = []
             ends: list[int] = []
             for piece in re.split(f"({STEP}|{END})", text):
@@ -117,15 +135,15 @@ class HeadCodec:
                 raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
             return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
         bos, end = self._tokenizer.bos_token_id, self._pieces(self._step_end)
-        tokens = [*([] if bos is None else [bos]), *self._pieces(self._codec.cut(_with_system(asked)))]
+        tokens = [*([] if bos is None else [bos]), *self._pieces(self.codec.cut(_with_system(asked)))]
         ends = []
         for step in steps:
-            tokens += [*self._pieces(self._codec.cut(step)), *end]
+            tokens += [*self._pieces(self.codec.cut(step)), *end]
             ends.append(len(tokens) - 1)
         return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
 
     def _chat_tokens(self, text: str) -> tuple[int, ...]:
-        return self._codec.tokens_of((text, True))
+        return self.codec.tokens_of((text, True))
 
     def _pieces(self, text: str) -> list[int]:
         """The tokens of a text with marks, without the tokenizer's own at its ends."""

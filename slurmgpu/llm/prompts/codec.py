@@ -271,11 +271,14 @@ class Codec:
         """A text with marks in what comes from an item and looks like a special token."""
         return self._quotes.cut(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A whole chat as one text with marks, without the beginning of another answer."""
-        return self._chat_text(
-            [{**each, "content": self._quotes.cut(each["content"])} for each in messages], more=False
-        )
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], n_images: int = 0, *, behind_examples: bool = False
+    ) -> str:
+        """A whole chat as one text with marks, without the beginning of another answer; images as in a prompt."""
+        cut: list[Mapping[str, Any]] = [{**each, "content": self._quotes.cut(each["content"])} for each in messages]
+        if n_images:
+            _add_images(cut, n_images, behind_examples=behind_examples)
+        return self._chat_text(cut, more=False)
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], *, more: bool = True) -> str:
         """The template's text of messages; a refused system message goes before the user's first message."""

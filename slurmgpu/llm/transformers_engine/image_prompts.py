@@ -154,14 +154,14 @@ class ImagePrompts:
                 try:
                     images = opened.popleft().result()
                     text, _ = self._codec.render(prompt, answers_at_once=answers_at_once)
-                    yield self._read(self._codec.parts(text), images)
+                    yield self.read(self._codec.parts(text), images)
                 except ItemError as error:
                     yield PromptError(str(error))
                 except PromptError as error:
                     yield error
 
-    def _read(self, parts: Sequence[str], images: Sequence[Any]) -> Shown:
-        """The prompt of texts between marks, one of which has the places of all images."""
+    def read(self, parts: Sequence[str], images: Sequence[Any]) -> Shown:
+        """What the model is shown of texts between marks, one of which has the places of all images."""
         import torch
 
         n_places = [part.count(self._token) for part in parts]

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.settings import TextSettings
+from slurmgpu.llm.settings import PromptSettings
 
 TAKEN = (
     *("revision", "model_files", "trust_remote_code", "engine", "precision", "batch_tokens", "max_context", "chat"),
     "chat_options",
-    *get_type_hints(TextSettings),
+    *get_type_hints(PromptSettings),
 )
 """The settings of models and engines that mean something to a head."""
 
@@ -70,6 +70,17 @@ def check_pair(pair: Sequence[str], cut: bool, settings: Mapping[str, Any]) -> N
         raise SlurmGPUError(
             "truncation_side cuts the longest field of a prompt, and of a pair the second text is cut. Set cut = true, "
             "and remove truncation_side."
+        )
+
+
+def check_images(pair: Sequence[str], cut: bool, steps: str | None, chat: bool | None) -> None:
+    """Refuse what cannot be scored behind images, which only a chat gives their place."""
+    for name, is_set in (("pair", bool(pair)), ("cut", cut), ("steps", steps is not None)):
+        if is_set:
+            raise SlurmGPUError(f"images is set, and so is {name}; a chat alone has images here. Remove one of them.")
+    if not chat:
+        raise SlurmGPUError(
+            "images is set, and only a chat gives images their place. Set chat = true, or answer or messages."
         )
 
 

@@ -9,7 +9,7 @@ from typing_extensions import Required
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.heads.head import Activation
-from slurmgpu.llm.settings import TextModelSettings
+from slurmgpu.llm.settings import PromptedModelSettings
 from slurmgpu.workloads.score.outputs import PathScore
 from slurmgpu.workloads.score.workload import Score
 
@@ -17,7 +17,7 @@ INPUTS = ("prompt", "messages", "pair")
 """The settings of `score` that say what the model is shown; a scorer that has none of them is given its workload's."""
 
 
-class ScorerSettings(TextModelSettings, total=False):
+class ScorerSettings(PromptedModelSettings, total=False):
     """The settings of `score` that a scorer takes; docs/reference/language-models.md describes each."""
 
     model: Required[str]

@@ -15,11 +15,20 @@ from typing_extensions import Unpack
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.steps import split_steps
 from slurmgpu.llm.heads.engine import HeadEngine, HeadScores
-from slurmgpu.llm.heads.head import Activation, Head, HeadInput, HeadKind, has_chat_template, place_head, read_head
+from slurmgpu.llm.heads.head import (
+    Activation,
+    Head,
+    HeadInput,
+    HeadKind,
+    check_head_takes_images,
+    has_chat_template,
+    place_head,
+    read_head,
+)
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.prompts.jinja_templates import template_class
 from slurmgpu.llm.prompts.templates import Last, take
-from slurmgpu.llm.settings import TextModelSettings, prompts_of
+from slurmgpu.llm.settings import PromptedModelSettings, prompts_of
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
@@ -28,7 +37,7 @@ from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
-from slurmgpu.workloads.score.parts import chat_of, check_pair, check_parts, check_settings
+from slurmgpu.workloads.score.parts import chat_of, check_images, check_pair, check_parts, check_settings
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -74,7 +83,7 @@ class Score(LanguageModelWorkload):
         pattern: str | None = None,
         reference: str | None = None,
         keep: Sequence[str] = (),
-        **settings: Unpack[TextModelSettings],
+        **settings: Unpack[PromptedModelSettings],
     ) -> None:
         check_settings(settings)
         check_parts(prompt, messages, answer, pair, steps, choices)
@@ -101,6 +110,8 @@ class Score(LanguageModelWorkload):
                 "cut cuts the end of a text or of a pair's second text; an answer without its end would "
                 "be another one. Remove cut, or score the text by prompt alone."
             )
+        if "images" in settings:
+            check_images(pair, cut, steps, self._chat)
         self._cut, self._truncates = cut, "truncation_side" in settings
         self.use_model(model, settings)
         self._head = self._read_head(labels, activation)
@@ -208,6 +219,7 @@ class Score(LanguageModelWorkload):
                 "score spreads a model's layers over the GPUs of one process on one node; remove processes, or give "
                 "each task the GPUs of one node."
             )
+        self._check_image_folder()
         lines = place_head(self.options, share.gpus, share.gpu_memory)
         self.check_head()
         return Placement("one", lines)
@@ -216,6 +228,8 @@ class Score(LanguageModelWorkload):
         """Refuse a model without a head of the kind that is needed, or without the chat template that is."""
         # The head is read even where the plan has its labels: a model of another kind must not be queued.
         read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
+        if self.options.images:
+            check_head_takes_images(self.options.model)
         if self._chat and has_chat_template(self.options.model) is False:
             raise self._without_template()
 
