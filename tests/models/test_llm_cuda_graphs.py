@@ -21,7 +21,7 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.batching import MOST_ROWS, Load
+from slurmgpu.llm.interface.batching import MOST_ROWS, Load, n_that_fit
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, Structure
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
@@ -176,6 +176,26 @@ def test_a_row_that_has_ended_moves_on_no_further_than_it_may(folder):
     asked = [Request(i, Prompt("1" * 40), Sampling(max_tokens=2 if i < 7 else 50)) for i in range(64)]
     assert answers(ours, asked) == answers(engine(folder(), batch_tokens=64 * 96), asked)
     assert {columns for rows, columns in ours._decodings.slots._frames if rows == 64} == {64, 96}
+
+
+def test_answers_that_are_asked_for_before_others_are_taken_have_rows_of_their_own(folder):
+    ours, asked = in_slots(folder()), requests(12, temperature=1.0)
+    first = ours.generate(asked)
+    found = {output.id: output.tokens.tolist() for output in itertools.islice(first, 2)}
+    expected = answers(engine(folder()), asked)
+    assert answers(ours, asked) == expected
+    found |= {output.id: output.tokens.tolist() for output in first}
+    assert found == {number: answer[0] for number, answer in expected.items()}
+    assert ours._decodings.uses_slots
+
+
+def test_no_load_is_planned_for_which_the_slots_have_no_room(folder):
+    """The budget of a batch that goes on may grow."""
+    ours = engine(folder())
+    rows = SlotRows(Slots(ours._prefill.read([(5, 6)], 9), 800, EagerRunner()), ours._prefill, 2048)
+    assert rows.size(Load(8, 60, 36)) == 8 * 96
+    assert n_that_fit(Load(7, 60, 60), [(60, 60)], 2000, rows.size)[0] == 0
+    assert n_that_fit(Load(3, 60, 60), [(60, 60)], 2000, rows.size)[0] == 1
 
 
 def test_what_a_row_leaves_behind_reaches_no_other(folder):

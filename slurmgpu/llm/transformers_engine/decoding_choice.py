@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ class DecodingChoice:
         self.not_compiled: str | None = None
         """Why steps are not compiled, if the settings ask for it."""
         self._slots: Slots | None = None
+        self._rows: weakref.ref[SlotRows] | None = None
+        """The rows that are in the slots, while their batch goes on."""
 
     @property
     def uses_slots(self) -> bool:
@@ -157,12 +160,15 @@ class DecodingChoice:
 
         `most` are the most tokens of each answer.
         """
-        if self._make_runner is None or tokens_of(load) > self._budget.tokens:
+        # Whoever asks for more answers before having taken the first ones has two batches that go on.
+        is_taken = self._rows is not None and self._rows() is not None
+        if self._make_runner is None or is_taken or tokens_of(load) > self._budget.tokens:
             return GrowingRows(read, self._prefill, self._loaded.context)
         if self._slots is None or self._slots.n_tokens < self._budget.tokens:
             self._slots = None  # its memory, before there are others
             self._slots = Slots(read, self._budget.tokens, self._make_runner())
         found = SlotRows(self._slots, self._prefill, self._loaded.context)
+        self._rows = weakref.ref(found)
         found.join(read, most)
         return found
 

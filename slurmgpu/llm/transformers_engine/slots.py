@@ -7,6 +7,7 @@ columns x dimension numbers of a flat tensor.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -179,8 +180,9 @@ class SlotRows:
         return max(self._ends)
 
     def size(self, load: Load) -> int:
-        """The tokens of the cache that a load takes."""
-        return tokens_of(load)
+        """The tokens of the cache that a load takes; more than any budget where it has no room in the slots."""
+        found = tokens_of(load)
+        return found if found <= self._slots.n_tokens else sys.maxsize
 
     def step(self, latest: Tensor) -> Tensor:
         """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
