@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -50,12 +51,13 @@ class SpareWorker:
         return self._started
 
     def drop(self) -> None:
-        """End it: there is no work for it."""
+        """End it: there is no work for it, and nothing that it could lose."""
         process = self._started.process
+        process.kill()
+        process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
-        process.wait()
 
 
 def fork_worker(run: Run, attempt: Attempt) -> SpareWorker | None:
@@ -75,29 +77,36 @@ def fork_worker(run: Run, attempt: Attempt) -> SpareWorker | None:
         orders, to_worker = os.pipe()
         from_worker, events = os.pipe()
         former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNUMS)
-        if (pid := fork()) == 0:
-            os.close(to_worker)
-            os.close(from_worker)
+        try:
+            pid = fork()
+        except OSError as error:
+            log.warning("the worker will be a program, as this process cannot be forked: %s", error)
+            pid = None
+        if pid == 0:
             for number, stream in enumerate((orders, events, file.fileno())):
                 os.dup2(stream, number)
-            os.close(orders)
-            os.close(events)
+            for fd in (orders, to_worker, from_worker, events):
+                os.close(fd)
             file.close()
-            _work(run.folder)
+            _work(run.folder, former)
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
     os.close(orders)
     os.close(events)
+    if pid is None:
+        os.close(to_worker)
+        os.close(from_worker)
+        return None
     return SpareWorker(Fork(pid, open(to_worker, "wb", 0), open(from_worker, "rb", 0)), log_path, log_start)
 
 
-def _work(folder: Path) -> NoReturn:
+def _work(folder: Path, mask: Iterable[int]) -> NoReturn:
     """Be a worker, as if `Launcher.worker` had started it."""
     os.setsid()
     for signum in SIGNUMS:
         handler = signal.getsignal(signum)
         signal.signal(signum, signal.SIG_IGN)  # drops what came for the task and its group
         signal.signal(signum, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     prctl(PR_SET_NAME, NAME)
     os.environ.update(OWN_ENVIRON, PYTHONPATH=own_python_path())
     if not getattr(sys.flags, "safe_path", False):
