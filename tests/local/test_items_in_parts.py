@@ -114,9 +114,7 @@ def test_several_tasks_compute_one_item_and_the_rows_are_those_of_one(divided, s
     assert not (folder / "run" / "parts").exists()
     outcome = report(folder)
     assert (outcome["complete"], outcome["n_items"], outcome["n_rows"], outcome["failures"]) == (True, 2, 2, {})
-    assert [attempt["reason"] for attempt in outcome["attempts"]] == ["complete"] * 6 or {
-        attempt["reason"] for attempt in outcome["attempts"]
-    } <= {"complete", "others"}
+    assert {attempt["reason"] for attempt in outcome["attempts"]} <= {"complete", "others"}
     check_ledger(outcome)
     assert sum(attempt["spent"]["useful"] > 0 for attempt in outcome["attempts"]) == 6
 
