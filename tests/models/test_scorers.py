@@ -380,3 +380,14 @@ def test_a_scorer_computes_beside_any_engine_and_leaves_transformers_the_memory_
         process_model, [{"q": "47+85", "s": s} for s in ("it is 3", "7+5=12\n132")], prompt="{q}", steps="s"
     )
     np.testing.assert_allclose(row["scores"], [each["score"] for each in expected], atol=1e-5)
+
+
+def test_a_model_with_a_head_that_is_set_as_the_judges_model_is_told_scorer(reward_model, tmp_path):
+    said = "does not generate text; .* by judge with scorer in place of model"
+    with pytest.raises(SlurmGPUError, match=said):
+        Judge(model=reward_model).place(Share(0))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForProcessRewardModel"]})
+    )
+    with pytest.raises(SlurmGPUError, match=said):
+        Judge(model=str(tmp_path)).place(Share(0))

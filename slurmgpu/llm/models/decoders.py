@@ -13,7 +13,7 @@ GENERATES = re.compile(r"CausalLM|LMHead|ConditionalGeneration|Decoder")
 
 OTHER_HEADS = re.compile(
     "For(MaskedLM|PreTraining|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|"
-    "NextSentencePrediction|ImageClassification|CTC)$"
+    "NextSentencePrediction|ImageClassification|CTC|RewardModel|ProcessRewardModel)$"
 )
 
 ENCODERS = (
@@ -56,8 +56,9 @@ def check_decoder(source: ModelSource) -> None:
     if kind in ENCODERS or (named and all(OTHER_HEADS.search(name) for name in named)):
         raise SlurmGPUError(
             f"model {source.name!r} is a {' and '.join(named) or kind} by its config.json, which does not generate "
-            f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. For "
-            f"vectors of texts use the workload embed."
+            f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. What "
+            f"a trained head says of texts is computed by score, and by judge with scorer in place of model; vectors "
+            f"of texts by embed."
         )
 
 
