@@ -24,8 +24,10 @@ from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
+from slurmgpu.workloads.score.workload import Score
 from tests.support.byte_models import THINKING, make_byte_llama
 from tests.support.runs import datasets, kill_workers, published, start, wait_until, workers
+from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import CHARACTERS, make_llama, make_qwen3, sentence, sum_steps
 from tests.vllm.conftest import open_on_cpu
 
@@ -209,6 +211,20 @@ def test_collect_depends_on_item_and_seed_alone_and_values_right_steps_more(monk
             for n_steps, node in enumerate(path["nodes"], 1):
                 (right if path["steps"][:n_steps] == wanted[:n_steps] else wrong).append(row["values"][node])
     assert np.mean(right) > np.mean(wrong) + 0.4
+
+
+def test_a_process_reward_model_scores_the_steps_of_its_paths_beside_it(monkeypatch, vllm, wide_adder, tmp_path):
+    head = str(make_head(tmp_path, task="TokenClassification"))
+    [(a, b)] = sums(1)
+    settings = {"precision": "fp32", "activation": "none"}
+    asked = {"prompt": "{question}=", "temperature": 1.6, "max_tokens": 40, "paths": 4}
+    workload = loaded(monkeypatch, vllm, Collect, wide_adder, scorer={"model": head, **settings}, **asked)
+    [row] = workload([Item(0, {"question": f"{a}+{b}", "answer": a + b}, 5)])
+    alone = Score(model=head, prompt="{q}=", steps="s", **settings)
+    alone.load(TaskContext("cpu", 0, Path()))
+    for path, score in zip(row["paths"], row["scores"], strict=True):
+        [wanted] = alone([Item(0, {"q": f"{a}+{b}", "s": path["steps"]})])
+        assert score == pytest.approx(wanted["score"], abs=1e-4)
 
 
 # Runs
