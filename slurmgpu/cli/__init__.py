@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from slurmgpu.util import early_signals
+from slurmgpu.util import early_signals, standard_streams
 
 ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
 TO_DO = {
@@ -32,6 +32,7 @@ WATCHING = {"--watch", "-w"}
 
 def main() -> None:
     """The console script; docs/reference/cli.md lists the exit codes."""
+    standard_streams.open_missing()
     if sys.argv[1:2] == ["task"]:
         early_signals.remember()
     from slurmgpu.cli.app import app

@@ -84,11 +84,6 @@ class Finder(MetaPathFinder):
             return None
         return importlib.util.spec_from_file_location(fullname, file.path, loader=_Loader(fullname, file))
 
-    def has_other(self, name: str, path: str) -> bool:
-        """Whether the snapshot has a module of this name, and of another file."""
-        file = self._by_name.get(name)
-        return file is not None and file.path != path
-
     def as_submitted(self, path: Path) -> Path:
         """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
         file = self.by_path.get(str(path))
@@ -142,16 +137,8 @@ def _finder(run: Path, digest: str) -> Finder:
 
 
 def use(run: Path, digest: str) -> None:
-    """Import the user's modules from a run's snapshot from now on, also in spawned processes.
-
-    A module of the snapshot goes before one of its name that this process has imported already: a fork of a task has
-    more of Python's modules than a worker needs, such as `calendar` and `resource`.
-    """
-    finder = _finder(run, digest)
-    for name, path in _files_of_modules().items():
-        if name != "__main__" and finder.has_other(name, path):
-            del sys.modules[name]
-    _install(finder)
+    """Import the user's modules from a run's snapshot from now on, also in spawned processes."""
+    _install(_finder(run, digest))
     os.environ[ENVIRON] = str(run / snapshots.FOLDER / digest)
 
 

@@ -36,7 +36,10 @@ class Local(Here):
             )
 
     def import_ahead(self, n_slots: int) -> None:
-        """Import what slots, tasks and workers need."""
+        """Import what slots, tasks and workers need.
+
+        libhdf5 then locks no file in this process either, which merges: they rename whole files into place.
+        """
         # Read when OpenBLAS and libhdf5 are loaded. The first is what a slot sets for its worker.
         own = {"OMP_NUM_THREADS": str(n_threads_of(n_slots)), **OWN_ENVIRON}
         added = own.keys() - os.environ.keys()

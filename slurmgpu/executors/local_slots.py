@@ -24,6 +24,7 @@ from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.submissions import Submission, job_here
+from slurmgpu.util import standard_streams
 from slurmgpu.util.forks import Fork
 from slurmgpu.util.shared_files import retried
 
@@ -65,6 +66,7 @@ def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_here(submission.executor, submission.submission)
     make_steady()
+    standard_streams.open_missing()
     executor = _Executor(run.logs)
     executor._throttling = 0.0  # seconds between two submissions, for the sake of Slurm
     slots = gpu_ids(submission)

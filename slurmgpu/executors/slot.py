@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -37,6 +38,8 @@ from slurmgpu.util.forks import Fork, fork, leave  # noqa: E402
 from slurmgpu.util.prctl import PR_SET_NAME, prctl  # noqa: E402
 from slurmgpu.util.shared_files import retried  # noqa: E402
 
+log = logging.getLogger(__name__)
+
 NAME, TASK_NAME = b"slurmgpu slot", b"slurmgpu task"
 """The names of these processes for ps and top; the arguments of a fork are its parent's."""
 
@@ -48,16 +51,26 @@ def fork_slots(n: int) -> Callable[[], NoReturn] | None:
     """Fork slots that wait for `begin_slot`; in such a fork, what it is to do. Without threads only."""
     if threading.active_count() > 1:
         return None  # the slots will be programs
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNUMS)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNUMS)
     for _ in range(n):
         orders, told = os.pipe()
-        if (pid := fork()) == 0:
-            for other in (told, *(each.stdin.fileno() for each in _waiting if each.stdin is not None)):
-                os.close(other)
+        try:
+            pid = fork()
+        except OSError as error:
+            log.warning("slots will be programs, as this process cannot be forked: %s", error)
+            os.close(orders)
+            os.close(told)
+            break
+        if pid == 0:
+            os.close(told)
+            for other in _waiting:  # its siblings, which are not its own to begin
+                assert other.stdin is not None
+                other.stdin.close()
+            _waiting.clear()
             return lambda: _wait_as_slot(orders)
         os.close(orders)
         _waiting.append(Fork(pid, stdin=open(told, "wb", 0)))  # noqa: SIM115 - closed once it is told
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, former)
     return None
 
 
@@ -74,6 +87,7 @@ def begin_slot(slot: Fork, folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def _wait_as_slot(orders: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a slot that is a program; its task has a handler
     prctl(PR_SET_NAME, NAME)
     with open(orders, "rb") as pipe:
         told = pipe.read()
@@ -111,6 +125,7 @@ def run_slot(folder: Path) -> NoReturn:
     signal.signal(signal.SIGTERM, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
     code = Fork(pid).wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its pid may be another process's from now on
     leave(code if code >= 0 else 128 - code)
 
 

@@ -34,6 +34,30 @@ NAME = b"slurmgpu worker"
 """The name of its process, for ps and top; its arguments are those of the task."""
 
 
+ONLY_OF_TASKS = frozenset(
+    {
+        "_asyncio",
+        "_socket",
+        "_ssl",
+        "array",
+        "asyncio",
+        "calendar",
+        "email",
+        "grp",
+        "quopri",
+        "resource",
+        "socket",
+        "socketserver",
+        "ssl",
+        "submitit",
+        "tarfile",
+        "typing_extensions",
+        "zipfile",
+    }
+)
+"""Modules, by their packages, that a task has imported and a worker has not: the user may have some of these names."""
+
+
 class SpareWorker:
     """A forked worker that waits for its assignment."""
 
@@ -114,6 +138,8 @@ def _work(folder: Path, mask: Iterable[int]) -> NoReturn:
     sys.path[:] = [HOME, *(path for path in sys.path if path != HOME)]
     if numpy_random := sys.modules.get("numpy.random"):  # which NumPy imports when it is first used
         numpy_random.seed()  # as in a process of its own; Python's random does so by itself
+    for name in [name for name in sys.modules if name.partition(".")[0] in ONLY_OF_TASKS]:
+        del sys.modules[name]
     try:
         module = importlib.import_module(WORKER)
         sys.modules["__main__"] = module  # for processes that the workload spawns

@@ -90,6 +90,7 @@ def fork() -> int:
 def leave(code: int) -> NoReturn:
     """End a process that has run nothing of the user's: that Python takes modules apart takes as long as ten forks."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: the process was started without it
+            stream.flush()
     os._exit(code)

@@ -1,10 +1,12 @@
 """Slots, tasks and their first workers are forks: they find what programs find, and none outlives its purpose."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from submitit.core.utils import DelayedSubmission
@@ -59,10 +61,15 @@ def test_a_worker_that_is_a_fork_finds_what_one_that_was_started_finds(tmp_path)
             "levels": [logging.getLogger().level, len(logging.getLogger().handlers)],
             "threads": threading.active_count(),  # of OpenBLAS there are some once a fork needs them
         }
-        return {"seen": found, "own": [os.getpid(), np.random.random()]}
+        modules = sorted({name.partition(".")[0] for name in sys.modules})
+        return {"seen": found, "own": [os.getpid(), np.random.random()], "modules": modules}
 
     run = slurmgpu.map(
-        surroundings, range(3), columns={"seen": "json", "own": "json"}, run_dir=tmp_path / "run", **HERE
+        surroundings,
+        range(3),
+        columns=dict.fromkeys(("seen", "own", "modules"), "json"),
+        run_dir=tmp_path / "run",
+        **HERE,
     )
     rows = list(run.rows())
     run.wait()
@@ -72,6 +79,7 @@ def test_a_worker_that_is_a_fork_finds_what_one_that_was_started_finds(tmp_path)
     assert by_fork["seen"] == by_program["seen"]
     assert by_fork["seen"]["main"] == "slurmgpu.worker.main"
     assert not set(by_fork["own"]) & set(by_program["own"])
+    assert {*by_fork["modules"]} - {*by_program["modules"]} == set()
 
 
 SCRIPT = """
@@ -81,12 +89,39 @@ print([row["result"] for row in run.rows()])
 """
 
 
+MINE = """
+import importlib, random, resource
+def triple(n) -> int:
+    assert 0 <= random.random() < 1
+    return resource.FACTOR * importlib.import_module("calen" + "dar").ONE * n
+"""
+
+
 def test_a_module_of_the_users_goes_before_one_of_pythons_that_only_a_fork_has_imported(tmp_path):
     (tmp_path / "resource.py").write_text("FACTOR = 3\n")
-    (tmp_path / "mine.py").write_text("import resource\ndef triple(n) -> int:\n    return resource.FACTOR * n\n")
+    (tmp_path / "calendar.py").write_text("ONE = 1\n")
+    (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "[3, 6]\n", done.stderr
+
+
+def test_a_module_that_every_worker_has_imported_goes_before_one_of_the_users(project, slurmgpu):
+    folder = project(16)
+    (folder / "random.py").write_text("no = 'uniform'\n")
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(f"import random\nassert random.uniform\n{source}")
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    assert json.loads((folder / "run" / "report.json").read_text())["complete"]
+
+
+def test_a_run_that_is_started_without_standard_streams_is_computed(project):
+    folder = project(16)
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "slurmgpu"]
+    done = subprocess.run([*closed, "submit", "--executor", "local", "--gpus", "0"], cwd=folder)
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert (done.returncode, report["complete"], report["worker_deaths"]) == (0, True, {})
+    assert (folder / "run" / "logs" / "local1_0.0.log").read_text()
 
 
 SPARE = """
@@ -128,6 +163,24 @@ if (work := slot.fork_slots(2)) is not None:
 print(*(each.pid for each in slot._waiting), flush=True)
 sys.stdin.readline()
 """
+
+
+def test_a_slot_that_waits_does_not_end_by_an_interrupt_of_its_group():
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        wait_until(lambda: all(map(ignores_sigint, pids)), "the slots to be ready")
+        assert [is_there(pid) for pid in pids] == [True, True]
+        process.communicate("\n")
+
+
+def ignores_sigint(pid):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [mask] = [int(line.split()[1], 16) for line in lines if line.startswith("SigIgn")]
+    return mask >> (signal.SIGINT - 1) & 1
 
 
 def test_slots_that_were_forked_for_nothing_end_with_the_process_that_submits():
