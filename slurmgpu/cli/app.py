@@ -360,7 +360,8 @@ def export(
 ) -> None:
     """Write the rows as JSONL, CSV, Parquet, a Hugging Face data set or tensors.
 
-    Of a run at work, the rows that are published. Says how many items have none.
+    Of a run at work, the rows that are published. Says how many items have none. Of the folder of a sweep, the rows of
+    all runs beside the values that vary, as JSONL or CSV.
 
     \b
       slurmgpu export runs/judge -o scores.parquet
@@ -368,12 +369,16 @@ def export(
       slurmgpu export runs/judge -o both.csv --with-items     beside the fields of the items
       slurmgpu export runs/judge -o scores --format hf        for datasets.load_dataset("scores")
     """  # noqa: D301
-    from slurmgpu.cli.commands.export import export_rows
+    from slurmgpu.cli.commands.export import export_rows, export_sweep_rows
 
     if (output is None) == (file is None):
         raise SlurmGPUError(f"Name one file to write: slurmgpu export {folder} -o rows.csv, or - for standard output.")
+    target, names = output or file or Path(), options.names(columns)
+    if options.runs_of_sweep(folder) is not None:
+        export_sweep_rows(folder, target, file_format, names, where, with_items=with_items)
+        return
     run = options.open_run(folder, trust=trust)
-    export_rows(run, output or file or Path(), file_format, options.names(columns), where, with_items=with_items)
+    export_rows(run, target, file_format, names, where, with_items=with_items)
 
 
 @app.command()

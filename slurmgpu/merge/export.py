@@ -14,10 +14,10 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,19 @@ class Exported:
     said: str | None = None
     n_missing: int = 0
     problems: Sequence[str] = ()
+
+
+class PlainRows(Protocol):
+    """Rows as JSON values, or as cells of CSV: of one run, beside its items, or of several runs."""
+
+    @property
+    def columns(self) -> Iterable[str]:
+        """The names of the values of each row."""
+        ...
+
+    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+        """The rows, in the order of `columns`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -204,9 +217,7 @@ def _written(rows: RunRows | FileRows, write: Callable[[Selection], int], chosen
     return _exported(rows, write(selection), selection)
 
 
-def _written_in_lines(
-    rows: RunRows | FileRows, write: Callable[[Selection | BesideItems], int], chosen: Choice
-) -> Exported:
+def _written_in_lines(rows: RunRows | FileRows, write: Callable[[PlainRows], int], chosen: Choice) -> Exported:
     if not chosen.reads_items:
         if isinstance(rows, RunRows):
             refuse_bare_fields(rows.run, chosen.columns, stored_columns(rows.columns))
@@ -223,7 +234,7 @@ def _exported(rows: RunRows | FileRows, n_rows: int, selection: Selection | Besi
     return Exported(n_rows)
 
 
-def _write_jsonl(selection: Selection | BesideItems, file: IO[bytes]) -> int:
+def _write_jsonl(selection: PlainRows, file: IO[bytes]) -> int:
     n_rows = 0
     for row in selection.plain_rows(BLOCK_BYTES):
         line = json.dumps(dict(zip(selection.columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
@@ -232,7 +243,7 @@ def _write_jsonl(selection: Selection | BesideItems, file: IO[bytes]) -> int:
     return n_rows
 
 
-def _write_csv(selection: Selection | BesideItems, file: IO[bytes]) -> int:
+def _write_csv(selection: PlainRows, file: IO[bytes]) -> int:
     """RFC 4180. Numbers and text are written plainly, others as JSON, null as empty, errors by their first line."""
     text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
     writer, names = csv.writer(text), list(selection.columns)
@@ -341,7 +352,7 @@ def _beside(merged: Merged, name: str) -> dict[str, Any]:
     return found if is_same else {}
 
 
-LINE_FORMATS: Mapping[str, Callable[[Selection | BesideItems, IO[bytes]], int]] = {
+LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
 }

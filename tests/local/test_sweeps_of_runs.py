@@ -43,6 +43,27 @@ def test_one_submit_computes_a_run_for_each_combination(swept, slurmgpu):
         [names[1], "6", "of", "6", "1"],
     ]
     assert "is the folder of a sweep, with 4 runs" in slurmgpu("show", "run", cwd=swept, expect=2).stderr
+    # All rows stand in one table, beside what varies.
+    (swept / "run" / names[0] / "merged.h5").unlink()
+    (swept / "run" / names[0] / "shards" / "00000.h5").unlink()
+    done = slurmgpu("export", "run", "-o", "-", cwd=swept, expect=0)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    there = {name: [row["index"] for row in rows if row["run"] == name] for name in names}
+    assert list(there.values()) == [there[names[0]], [*range(6)], [*range(5)], [*range(5)]]
+    assert 0 not in there[names[0]]
+    assert f"Runs are incomplete: {6 - len(there[names[0]])} item" in done.stderr
+    assert rows[-1]["input"] == "others.jsonl"
+    assert rows[-1]["faults"] == {"2": "exception"}
+    [failed] = [row for row in rows if row["error"] and row["input"] == "items.jsonl"]
+    assert (failed["index"], failed["faults"]) == (2, {"2": "exception"})
+    slurmgpu(
+        "export", "run", "all.csv", "--columns", "run,index,input", "--where", "error is not None", cwd=swept, expect=0
+    )
+    assert (swept / "all.csv").read_text().splitlines() == [
+        "run,index,input", "items_faults-1,2,items.jsonl", "others_faults-1,2,others.jsonl",
+    ]  # fmt: skip
+    assert "as jsonl or csv, not as 'pt'" in slurmgpu("export", "run", "a.pt", cwd=swept, expect=2).stderr
+    assert "no column 'inputs'" in slurmgpu("export", "run", "a.csv", "--columns", "inputs", cwd=swept, expect=2).stderr
 
 
 def test_runs_that_are_there_stay_and_only_the_others_are_submitted(swept, slurmgpu):

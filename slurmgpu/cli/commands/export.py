@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from slurmgpu.cli.console import result, say
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.export import FOLDERS, FORMATS, export, export_to
+from slurmgpu.merge.sweep_export import export_sweep
 from slurmgpu.run.directory import Run
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import is_file, status_of
@@ -18,19 +20,47 @@ def export_rows(
     run: Run, output: Path, file_format: str | None, columns: Sequence[str], where: str | None, *, with_items: bool
 ) -> None:
     """Write the rows that a run has to a file, or to standard output for `-`, and say what is missing."""
-    chosen = file_format or ("jsonl" if str(output) == "-" else output.suffix.removeprefix("."))
-    if not chosen:
-        raise SlurmGPUError(f"{output} has no suffix that tells its format: give one, as {output}.csv, or --format.")
+    chosen = _format(output, file_format)
     if chosen not in (known := [*FORMATS, *run.plan.exports]):
         raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
-    if chosen not in FOLDERS and status_of(output) is not None and not is_file(output):
-        raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
+    if chosen not in FOLDERS:
+        _refuse_no_file(output)
     if str(output) == "-":
         exported = export_to(run, chosen, sys.stdout.buffer, columns, where, with_items=with_items)
     else:
         exported = export(run, chosen, output, columns, where, with_items=with_items)
         result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
     tell_missing(run, exported.n_missing, exported.problems)
+
+
+def export_sweep_rows(
+    folder: Path, output: Path, file_format: str | None, columns: Sequence[str], where: str | None, *, with_items: bool
+) -> None:
+    """Write the rows that the runs of a sweep have to one file, or to standard output for `-`."""
+    if with_items:
+        raise SlurmGPUError("--with-items is for one run; of a sweep name fields as item.FIELD among --columns.")
+    _refuse_no_file(output)
+    where_to = sys.stdout.buffer if str(output) == "-" else output
+    exported = export_sweep(folder, _format(output, file_format), where_to, columns, where)
+    if str(output) != "-":
+        result(f"{output}: {count_of(exported.n_rows, 'row')}")
+    for problem in exported.problems:
+        say(problem)
+    if exported.n_missing:
+        typed = shlex.quote(str(folder))
+        say(f"Runs are incomplete: {count_of(exported.n_missing, 'item')} without a row. slurmgpu status {typed}")
+
+
+def _format(output: Path, given: str | None) -> str:
+    chosen = given or ("jsonl" if str(output) == "-" else output.suffix.removeprefix("."))
+    if not chosen:
+        raise SlurmGPUError(f"{output} has no suffix that tells its format: give one, as {output}.csv, or --format.")
+    return chosen
+
+
+def _refuse_no_file(output: Path) -> None:
+    if status_of(output) is not None and not is_file(output):
+        raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
 
 
 def tell_missing(run: Run, n_missing: int, problems: Sequence[str] = ()) -> None:
