@@ -359,6 +359,9 @@ def test_scores_that_differ_are_measured_by_their_range():
     assert miss(without, without + 0.5) == 0.5
     assert miss(without, without.nan_to_num()) == torch.inf
     assert miss(wanted, wanted * torch.nan) == torch.inf
+    many = wanted.repeat(50, 1)
+    many[77, 2] += 0.1
+    assert miss(wanted.repeat(50, 1), many) == pytest.approx(0.02)
 
 
 # What goes wrong later
