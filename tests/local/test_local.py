@@ -424,7 +424,7 @@ def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, 
     assert report(folder)["ledger"]["repeated"] == 0
     refused = slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=2).stderr
     assert "has every shard, and no item failed" in refused
-    assert f"submit again with --extend {folder / 'run'}" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert f"submit again by --extend {folder / 'run'}" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     assert read_status(Run.open(folder / "run"))["n_errors"] == 0
 
 

@@ -59,7 +59,7 @@ def test_they_equal_those_of_the_run_of_all_items(folder, key):
 
 
 def test_they_are_followed_while_the_run_is_at_work(folder, monkeypatch):
-    def one_look(run):
+    def one_look(run, pause):
         yield
         raise AssertionError("rows that are published were left for later")
 
