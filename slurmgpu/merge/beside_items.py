@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,8 @@ from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.selection import Selection, Source
 from slurmgpu.run.directory import Run
 from slurmgpu.util.json_values import json_value
+
+log = logging.getLogger(__name__)
 
 PREFIX = "item."
 _AT_ONCE = 256
@@ -73,8 +76,12 @@ def refuse_bare_fields(run: Run, names: Sequence[str], known: Collection[str]) -
     unknown = next((name for name in names if name not in known), None)
     if unknown is None:
         return
-    with open_items(run) as read:
-        first = _data(read, run.plan.indices(0, 1))[0]
+    try:
+        with open_items(run) as read:
+            first = _data(read, run.plan.indices(0, 1))[0]
+    except (OSError, SlurmGPUError, ValueError) as error:
+        log.info("the input does not tell whether %s is one of its fields: %s", unknown, error)
+        return  # the caller says that there is no such column
     if unknown in first:
         raise SlurmGPUError(f"There is no column {unknown!r}; the field of the items is {PREFIX}{unknown}.")
 

@@ -118,19 +118,29 @@ def export(
 def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Exported:  # noqa: A002
     if format in FOLDERS:
         _refuse_used(output)
-    with _opened(source) as rows, beside(output) as partial:
-        if format in FOLDERS:
-            _refuse_items(chosen, format)
-            partial.mkdir()
-            exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), chosen)
-        else:
+    with _opened(source) as rows:
+        if format not in FOLDERS:
             write = _writer(rows, format, chosen)
-            with open(partial, "wb") as file:
-                exported = write(file)
-                file.flush()
-                os.fsync(file.fileno())
+            exported = write_whole(output, write)
             if format == "pt" and rows.merged is not None:
                 write_json(output.with_name(f"{output.name}.json"), _about(rows.merged))
+            return exported
+        _refuse_items(chosen, format)
+        with beside(output) as partial:
+            partial.mkdir()
+            exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), chosen)
+            replace(partial, output)
+    fsync_dir(output.parent)
+    return exported
+
+
+def write_whole(output: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
+    """Write a file that appears whole or not at all, by a function of the open file."""
+    with beside(output) as partial:
+        with open(partial, "wb") as file:
+            exported = write(file)
+            file.flush()
+            os.fsync(file.fileno())
         replace(partial, output)
     fsync_dir(output.parent)
     return exported

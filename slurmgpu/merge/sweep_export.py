@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +10,14 @@ from typing import IO, Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.merge.beside_items import PREFIX, BesideItems
-from slurmgpu.merge.export import LINE_FORMATS, Exported
+from slurmgpu.merge.export import LINE_FORMATS, Exported, write_whole
 from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import values_of_runs
 from slurmgpu.shards.columns import columns_from_json, stored_columns
-from slurmgpu.util.atomic_files import beside, fsync_dir
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, replace, retried
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 
 RUN = "run"
 """The column of the runs' names."""
@@ -42,17 +40,10 @@ def export_sweep(
         return _written(folder, format, output, columns, where)
     target = output
 
-    def write() -> Exported:
-        with beside(target) as partial:
-            with open(partial, "wb") as file:
-                exported = _written(folder, format, file, columns, where)
-                file.flush()
-                os.fsync(file.fileno())
-            replace(partial, target)
-        fsync_dir(target.parent)
-        return exported
+    def write(file: IO[bytes]) -> Exported:
+        return _written(folder, format, file, columns, where)
 
-    return retried(lambda: cause_raised(write), BRIEF_PATIENCE_S)
+    return retried(lambda: cause_raised(lambda: write_whole(target, write)), BRIEF_PATIENCE_S)
 
 
 def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str], where: str | None) -> Exported:  # noqa: A002
