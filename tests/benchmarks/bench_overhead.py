@@ -113,7 +113,7 @@ def judge_fit(sizes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> boo
         print(f"squeue and scancel, which a task calls on Slurm (private test cluster): {slurm_s:.2f} s more a task")
     results = (
         judge("a task", float(task_s) + (slurm_s or 0.0), 1.0, " s"),
-        judge("a shard", float(shard_s) * 1e3, 5.0, " ms"),
+        judge("a shard", float(shard_s) * 1e3, 2.0, " ms"),
         judge("an item", float(item_s) * 1e6, 20.0, " us"),
     )
     return all(results)
