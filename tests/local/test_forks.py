@@ -234,6 +234,11 @@ def test_a_fork_is_waited_for_as_a_program_is():
     fork.terminate()  # it has ended: no other process gets the signal
 
 
+@pytest.mark.parametrize("plan", [{"processes": "per-gpu"}, {"environ": {"MALLOC_ARENA_MAX": "1"}}])
+def test_ranks_and_workers_with_variables_of_their_own_are_programs(tmp_path, plan):
+    assert fork_worker(planned_run(tmp_path / "run", **plan), Attempt("7", 0)) is None
+
+
 def test_without_room_for_a_fork_the_worker_is_a_program(tmp_path, monkeypatch):
     def refuse():
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
