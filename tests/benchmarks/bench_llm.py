@@ -12,6 +12,7 @@ counts.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -44,25 +45,25 @@ VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 Arms = Mapping[str, Callable[[], Any]]
 
 
-class Vllm:
-    """vLLM in a process of its own, which answers one call after the other."""
+class Arm:
+    """A process that answers one call after the other, in lines of JSON."""
 
-    def __init__(self, python: Path, folder: Path) -> None:
-        script = Path(__file__).with_name("vllm_arm.py")
-        self._process = subprocess.Popen(
-            [python, script, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, *command: str | Path) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.seconds = 0.0
         """The CPU-seconds of the last call."""
 
-    def tokens(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        """Greedy tokens of each prompt."""
-        pairs = zip(prompts, lengths, strict=True)
-        return self._ask([[prompt, length, None] for prompt, length in pairs])
-
-    def scores(self, prompts: Sequence[list[int]], choices: Sequence[int]) -> Any:
-        """Log-probabilities of tokens after each prompt: (prompt, choice)."""
-        return np.array(self._ask([[prompt, 1, list(choices)] for prompt in prompts]))
+    def ask(self, work: Any) -> Any:
+        """What it found for a piece of work."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(work), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an arm ended with exit code {self._process.wait()}; its errors are above")
+        answer = json.loads(line)
+        self.seconds = answer["seconds"]
+        return answer["found"]
 
     def close(self) -> None:
         """End the process."""
@@ -70,21 +71,32 @@ class Vllm:
         self._process.stdin.close()
         self._process.wait()
 
-    def _ask(self, work: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(work), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM's process ended with exit code {self._process.wait()}; its errors are above")
-        answer = json.loads(line)
-        self.seconds = answer["seconds"]
-        return answer["found"]
+
+class Vllm(Arm):
+    """vLLM in a process of its own."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        super().__init__(python, Path(__file__).with_name("vllm_arm.py"), folder)
+
+    def tokens(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        """Greedy tokens of each prompt."""
+        pairs = zip(prompts, lengths, strict=True)
+        found: list[list[int]] = self.ask([[prompt, length, None] for prompt, length in pairs])
+        return found
+
+    def scores(self, prompts: Sequence[list[int]], choices: Sequence[int]) -> Any:
+        """Log-probabilities of tokens after each prompt: (prompt, choice)."""
+        return np.array(self.ask([[prompt, 1, list(choices)] for prompt in prompts]))
+
+
+def vllm_python() -> Path:
+    """The Python of the environment with vLLM, which may not be there."""
+    return Path(os.environ.get("SLURMGPU_VLLM_PYTHON", VLLM_PYTHON))
 
 
 def open_vllm(folder: Path) -> Vllm | None:
     """vLLM, or None, with a line that says so, where no environment has it."""
-    python = Path(os.environ.get("SLURMGPU_VLLM_PYTHON", VLLM_PYTHON))
+    python = vllm_python()
     if not python.exists():
         print(f"{VLLM} is left out: there is no {python}; make test-vllm installs it, or set SLURMGPU_VLLM_PYTHON")
         return None
@@ -105,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(make_model(Path(folder), n_layers=2 if quick else 10), n_rounds=1 if quick else N_ROUNDS)
         n_items = 16 if quick else 64
-        met = [bench.generation(n_items), bench.judging(n_items), bench.overhead(), *bench.classification(n_items)]
+        met = [bench.server(n_items), bench.generation(n_items), bench.judging(n_items), bench.overhead()]
+        met += bench.classification(n_items)
         bench.close()
     return 0 if all(met) else 1
 
@@ -114,12 +127,14 @@ class Bench:
     """One model, and the ways to use it."""
 
     def __init__(self, folder: Path, n_rounds: int) -> None:
+        self.folder = folder
         self.options = EngineOptions(find_model(str(folder)), precision="fp32", batching="static")
         self.engine = TransformersEngine(self.options, Place("cpu"))
         loaded = self.engine._loaded
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.n_rounds = n_rounds
         self.vllm = open_vllm(folder)
+        self.arms: dict[str, Arm] = {} if self.vllm is None else {VLLM: self.vllm}
 
     def close(self) -> None:
         """End vLLM's process."""
@@ -216,6 +231,29 @@ class Bench:
             self.labels(f"under a rubric of {RUBRIC_TOKENS} tokens", shared, 7.0),
         ]
 
+    def server(self, n_items: int) -> bool:
+        """The same vLLM by two engines: a server that is asked over HTTP, and in the process that asks."""
+        if self.vllm is None:
+            return True
+        rng = np.random.default_rng(4)
+        prompts = [words(rng, n) for n in rng.lognormal(3.7, 0.6, n_items).clip(8, 200).astype(int)]
+        lengths = rng.lognormal(3.2, 1.0, n_items).clip(2, 160).astype(int).tolist()
+        work = [[prompt, length] for prompt, length in zip(prompts, lengths, strict=True)]
+        names = {name: f'engine = "{name}"' for name in ("server", "vllm")}
+        own = {
+            shown: Arm(vllm_python(), "-m", "tests.benchmarks.engine_arm", name, self.folder)
+            for name, shown in names.items()
+        }
+        self.arms |= own
+        try:
+            seconds = self.measure({name: functools.partial(arm.ask, work) for name, arm in own.items()})
+        finally:
+            for arm in own.values():
+                arm.close()
+        show(f"server: {n_items} prompts, {sum(lengths)} tokens, all processes", seconds, sum(lengths))
+        more = 100 * (seconds[names["server"]] / seconds[names["vllm"]] - 1)
+        return judge('more than engine = "vllm"', more, 10.0, " %")
+
     def labels(self, name: str, prompts: Sequence[str], target: float) -> bool:
         """One comparison with lm-eval."""
         from lm_eval.api.instance import Instance
@@ -263,8 +301,8 @@ class Bench:
                 start = time.process_time()
                 found = arm()
                 seconds = time.process_time() - start
-                if name == VLLM and self.vllm is not None:
-                    seconds = self.vllm.seconds
+                if name in self.arms:
+                    seconds = self.arms[name].seconds
                 best[name] = min(best[name], seconds)
                 expected = found if expected is None else expected
                 check_equal(name, found, expected)
@@ -358,7 +396,7 @@ def beside_vllm(seconds: Mapping[str, float], limit: float) -> bool:
 
 def show(title: str, seconds: Mapping[str, float], n_units: int) -> None:
     """A table of one comparison."""
-    ours = seconds["slurmgpu"]
+    ours = next(iter(seconds.values()))
     print(f"\n{title}")
     rows = [(name, f"{s:.2f}", f"{n_units / s:.1f}", f"{s / ours:.2f}") for name, s in seconds.items()]
     print_table(("arm", "CPU-seconds", "a second", "ratio"), rows)
