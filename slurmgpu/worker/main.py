@@ -70,7 +70,7 @@ from slurmgpu.workload import Adapted, Item, TaskContext, build
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
 
 FAILED_ALIKE = 8
-"""The workload is at fault if so many items, of two shards or more, failed alike before any was computed."""
+"""The workload is at fault if so many items failed alike before any was computed: of two shards, if there are more."""
 
 SYNC_S = 1.0
 """How often the names of published shards are synced, at most: a power failure costs the last ones, which are computed
@@ -202,15 +202,19 @@ class Worker:
                 continue
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
-            # If all items raised at the same place, further ones show whether workload or items are at fault.
-            if self._is_enough(waiting) or common_failure([one.computed for one in waiting]) is None:
+            # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
+            self._claimer.draws = not self._is_enough(waiting) and self._failed_alike(waiting) is not None
+            if not self._claimer.draws:
                 self._publish_all(waiting)
-        self._publish_all(waiting)
+        self._publish_all(waiting, weighed=self._deadline.over() is None)
 
     def _is_enough(self, waiting: Sequence[Waiting]) -> bool:
-        """Whether so many items that failed alike say that it is the workload, or one took too long to be computed."""
+        """Whether it is enough that so many items failed alike, or one took too long to be computed."""
         n_items = sum(len(one.computed.rows) for one in waiting)
         return (len(waiting) > 1 and n_items >= FAILED_ALIKE) or (self._resumes and n_items == 1)
+
+    def _failed_alike(self, waiting: Sequence[Waiting]) -> Failure | None:
+        return common_failure([one.computed for one in waiting])
 
     def _shards(self) -> Iterator[tuple[int, History, Spans]]:
         """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
@@ -262,11 +266,14 @@ class Worker:
             raise WorkerBrokenError(f"{alone.message}; {error}") from error
         return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
-    def _publish_all(self, waiting: list[Waiting]) -> None:
-        """Publish `waiting`, unless all of it failed alike and no shard yet shows that the workload works."""
-        alike = common_failure([one.computed for one in waiting])
+    def _publish_all(self, waiting: list[Waiting], *, weighed: bool = True) -> None:
+        """Publish `waiting`, unless it is much that failed alike, and no shard yet shows that the workload works.
+
+        What a task that has to end leaves is not `weighed`: it might be lost.
+        """
         n_items = sum(len(one.computed.rows) for one in waiting)
-        if alike is not None and n_items > 1 and not retried(self.run.shard_files, self.run.plan.lease_s):
+        alike = self._failed_alike(waiting) if weighed else None
+        if alike is not None and n_items >= FAILED_ALIKE and not retried(self.run.shard_files, self.run.plan.lease_s):
             raise WorkerFailedError("workload_error", alike.message, alike.trace)
         for one in waiting:
             self._publish(one)

@@ -101,7 +101,7 @@ class Claimer:
     `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
     are the shards that the attempt knows it holds; others with its claim were left by a worker that died. `idle_s` is
     how long it has waited for what others hold. `joins` chooses one of the shards that others hold, to compute parts
-    of its item, or None.
+    of its item, or None. While it `draws`, free shards are taken at random and not in order.
     """
 
     run: Run
@@ -111,6 +111,7 @@ class Claimer:
     held: set[int] = field(default_factory=set)
     idle_s: float = 0.0
     joins: Callable[[Sequence[int]], int | None] = lambda shards: None
+    draws: bool = False
     _ahead: deque[int] = field(default_factory=deque)
     _last: int = 0
     _n_pauses: int = 0
@@ -217,6 +218,8 @@ class Claimer:
         """The next shard of the last listing that is still free; None if the listing is used up."""
         n_tries = len(self._ahead) if len(self._ahead) < MANY else TRIES
         for _ in range(n_tries):
+            if self.draws:
+                self._ahead.rotate(-random.randrange(len(self._ahead)))
             shard = self._ahead.popleft()
             if self.run.claims.take(shard, self.claim) and self._keep(shard):
                 return shard

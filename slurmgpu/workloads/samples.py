@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -207,6 +208,9 @@ def check_each(each: str | None, final: str | None, reference: str | None) -> No
         )
 
 
+_FAILURE = re.compile(r"[a-z]+(_[a-z]+)*: ")
+
+
 def text_of_entry(entry: str | Mapping[str, Any]) -> str:
     """The text of an entry: itself, or its `text`."""
     return entry if isinstance(entry, str) else str(entry["text"])
@@ -215,10 +219,11 @@ def text_of_entry(entry: str | Mapping[str, Any]) -> str:
 def has_failed(data: Mapping[str, Any], fields: Collection[str]) -> bool:
     """Whether an item is a failed row of a merged file or its export; `fields` are those that are read.
 
-    Other data may have an index and a field `error`, too; but of a failed row what was to be computed is blank, and
-    only the fields that its run kept are there.
+    Other data may have an index and a field `error`, too; but that of a failed row begins with a failure class, what
+    was to be computed is blank, and only the fields that its run kept are there.
     """
-    if not (isinstance(data.get("error"), str) and data["error"] and "index" in data):
+    error = data.get("error")
+    if not (isinstance(error, str) and _FAILURE.match(error) and "index" in data):
         return False
     read = (data[name] for name in fields if name in data)
     return any(value is None or (isinstance(value, str | list | dict) and not value) for value in read)

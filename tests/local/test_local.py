@@ -405,6 +405,18 @@ def test_a_shard_of_bad_items_does_not_hold_up_the_others(project, slurmgpu):
     check_rows(folder, 40, errors=set(range(8)))
 
 
+def test_bad_items_at_the_beginning_of_small_shards_do_not_end_the_run(project, slurmgpu):
+    folder = project(200, settings={"faults": {str(index): "exception" for index in range(12)}}, shard_items=1)
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    check_rows(folder, 200, errors=set(range(12)))
+
+
+def test_a_few_items_that_all_fail_have_their_errors(project, slurmgpu):
+    folder = project(3, workload="Broken")
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    assert [error["index"] for error in report(folder)["errors"]] == [0, 1, 2]
+
+
 def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, slurmgpu):
     folder = project(40, settings={"faults": {"17": "exception", "33": "segfault"}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)

@@ -176,13 +176,13 @@ def test_every_path_of_a_collected_question_is_judged(unloadable):
     assert judge.fields == {"paths", "answer"}
     judge.engine = Sums()
     paths = [{"text": text, "answer": text, "correct": text == "132"} for text in ("131", "132", "131")]
-    items = [Item(0, {"answer": "132", "paths": paths}), Item(1, {"index": 1, "error": "too dark", "paths": None})]
+    items = [Item(0, {"answer": "132", "paths": paths}), Item(1, {"index": 1, "error": "item_error: too dark", "paths": None})]
     row, failed = judge(items)
     convert_row(judge.columns, row)
     assert row["verdict"] == ["wrong", "right", "wrong"]
     assert row["score"].tolist() == [0, 1, 0]
     assert (row["best_text"], row["vote"], row["weighted_vote"]) == ("132", "131", "132")
-    assert str(failed) == "the judged item failed: too dark"
+    assert str(failed) == "the judged item failed: item_error: too dark"
 
 
 def test_without_a_reference_a_right_text_is_one_that_the_rubric_says_is_right(unloadable):

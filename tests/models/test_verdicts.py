@@ -104,10 +104,11 @@ def test_a_pattern_that_never_ends_is_the_error_of_its_item(model, monkeypatch):
 @pytest.mark.parametrize(
     ("data", "failed"),
     [
-        ({"index": 3, "text": "", "kept": None, "n": 0, "error": "too dark"}, True),
-        ({"index": 3, "text": None, "error": "too dark"}, True),
-        ({"index": 3, "text": "", "kept": "3+4?", "error": "too dark"}, True),  # what a run keeps is there
+        ({"index": 3, "text": "", "kept": None, "n": 0, "error": "item_error: too dark"}, True),
+        ({"index": 3, "text": None, "error": "item_error: too dark"}, True),
+        ({"index": 3, "text": "", "kept": "3+4?", "error": "item_error: too dark"}, True),  # what a run keeps is there
         ({"index": 3, "text": "2", "error": "unit missing"}, False),  # data about errors
+        ({"index": 3, "text": "", "error": "TypeError: no unit"}, False),
         ({"text": "", "error": "unit missing"}, False),
         ({"index": 3, "text": "", "error": None}, False),
         ({"index": 3, "text": "", "error": 1}, False),
