@@ -235,6 +235,7 @@ def submit_all(
         for variant, draft in drafts.to_submit:
             with naming_submitted(drafts, variant):
                 found[variant.name] = submit_draft(draft, other, on_tick)
+        drafts.record()  # another process may have left out what was not made yet
     return {variant.name: found[variant.name] for variant in variants.runs}
 
 

@@ -176,7 +176,10 @@ def test_every_path_of_a_collected_question_is_judged(unloadable):
     assert judge.fields == {"paths", "answer"}
     judge.engine = Sums()
     paths = [{"text": text, "answer": text, "correct": text == "132"} for text in ("131", "132", "131")]
-    items = [Item(0, {"answer": "132", "paths": paths}), Item(1, {"index": 1, "error": "item_error: too dark", "paths": None})]
+    items = [
+        Item(0, {"answer": "132", "paths": paths}),
+        Item(1, {"index": 1, "error": "item_error: too dark", "paths": None}),
+    ]
     row, failed = judge(items)
     convert_row(judge.columns, row)
     assert row["verdict"] == ["wrong", "right", "wrong"]

@@ -6,6 +6,9 @@ from slurmgpu.run import sweep_file
 
 
 def test_of_two_processes_that_record_at_once_neither_loses_the_others_runs(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").touch()
     write = sweep_file.write_json
     other = threading.Thread(target=sweep_file.record_runs, args=(tmp_path, {"second": {"x": 2}}))
 
@@ -19,4 +22,4 @@ def test_of_two_processes_that_record_at_once_neither_loses_the_others_runs(tmp_
     sweep_file.record_runs(tmp_path, {"first": {"x": 1}})
     other.join()
     assert [run.name for run in sweep_file.runs_of_sweep(tmp_path)] == ["first", "second"]
-    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second", "sweep.json"]
