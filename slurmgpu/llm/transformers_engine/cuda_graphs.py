@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.placement.needs import GRAPHS_BYTES
-from slurmgpu.llm.transformers_engine.selfcheck import miss
+from slurmgpu.llm.transformers_engine.selfcheck import bound_of, miss
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 N_WARM_UPS = 2
 """Runs before a capture, in which libraries choose kernels and allocate what they keep."""
 MOST_GRAPHS = 128
+_failed: list[Any] = []
+"""Graphs whose capture failed: the allocators' filters of a capture refer to its graph, and some stay until the end."""
 
 
 def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str | None:
@@ -62,7 +65,8 @@ def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str
 class GraphRunner:
     """Captures the forward pass of each frame in a CUDA graph, and replays it.
 
-    `bound` is how far scores may be from those of the pass itself, as a share of their range. With `compiled` the pass
+    `bound` is how far a replay's scores may be from those of the pass itself, as a share of their range, where the
+    pass done again gives the same. With `compiled` the pass
     is compiled before, where that is right.
     """
 
@@ -106,6 +110,7 @@ class GraphRunner:
             compiled = self._compiled.instead_of(forward, frame, expected)
             if compiled is not forward:
                 self._warm_up(frame, compiled)
+                expected = frame.logits.clone()
             forward = compiled
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -116,25 +121,77 @@ class GraphRunner:
         frame.logits.zero_()
         graph.replay()
         if (found := miss(expected, frame.logits)) > self._bound:
-            raise ArithmeticError(f"the graph of {frame.size[0]} rows misses the scores by {found:.2g} of their range")
+            frame.compute(forward)
+            if found > bound_of(miss(expected, frame.logits), self._bound):
+                raise ArithmeticError(
+                    f"the graph of {frame.size[0]} rows misses the scores by {found:.2g} of their range"
+                )
         return graph
 
     def _warm_up(self, frame: Frame, forward: Forward) -> None:
+        """Run a pass on the stream of captures; RuntimeError if the last run waits for the GPU, which none may.
+
+        A capture in which it does fails as well, and CUDA and the allocator with it.
+        """
         import torch
 
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            for _ in range(N_WARM_UPS):
+            for _ in range(N_WARM_UPS - 1):
                 frame.compute(forward)
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                frame.compute(forward)
+            except RuntimeError as error:
+                if "synchronizing" not in str(error):
+                    raise
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                raise RuntimeError(
+                    f"the model waits for the GPU in {place.name} ({place.filename}, line {place.lineno}): {error}"
+                ) from error
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         here.wait_stream(self._stream)
 
     def _record(self, graph: Any, work: Callable[[], None]) -> None:
+        """Capture the work; where that fails, raise the work's own error, and leave CUDA as it was."""
         import torch
 
-        # Calls of other threads, such as a library's, may go on.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        here, cause = torch.cuda.current_stream(self._device), None
+        try:
+            # Calls of other threads, such as a library's, may go on.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    work()
+                except Exception as error:
+                    cause = error  # the end of the capture raises another one
+                    raise
+        except Exception:
+            # A capture that fails to end leaves this thread on its stream, and the allocator in its pool.
+            torch.cuda.set_stream(here)
+            _failed.append(graph)
+            self._leave_pool()
+            if cause is not None:
+                raise cause from None
+            raise
+
+    def _leave_pool(self) -> None:
+        """After a failed capture: have new memory from the allocator's usual blocks, and the pool's freed.
+
+        Until PyTorch 2.13 `CUDAGraph.capture_end` does neither where CUDA refuses the graph.
+        """
+        import torch
+
+        index = self._stream.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        except RuntimeError as error:
+            if "not currently recording" not in str(error):
+                log.warning("after a failed capture: %s", error)
+            return
+        torch._C._cuda_releasePool(index, self._pool)
 
     def _forget(self) -> None:
         """Free all graphs, and begin with another pool."""

@@ -15,7 +15,7 @@ from slurmgpu.llm.transformers_engine.compiling import LIMIT_S, Compiled
 from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner, obstacle_to
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.graph_marks import Marks
-from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
+from slurmgpu.llm.transformers_engine.selfcheck import ROUNDING
 from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class DecodingChoice:
         self._wanted: CudaGraphs = options.cuda_graphs
         self._compiles = options.compile
         self._has_other = options.beside is not None
-        self._bound = TOLERANCE[options.precision]
+        self._rounding = ROUNDING[options.precision]
+        self._replayed = min(graph_check.REPLAYED, self._rounding)
         self._name = options.model.name
         self._make_runner: Callable[[], Runner] | None = None
         self._is_decided = False
@@ -76,7 +77,7 @@ class DecodingChoice:
         elif (reason := obstacle_to(self._loaded, self._place, has_other=self._has_other)) is not None:
             log.log(logging.WARNING if self._wanted is True else logging.INFO, "no CUDA graphs: %s", reason)
         else:
-            self.use(lambda compiled: GraphRunner(self._loaded.device, self._bound, compiled))
+            self.use(lambda compiled: GraphRunner(self._loaded.device, self._replayed, compiled))
 
     def use(self, make_runner: MakeRunner, backend: Backend = "inductor") -> graph_check.Verdict:
         """Make batches in slots by this runner, if its self-check allows it; the check's verdict.
@@ -102,12 +103,12 @@ class DecodingChoice:
     def _try(self, make_runner: MakeRunner, backend: Backend) -> tuple[graph_check.Verdict, Callable[[], Runner]]:
         """The verdict on the runner, and what makes it: with compiled steps where they are right and faster."""
         plain, must_gain = (lambda: make_runner(None)), self._wanted == "auto"
-        verdict = self._check(plain, must_gain=must_gain)
+        verdict = self._check(plain, self._replayed, must_gain=must_gain)
         if not self._compiles or verdict.reason is not None:
             return verdict, plain
-        compiled = Compiled(self._prefill.forward, self._bound, backend)
+        compiled = Compiled(self._prefill.forward, verdict.bound, backend)  # other kernels
         limit_s = graph_check.LIMIT_S + LIMIT_S
-        other = self._check(lambda: make_runner(compiled), must_gain=must_gain, limit_s=limit_s)
+        other = self._check(lambda: make_runner(compiled), verdict.bound, must_gain=must_gain, limit_s=limit_s)
         reason = other.reason or compiled.reason
         if reason is None and must_gain and other.slots_s >= verdict.slots_s:
             reason = f"they are not faster: {other.slots_s * 1e3:.2f} ms a step, {verdict.slots_s * 1e3:.2f} without"
@@ -120,7 +121,12 @@ class DecodingChoice:
         return other, lambda: make_runner(compiled)
 
     def _check(
-        self, make_runner: Callable[[], Runner], *, must_gain: bool, limit_s: float = graph_check.LIMIT_S
+        self,
+        make_runner: Callable[[], Runner],
+        replayed: float,
+        *,
+        must_gain: bool,
+        limit_s: float = graph_check.LIMIT_S,
     ) -> graph_check.Verdict:
         import torch
 
@@ -130,20 +136,21 @@ class DecodingChoice:
             n_tokens=self._budget.tokens,
             n_words=self._loaded.model.config.get_text_config().vocab_size,
             context=self._loaded.context,
-            bound=self._bound,
+            rounding=self._rounding,
+            replayed=replayed,
             must_gain=must_gain,
             clock=self._clock,
             limit_s=limit_s,
         )
         try:
             with torch.inference_mode():
-                return graph_check.check(checked)
+                verdict = graph_check.check(checked)
         except Exception as error:
-            reason = f"{type(error).__name__}: {_first_line(error)}"
-        finally:
-            free_memory()
-        self._raise_if_lost(reason)
-        return graph_check.Verdict(reason)
+            verdict = graph_check.Verdict(f"{type(error).__name__}: {_first_line(error)}")
+        if verdict.reason is not None:
+            self.raise_if_lost(verdict.reason)
+        free_memory()
+        return verdict
 
     def size(self, load: Load) -> int:
         """The tokens of the cache that a new batch of this load takes."""
@@ -162,7 +169,10 @@ class DecodingChoice:
         """
         # Whoever asks for more answers before having taken the first ones has two batches that go on.
         is_taken = self._rows is not None and self._rows() is not None
-        if self._make_runner is None or is_taken or tokens_of(load) > self._budget.tokens:
+        if self._make_runner is None or is_taken:
+            return GrowingRows(read, self._prefill, self._loaded.context)
+        if tokens_of(load) > self._budget.tokens:
+            self.release()  # a cache of this size has the memory of the slots
             return GrowingRows(read, self._prefill, self._loaded.context)
         if self._slots is None or self._slots.n_tokens < self._budget.tokens:
             self._slots = None  # its memory, before there are others
@@ -177,11 +187,19 @@ class DecodingChoice:
         if not self.uses_slots:
             return False
         self._make_runner = None
+        self.raise_if_lost(reason)  # before memory is freed, which fails as well
         self.release()
-        self._raise_if_lost(reason)
         log.warning("CUDA graphs failed, tokens are computed eagerly from now on: %s", reason)
         self._place.note(NOTE, 0)
         return True
+
+    def raise_if_lost(self, reason: str) -> None:
+        """Raise CUDA's error if nothing can be computed any more, and let the next process do without graphs."""
+        try:
+            self._clock()
+        except Exception:
+            Marks(self._name, *_versions(), self._device_name()).leave(f"they have broken CUDA: {reason}")
+            raise
 
     def release(self) -> None:
         """Free the slots and their graphs; the next batch makes new ones."""
@@ -200,14 +218,6 @@ class DecodingChoice:
         import torch
 
         return torch.cuda.get_device_name(self._loaded.device) if self._loaded.device.type == "cuda" else "cpu"
-
-    def _raise_if_lost(self, reason: str) -> None:
-        """Raise CUDA's error if nothing can be computed any more, and let the next process do without graphs."""
-        try:
-            self._clock()
-        except Exception:
-            Marks(self._name, *_versions(), self._device_name()).leave(f"they have broken CUDA: {reason}")
-            raise
 
 
 def _versions() -> tuple[str, str]:

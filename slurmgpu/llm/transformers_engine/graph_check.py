@@ -1,7 +1,15 @@
-"""The self-check of steps in slots, by the model's own weights: they are right, and faster, or not used."""
+"""The self-check of steps in slots, by the model's own weights: they are right, and faster, or not used.
+
+Two things are compared, each by a bound of its own. A replay runs the kernels that a call of the forward pass runs in
+the same memory, so that both give the same scores but for what the model's own kernels leave open. Slots and a cache
+that grows have other shapes and other kernels: they may differ as much as the same rows do in batches of half the size.
+One row is compared first; what is noise there, is noise in all sizes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +17,17 @@ from typing import TYPE_CHECKING
 
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
-from slurmgpu.llm.transformers_engine.selfcheck import miss
-from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, column_size, row_size
+from slurmgpu.llm.transformers_engine.selfcheck import bound_of, miss
+from slurmgpu.llm.transformers_engine.slots import (
+    READ_SHARE,
+    Forward,
+    Frame,
+    Runner,
+    SlotRows,
+    Slots,
+    column_size,
+    row_size,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,27 +36,52 @@ SIZES = ((1, 40), (32, 60), (4, 1500))
 """Rows, and the tokens of the longest prompt: one row, many, whose columns cross a size, and few that are long."""
 N_STEPS = 6
 """Steps that are compared with all rows, and again with some."""
+N_LONGER = 8
+"""By so many tokens a row is longer, beside which rows are read once more."""
 N_ROUNDS, N_TIMED = 3, 3
 """Rounds of timed steps, of which the best counts, and the steps of each."""
 N_MORE = 2 * N_STEPS + N_ROUNDS * N_TIMED
+REPLAYED = 1e-3
+"""How far a replay's scores may be from those of a call, as a share of their range."""
 LIMIT_S = 30.0
 """The usual limit of a check."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of a size: the greatest difference of scores as a share of their range, and seconds of a step."""
+    """What was seen of a size: the greatest difference of scores as a share of their range, and seconds of a step.
+
+    `replayed` is that of a step from a call in the same memory, `off` that from rows in a cache that grows; each has
+    its bound.
+    """
 
     n_rows: int
     longest: int
+    replayed: float
+    replayed_bound: float
     off: float
+    bound: float
     eager_s: float = 0.0
     slots_s: float = 0.0
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the scores."""
+        for off, bound, other in (
+            (self.replayed, self.replayed_bound, "the same step when it is called"),
+            (self.off, self.bound, "rows in a cache that grows"),
+        ):
+            if off > bound:
+                return (
+                    f"with {self.n_rows} rows scores are off by {off:.2g} of their range from those of {other}, and "
+                    f"rounding makes up for {bound:.2g} at most"
+                )
+        return None
 
     def __str__(self) -> str:
         """The figures of a right one."""
         times = f"{self.eager_s * 1e3:.2f} ms eagerly, {self.slots_s * 1e3:.2f} ms so"
-        return f"{self.n_rows} x {self.longest} tokens: off by {self.off:.2g}, {times}"
+        return f"{self.n_rows} x {self.longest} tokens: off by {self.off:.2g} of {self.bound:.2g}, {times}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +91,11 @@ class Verdict:
     reason: str | None
     trials: tuple[Trial, ...] = ()
     seconds: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """How far the model's scores may be off by other kernels, by the noise that was seen."""
+        return max((each.bound for each in self.trials), default=0.0)
 
     @property
     def slots_s(self) -> float:
@@ -69,9 +116,10 @@ class Verdict:
 class Checked:
     """What is checked: steps by `make_runner` in slots of `n_tokens`, beside those of rows in a cache that grows.
 
-    `n_words` is the vocabulary from which prompts are drawn, `context` the model's; `bound` is how far scores may be
-    off, as a share of their range. With `must_gain` steps that are not faster fail. `clock` gives seconds, as soon as
-    the device has done what it was given; after `limit_s` of them no further size is tried, and the check has failed.
+    `n_words` is the vocabulary from which prompts are drawn, `context` the model's; `rounding` and `replayed` are how
+    far scores may be off, as a share of their range, where the model has no noise. With `must_gain` steps that are not
+    faster fail. `clock` gives seconds, as soon as the device has done what it was given; after `limit_s` of them no
+    further size is tried, and the check has failed.
     """
 
     prefill: Prefill
@@ -79,7 +127,8 @@ class Checked:
     n_tokens: int
     n_words: int
     context: int
-    bound: float
+    rounding: float
+    replayed: float
     must_gain: bool
     clock: Callable[[], float]
     limit_s: float = LIMIT_S
@@ -89,11 +138,8 @@ def check(checked: Checked) -> Verdict:
     """Compare steps of several sizes, and time them."""
     began, trials = checked.clock(), []
     for trial in _try(checked):
-        if trial.off > checked.bound:
-            return Verdict(
-                f"with {trial.n_rows} rows scores are off by {trial.off:.2g} of their range, and rounding makes up for "
-                f"{checked.bound:g} at most"
-            )
+        if trial.fault is not None:
+            return Verdict(trial.fault)
         trials.append(trial)
         if checked.clock() - began > checked.limit_s:
             return Verdict(f"the self-check takes longer than {checked.limit_s:.0f} s")
@@ -106,22 +152,106 @@ def check(checked: Checked) -> Verdict:
 
 
 def _try(checked: Checked) -> Iterator[Trial]:
+    """A trial of each size that has room, with times; then one of the first without, by what was made for it."""
     slots: Slots | None = None
+    noise, done = 0.0, []
     for n_rows, most in SIZES:
         longest = min(most, checked.context - N_MORE, int(READ_SHARE * checked.n_tokens) // n_rows)
         if longest < 1 or row_size(n_rows) * column_size(longest + N_MORE) > checked.n_tokens:
             continue
-        prompts = _prompts(n_rows, longest, checked.n_words)
-        read = checked.prefill.read(prompts, longest + N_MORE)
-        slots = slots or Slots(read, checked.n_tokens, checked.make_runner())
-        ours = SlotRows(slots, checked.prefill, checked.context)
-        ours.join(read, [N_MORE + 1] * n_rows)
-        theirs = GrowingRows(read, checked.prefill, checked.context)  # after ours, since it appends to the read cache
-        off, latest = _compare(theirs, ours, read.logits.argmax(-1))
-        if off > checked.bound:
-            yield Trial(n_rows, longest, off)
+        done.append((n_rows, longest))
+        trial, slots, noise = _try_size(checked, n_rows, longest, slots, noise)
+        yield trial
+    # A graph has addresses: what Python has replaced for a larger size is no longer at those of a smaller one.
+    if len(done) > 1:
+        yield _try_size(checked, *done[0], slots, noise, is_timed=False)[0]
+
+
+def _try_size(
+    checked: Checked, n_rows: int, longest: int, slots: Slots | None, noise: float, *, is_timed: bool = True
+) -> tuple[Trial, Slots, float]:
+    """The trial, its slots, and the noise of it and of those before."""
+    prompts = _prompts(n_rows, longest, checked.n_words)
+    read = checked.prefill.read(prompts, longest + N_MORE)
+    slots = slots or Slots(read, checked.n_tokens, _Replays(checked.make_runner(), checked.replayed))
+    replays = slots.runner
+    assert isinstance(replays, _Replays)
+    ours = SlotRows(slots, checked.prefill, checked.context)
+    ours.join(read, [N_MORE + 1] * n_rows)
+    theirs = GrowingRows(read, checked.prefill, checked.context)  # after ours, since it appends to the read cache
+    halves = _Halves(checked, prompts)
+    with replays.compared():
+        off, its_noise, latest = _compare(theirs, ours, halves, read.logits.argmax(-1))
+    noise = max(noise, its_noise)
+    trial = Trial(n_rows, longest, replays.off, replays.bound, off, bound_of(noise, checked.rounding))
+    if trial.fault is None and is_timed:
+        eager_s, slots_s = _time(theirs, ours, latest, checked.clock)
+        trial = dataclasses.replace(trial, eager_s=eager_s, slots_s=slots_s)
+    return trial, slots, noise
+
+
+class _Replays:
+    """A runner whose steps are also called, while they are compared."""
+
+    def __init__(self, runner: Runner, least: float) -> None:
+        self._runner = runner
+        self._least = least
+        self._is_compared = False
+        self.off, self.bound = 0.0, least
+        """The difference of the step that is furthest beyond its bound, as a share of the range, and that bound."""
+
+    def run(self, frame: Frame, forward: Forward) -> None:
+        """Set the frame's logits, and have the keys and values of the same step."""
+        self._runner.run(frame, forward)
+        if not self._is_compared:
             return
-        yield Trial(n_rows, longest, off, *_time(theirs, ours, latest, checked.clock))
+        found, expected = frame.logits.clone(), _called(frame, forward)
+        off, bound = miss(expected, found), self._least
+        if off > bound:
+            bound = bound_of(miss(expected, _called(frame, forward)), self._least)
+        if off - bound >= self.off - self.bound:
+            self.off, self.bound = off, bound
+        frame.logits.copy_(found)
+
+    @contextlib.contextmanager
+    def compared(self) -> Iterator[None]:
+        """Compare steps meanwhile."""
+        self.off, self.bound = 0.0, self._least
+        self._is_compared = True
+        try:
+            yield
+        finally:
+            self._is_compared = False
+
+
+def _called(frame: Frame, forward: Forward) -> Tensor:
+    frame.compute(forward)
+    return frame.logits.clone()
+
+
+class _Halves:
+    """The rows once more, in two batches of every other one, each beside a row that is longer than all of them.
+
+    So they have other rows, other columns and other padding: all of what rounds differently.
+    """
+
+    def __init__(self, checked: Checked, prompts: Sequence[Tokens]) -> None:
+        beside = prompts[0][:N_LONGER] + prompts[0]
+        self._parts = []
+        for places in filter(None, (range(0, len(prompts), 2), range(1, len(prompts), 2))):
+            read = checked.prefill.read([*(prompts[place] for place in places), beside], len(beside) + N_MORE)
+            self._parts.append((list(places), GrowingRows(read, checked.prefill, checked.context)))
+
+    def miss(self, expected: Tensor, latest: Tensor) -> float:
+        """How far the next step's scores are from those of all rows together."""
+        import torch
+
+        worst = 0.0
+        for places, part in self._parts:
+            rows = torch.tensor(places, device=latest.device)
+            found = part.step(torch.cat([latest[rows], latest[:1]]))[:-1]
+            worst = max(worst, miss(expected[rows], found))
+        return worst
 
 
 def _prompts(n_rows: int, longest: int, n_words: int) -> list[Tokens]:
@@ -131,11 +261,14 @@ def _prompts(n_rows: int, longest: int, n_words: int) -> list[Tokens]:
     return [tuple(drawn.randrange(n_words) for _ in range(length)) for length in lengths]
 
 
-def _compare(theirs: Decoding, ours: Decoding, latest: Tensor) -> tuple[float, Tensor]:
-    """The greatest difference over steps in which both get the same tokens, at first of all rows; and the last ones."""
+def _compare(theirs: Decoding, ours: Decoding, halves: _Halves, latest: Tensor) -> tuple[float, float, Tensor]:
+    """The greatest difference over steps in which both get the same tokens, at first of all rows; and of the halves.
+
+    Behind both are the last tokens.
+    """
     import torch
 
-    worst = 0.0
+    worst = noise = 0.0
     for step in range(2 * N_STEPS):
         if step == N_STEPS:
             order = theirs.keep(_some(len(latest)))
@@ -144,8 +277,10 @@ def _compare(theirs: Decoding, ours: Decoding, latest: Tensor) -> tuple[float, T
             latest = latest[torch.tensor(order, device=latest.device)]
         expected = theirs.step(latest)
         worst = max(worst, miss(expected, ours.step(latest)))
+        if step < N_STEPS:
+            noise = max(noise, halves.miss(expected, latest))
         latest = expected.argmax(-1)
-    return worst, latest
+    return worst, noise, latest
 
 
 def _some(n_rows: int) -> Sequence[int]:

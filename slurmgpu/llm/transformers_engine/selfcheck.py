@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """How far a token may be below the best score, as a share of the range of scores: batches round differently."""
 
+ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
+"""How far scores of two paths may be off in any case, as a share of their range."""
+NOISE_FACTOR, MOST_FACTOR = 2.5, 20.0
+"""They may be off by so many times the model's own noise, but by no more than so many times what they always may."""
 N_PROBES, PROBE_TOKENS = 4, 16
 MISS_ROWS = 32
 """Rows of scores that are compared at a time, since the intermediate results are several times larger."""
@@ -33,6 +37,11 @@ def miss(expected: Tensor, found: Tensor) -> float:
         mean = torch.where(wanted.isfinite(), wanted, torch.nan).nanmean(-1)
         shares.append(off / (wanted.amax(-1) - mean).clamp(min=1e-6))
     return float(torch.cat(shares).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
+def bound_of(noise: float, least: float) -> float:
+    """How far scores may be off where those of the same path, computed in another way or again, are off by `noise`."""
+    return min(MOST_FACTOR * least, max(least, NOISE_FACTOR * noise))
 
 
 def probes(requests: Sequence[Encoded]) -> list[Encoded]:

@@ -106,6 +106,11 @@ class StaticBatches:
             return "out of memory" if attempt(lambda: self._advance(work), self._place) is None else None
         except SlotsError as error:
             return str(error)
+        except Exception as error:
+            # A fault of a replay is an error of whatever waits for the GPU next.
+            if self._decodings.uses_slots:
+                self._decodings.raise_if_lost(f"{type(error).__name__}: {error}".partition("\n")[0])
+            raise
 
     def _redo(self, work: _Work) -> list[Encoded]:
         """Let the requests of the batch wait again; what they were."""
