@@ -33,7 +33,7 @@ class Text:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries `start` to `stop`, which see the columns `first` to `last` of a row of keys.
+    """Queries `start` to `stop`, which see the first `n_before` columns of a row of keys, and `first` to `last`.
 
     `mask` (query, key) is added to the scores; without one, each sees those before it.
     """
@@ -41,6 +41,7 @@ class _Piece:
     start: int
     stop: int
     row: int
+    n_before: int
     first: int
     last: int
     mask: Tensor | None
@@ -76,15 +77,23 @@ class Pack:
                 positions += range(n_text, n_text + len(branch))
             self._spans.append((start, len(ids)))
         self.n_columns = n_shared + max(stop - start for start, stop in self._spans)
-        self.cache = None if cache is None else _RowCache(cache, self, shared)
+        self.cache: Any = None
+        if cache is not None:
+            self.cache = _RowCache(cache, self, shared)
+        elif shared is not None:
+            self.cache = _SharedCache(shared)
         for number, (text, (start, stop), end) in enumerate(zip(texts, self._spans, self.ends, strict=True)):
-            row, first = (0, start) if cache is None else (number, self.n_columns - n_shared - (stop - start))
-            last = first + n_shared + end + 1 - start
+            if cache is None:
+                row, n_before, first = 0, n_shared, n_shared + start
+                n_behind = first - start
+            else:
+                row, n_before, first = number, 0, self.n_columns - n_shared - (stop - start)
+                n_behind = first + n_shared - start
             mask = self._mask(n_shared, [end + 1 - start]) if n_shared else None
-            self.pieces.append(_Piece(start, end + 1, row, first, last, mask))
+            self.pieces.append(_Piece(start, end + 1, row, n_before, first, n_behind + end + 1, mask))
             if text.branches:
                 mask = self._mask(len(text.tokens), [*map(len, text.branches)])
-                self.pieces.append(_Piece(end + 1, stop, row, first, last + stop - end - 1, mask))
+                self.pieces.append(_Piece(end + 1, stop, row, n_before, first, n_behind + stop, mask))
         self.ids = torch.tensor([ids], device=model.device)
         self.positions = torch.tensor([positions], device=model.device)
 
@@ -118,6 +127,21 @@ class Pack:
         return found.to(self._model.device)
 
 
+class _SharedCache(DynamicCache):  # type: ignore[misc]
+    """Puts the keys and values of the shared tokens before those of a pack, and keeps nothing."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """All keys and values: (1, head, column, dimension)."""
+        import torch
+
+        layer = self._shared.layers[layer_idx]
+        return torch.cat([layer.keys, key_states], 2), torch.cat([layer.values, value_states], 2)
+
+
 class _RowCache(DynamicCache):  # type: ignore[misc]
     """Takes keys and values of a pack, and keeps them in the layers of `cache`, a row for each text."""
 
@@ -143,11 +167,20 @@ def _attend(
 
     found = []
     for piece in pack.pieces:
-        own = slice(piece.row, piece.row + 1), slice(None), slice(piece.first, piece.last)
+        keys, values = (_columns(each, piece) for each in (key, value))
         mask = None if piece.mask is None else piece.mask[None, None]
         queries = query[:, :, piece.start : piece.stop]
-        found.append(sdpa_attention_forward(module, queries, key[own], value[own], mask, **options)[0])
+        found.append(sdpa_attention_forward(module, queries, keys, values, mask, **options)[0])
     return torch.cat(found, 1), None
+
+
+def _columns(packed: Tensor, piece: _Piece) -> Tensor:
+    """The keys or values that a piece sees."""
+    import torch
+
+    row = packed[piece.row : piece.row + 1]
+    own = row[:, :, piece.first : piece.last]
+    return torch.cat([row[:, :, : piece.n_before], own], 2) if piece.n_before else own
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -136,10 +136,8 @@ class Prefill:
 
     def pack(self, texts: Sequence[Text], shared: Tokens = (), cache: Any = None) -> Pack:
         """Texts, of which all begin with `shared`, as a pack."""
-        if shared:
-            cache = self.new_cache() if cache is None else cache
-            return Pack(texts, self._loaded.model, cache, n_shared=len(shared), shared=self._read_shared(shared))
-        return Pack(texts, self._loaded.model, cache)
+        before = self._read_shared(shared) if shared else None
+        return Pack(texts, self._loaded.model, cache, n_shared=len(shared), shared=before)
 
     def _read(self, prompts: Sequence[Tokens], shared: Tokens, n_more: int = 0) -> Prefilled:
         import torch
