@@ -237,7 +237,21 @@ def test_sizes_hold_what_they_must_and_not_much_more():
         assert n <= column_size(n) <= max(64, 1.5 * n + 1)
         assert column_size(n) % 32 == 0
     assert [column_size(n) for n in (1, 64, 65, 96, 97, 129, 193)] == [64, 64, 96, 96, 128, 192, 256]
-    assert tokens_of(Load(5, 60, 40)) == 8 * 128
+    assert [column_size(n) for n in (257, 513, 1025, 2049)] == [320, 640, 1152, 2304]
+    assert tokens_of(Load(5, 60, 40)) == 6 * 128
+
+
+@pytest.mark.parametrize("budget", [8192, 18_728, 65_536])
+def test_a_batch_in_slots_has_nearly_as_many_rows_as_one_that_grows(budget):
+    """By their sizes alone, slots would lose in rows what a step gains: what they round up is room for others."""
+    shares = []
+    for columns in (2**power // 4 for power in range(8, 14)):
+        for length in (columns - columns // 7, columns, columns + 1):
+            lengths = [(length // 2, length - length // 2)] * MOST_ROWS
+            ours, theirs = (n_that_fit(Load(), lengths, budget, *size)[0] for size in ([tokens_of], []))
+            shares.append(ours / theirs)
+    assert min(shares) > 0.6
+    assert sum(shares) / len(shares) > 0.84
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -869,7 +883,8 @@ def test_graphs_that_hold_more_than_placement_keeps_are_freed(cuda, monkeypatch)
     for n_rows in (1, 2, 4):
         frame = frame_of(n_rows)
         cuda.work = lambda frame=frame: frame.logits.fill_(1)
-        runner.run(frame, cuda.work)
+        for _ in range(1 + cuda_graphs.LEAST_REPLAYS):
+            runner.run(frame, cuda.work)
         first = first or weakref.ref(runner._graphs[1, 64])
     assert [*runner._graphs] == [(4, 64)]
     assert first() is None
@@ -878,6 +893,8 @@ def test_graphs_that_hold_more_than_placement_keeps_are_freed(cuda, monkeypatch)
     monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 1)
     runner.run(frame_of(8), lambda: None)
     assert [*runner._graphs] == [(8, 64)]
+    with pytest.raises(RuntimeError, match=r"1 CUDA graphs hold \d+ MB, and were replayed only 0 times before others"):
+        runner.run(frame_of(1), lambda: None)
 
 
 class OnStandIns(cuda_graphs.GraphRunner):

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 N_WARM_UPS = 2
 """Runs before a capture, in which libraries choose kernels and allocate what they keep."""
 MOST_GRAPHS = 128
+LEAST_REPLAYS = 8
+"""By so many replays a graph has gained what its capture takes."""
 _failed: list[Any] = []
 """Graphs whose capture failed: the allocators' filters of a capture refer to its graph, and some stay until the end."""
 
@@ -79,6 +81,7 @@ class GraphRunner:
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[tuple[int, int], Any] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._n_replays = 0
         self.held_bytes = 0
         self.seconds = 0.0
         """What the graphs hold beside the slots, and what capturing them has taken so far."""
@@ -93,6 +96,7 @@ class GraphRunner:
         graph = self._graphs.get(frame.size)
         if graph is not None:
             graph.replay()
+            self._n_replays += 1
             return
         if self.held_bytes > GRAPHS_BYTES or len(self._graphs) >= MOST_GRAPHS:
             self._forget()
@@ -194,10 +198,13 @@ class GraphRunner:
         torch._C._cuda_releasePool(index, self._pool)
 
     def _forget(self) -> None:
-        """Free all graphs, and begin with another pool."""
+        """Free all graphs, and begin with another pool; RuntimeError if they were captured for too few replays."""
         import torch
 
-        log.info("%d CUDA graphs hold %.0f MB; they are captured again as needed", self.n_graphs, self.held_bytes / 1e6)
+        held = f"{self.n_graphs} CUDA graphs hold {self.held_bytes / 1e6:.0f} MB"
+        if self._n_replays < LEAST_REPLAYS * self.n_graphs:
+            raise RuntimeError(f"{held}, and were replayed only {self._n_replays} times before others need the memory")
+        log.info("%s; they are captured again as needed", held)
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
-        self.held_bytes = 0
+        self.held_bytes, self._n_replays = 0, 0

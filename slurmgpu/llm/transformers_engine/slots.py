@@ -18,9 +18,14 @@ from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MOST_ROWS)
-"""The numbers of rows of a step. Each size is captured when it is first needed, which takes as long as many steps."""
+ROWS: tuple[int, ...] = (1, 2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, MOST_ROWS + 1, 16))
+"""The numbers of rows of a step. Each size is captured when it is first needed, which takes as long as many steps.
+
+Fewer sizes would leave more of the slots empty: a batch of as many tokens would have fewer rows.
+"""
 LEAST_COLUMNS = 64
+COLUMN_STEPS = ((128, 32), (512, 64), (2048, 128), (sys.maxsize, 256))
+"""Up to so many columns there are sizes in steps of so many."""
 READ_SHARE = 0.25
 """The share of the slots' tokens that is read at once: until they are copied, prompts are in a cache of their own."""
 
@@ -39,10 +44,9 @@ def row_size(n_rows: int) -> int:
 
 
 def column_size(n_columns: int) -> int:
-    """The columns of a step that needs so many: 64, 96, 128, 192, 256, 384 …, at most half as many again."""
-    whole: int = max(LEAST_COLUMNS, 1 << (n_columns - 1).bit_length())
-    less = whole * 3 // 4
-    return less if n_columns <= less and less > LEAST_COLUMNS else whole
+    """The columns of a step that needs so many: 64, 96, 128, 192, 256 …, less than half as many again."""
+    step = next(step for most, step in COLUMN_STEPS if n_columns <= most)
+    return max(LEAST_COLUMNS, -(-n_columns // step) * step)
 
 
 def tokens_of(load: Load) -> int:
