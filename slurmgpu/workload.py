@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import reprlib
@@ -80,6 +81,19 @@ class Item:
         return int.from_bytes(digest, "little") >> 1
 
 
+def part_as_json(things: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]]) -> bytes:
+    """The values of some things that are divided, as JSON, from which every task takes them, also one that is alone."""
+    values = list(compute(things))
+    if len(values) != len(things):
+        raise ValueError(f"a part of {len(things)} has {len(values)} values; expected one for each")
+    try:
+        return json.dumps(values).encode()
+    except TypeError as error:
+        raise TypeError(
+            f"{error}: `divide` takes values of what JSON holds; `.tolist()` makes them of NumPy's"
+        ) from error
+
+
 @dataclass(frozen=True)
 class TaskContext:
     """The process that a workload runs in: the argument of `load`.
@@ -108,7 +122,7 @@ class TaskContext:
     log: Callable[..., None] = lambda step, **values: None
     parts: int = 1
     divide: Callable[[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]], Sequence[Any]] = (
-        lambda things, compute: compute(things)
+        lambda things, compute: json.loads(part_as_json(things, compute)) if len(things) else []
     )
 
 

@@ -48,5 +48,5 @@ def parts_of(n_items: int, n_tasks: int, most_parts: int) -> tuple[int, str | No
     each = "The item is" if n_items == 1 else f"Each of {n_items:,} items is"
     return parts, (
         f"{each} computed in {parts} parts, so that {n_items * parts:,} tasks have one each; shard_items = 1 computes "
-        f"{'it' if n_items == 1 else 'them'} whole."
+        f"{'it' if n_items == 1 else 'them'} whole, which takes less time on few tasks."
     )

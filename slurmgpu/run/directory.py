@@ -57,7 +57,8 @@ NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
 """The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSIONS = (1, 2)
-"""2 has `keep` or `look`: a reader of 1 alone would take the fingerprint, and so each shard, for another plan's."""
+"""2 has `keep`, `look` or several `parts`: a reader of 1 alone would take the fingerprint, and so each shard, for
+another plan's."""
 RECORDING_S = 20.0
 """A process takes less time to append a line; one that holds the lock longer is dead."""
 N_APPENDED = 3
@@ -184,6 +185,7 @@ class Plan:
         parts += [self.batch_size, self.shard_items, self.seed]
         parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
         parts += [self.input["ranges"]] if self.look else []
+        parts += [{"parts": self.parts}] if self.parts > 1 else []  # batches are of one part
         parts = json.loads(json.dumps(parts))  # as run.json gives them back: keys are text, which sorts otherwise
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -207,7 +209,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The content of run.json."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        version = RUN_VERSIONS[1 if self.keep or self.look else 0]
+        version = RUN_VERSIONS[1 if self.keep or self.look or self.parts > 1 else 0]
         return {"format": RUN_FORMAT, "version": version, "fingerprint": self.fingerprint, **fields}
 
     @classmethod

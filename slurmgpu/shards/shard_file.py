@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -35,7 +34,7 @@ from slurmgpu.shards.userblock import (
 )
 from slurmgpu.shards.userblock import DamagedShardError as DamagedShardError
 from slurmgpu.util.atomic_files import fsync_dir
-from slurmgpu.util.shared_files import exists, remove, replace, retried
+from slurmgpu.util.shared_files import link_first, remove
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ _BLOCK_BYTES = 4 << 20
 HEAD_BYTES = 16 << 10  # holds the user block of a shard with up to about a hundred columns
 Fingerprint = str | Sequence[str]
 """The fingerprint that a shard has to carry, or those that it may carry."""
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class ForeignShardError(DamagedShardError):
@@ -142,7 +140,7 @@ def publish(partial: Path, target: Path, *, sync: bool = True) -> bool:
     `partial` that another process removed, means that the shard must be written again. Without `sync` its name may be
     lost with the machine, until `sync_names`.
     """
-    first = retried(lambda: _link(partial, target))
+    first = link_first(partial, target)
     try:
         remove(partial, FINISHING_PATIENCE_S)
     except OSError as error:
@@ -158,23 +156,6 @@ def sync_names(folder: Path) -> None:
         fsync_dir(folder)
     except OSError as error:
         log.warning("shards in %s are published, but not synced: %s", folder, error)
-
-
-def _link(partial: Path, target: Path) -> bool:
-    try:
-        os.link(partial, target)
-    except FileExistsError:
-        # NFS may report this for its own link: the reply was lost, and the request sent again.
-        return partial.samefile(target)
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        # Without hard links, two tasks that publish at the same moment may both be told they were first. The file is
-        # whole in any case, and both copies hold the same datasets.
-        if exists(target):
-            return False
-        replace(partial, target)
-    return True
 
 
 def read_directory(path: Path) -> Directory:

@@ -164,7 +164,8 @@ class Task:
     def _finish(self, code: int) -> int:
         for shard in sorted(self._claimed):
             self.run.claims.release(shard, self._claim())
-        self._parts().give_back()
+        if code or self.record["deaths"]:  # else its workers have given back what they claimed
+            self._parts().give_back()
         self._remove_partials()
         self._metrics.close(END_PATIENCE_S)
         if self._spare is not None:

@@ -35,6 +35,7 @@ TRANSIENT = frozenset(
     )
 )
 """Errors of a file system that may pass within a moment."""
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 PATIENCE_S = 60.0
 """How long an operation is tried again by default: NFS clients use a cache no longer."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -304,6 +305,28 @@ def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
                 raise
 
     retried(rename, patience_s)
+
+
+def link_first(partial: Path, target: Path, patience_s: float = PATIENCE_S) -> bool:
+    """Make a file appear at `target` as well; False if one was there already, since the first one stays."""
+    return retried(lambda: _link(partial, target), patience_s)
+
+
+def _link(partial: Path, target: Path) -> bool:
+    try:
+        os.link(partial, target)
+    except FileExistsError:
+        # NFS may report this for its own link: the reply was lost, and the request sent again.
+        return partial.samefile(target)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        # Without hard links, two tasks that do so at the same moment may both be told they were first. The file is
+        # whole in any case.
+        if exists(target):
+            return False
+        replace(partial, target)
+    return True
 
 
 def move(source: Path, target: Path) -> None:

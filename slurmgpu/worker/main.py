@@ -64,7 +64,7 @@ from slurmgpu.worker.computer import (
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.logged_values import LoggedValues
 from slurmgpu.worker.parts import Parts
-from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held
+from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
@@ -125,7 +125,7 @@ class Worker:
         self.report = self._logged.before(self.report)
         self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
         if self.run.plan.parts > 1:
-            self._parts = Parts(self.run, claim, given.submission, self._shall_leave)
+            self._parts = Parts(self.run, claim, given.submission, self._shall_leave_parts)
             self._claimer.joins = self._parts.shard_to_join
 
     def work(self) -> None:
@@ -189,7 +189,7 @@ class Worker:
         for shard, history, spans in self._shards():
             started, began = time.time(), time.monotonic()
             if self._parts is not None:
-                self._parts.begin(shard)
+                self._parts.begin(shard, is_joined=self._shard != shard)
             try:
                 computed = computer.compute(self._read(reader, spans), history)
             except Interrupted:
@@ -253,7 +253,8 @@ class Worker:
         """How a call of the workload ended for the group, see `settle`."""
         if failure is None and self.group.world_size == 1:
             return None
-        is_asked = self.group.leads and self._shall_leave()
+        has_left = self._parts is not None and self._parts.has_left
+        is_asked = has_left or (self.group.leads and self._shall_leave())
         if self.group.world_size == 1:
             return settle([failure], is_asked=is_asked)
         patience_s = groups.PARTING_PATIENCE_S if failure == INTERRUPTED else groups.PEER_PATIENCE_S
@@ -323,6 +324,13 @@ class Worker:
     def _shall_leave(self) -> bool:
         """Whether a resumable workload shall leave the present item, since others do or will compute it."""
         return self._deadline.over() is not None or (self._shard is not None and self._claimer.has_lost(self._shard))
+
+    def _shall_leave_parts(self) -> bool:
+        """Whether to leave an item in parts: a holder finishes it, also if others compute the last ones."""
+        if self._shard is not None:
+            return self._claimer.has_lost(self._shard)
+        is_published = self._parts is not None and not is_open(self.run, self._parts.shard)
+        return is_published or self._deadline.over() is not None
 
     def _report_takeover(self, shard: int, former: Claim) -> None:
         self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})

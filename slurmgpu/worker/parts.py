@@ -1,8 +1,10 @@
 """Parts of an item: where there are fewer items than tasks, several tasks compute one item together.
 
 Each of them calls the workload with that item. What the workload computes by `TaskContext.divide` is cut into parts; a
-task computes those that no other has, and reads the others' values from files. The shard is published as always, by the
-task that holds it. Nothing else depends on these files: a part that is lost is computed again.
+task computes those that no other has, and reads the others' values from files. The first values of a part that are
+published stay, and every task uses them, also the one that computed others. The shard is published as always, by the
+task that holds it. Nothing else depends on these files: a part that is lost is computed again, by the holder alone if
+they cannot be used; another task leaves the item then.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import functools
 import hashlib
 import json
 import logging
+import os
+import random
 import shutil
 import threading
 import time
@@ -23,8 +27,10 @@ from typing import Any, TypeVar
 from slurmgpu.errors import Interrupted
 from slurmgpu.run.claims import PARTING_PATIENCE_S, RENEWALS_PER_LEASE, UNOWNED, UNREADABLE, Claim, Claims, Watch
 from slurmgpu.run.directory import Run
-from slurmgpu.util.atomic_files import write_bytes
-from slurmgpu.util.shared_files import exists, list_fresh, make_folder, read_bytes
+from slurmgpu.util.atomic_files import beside, write_bytes
+from slurmgpu.util.shared_files import link_first, list_fresh, make_folder, read_bytes, retried
+from slurmgpu.worker.shard_claimer import LATER
+from slurmgpu.workload import part_as_json
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +42,17 @@ MOST_BYTES = 1 << 30
 """More than the values of any part."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """The pauses of a task that waits for the values of others; each is twice the one before."""
+COMPARED = 8
+"""Of so many shards with parts left, a task joins the one with the most: there may be hundreds, and as many tasks."""
 
 
 @dataclass
 class Parts:
     """The parts of a run's items that the attempt of `claim` computes.
 
-    `shall_leave` says whether it has to stop waiting for others. `computed_s` and `waited_s` are what it took since
-    `begin`.
+    `shall_leave` says whether the attempt has to leave the item; it is asked before each part and while it waits.
+    `has_left` says that it did, also because the files cannot be used. `computed_s` and `waited_s` are what it took
+    since `begin`.
     """
 
     run: Run
@@ -52,63 +61,93 @@ class Parts:
     shall_leave: Callable[[], bool] = lambda: False
     computed_s: float = 0.0
     waited_s: float = 0.0
-    _shard: int = 0
+    has_left: bool = False
+    is_joined: bool = False
+    shard: int = 0
+    _call: int = 0
     _stage: int = 0
+    _is_called: bool = False
+    _failed_in_part: bool = False
+    _is_alone: bool = False
     _begun: set[int] = field(default_factory=set)
+    _last_calls: dict[int, int] = field(default_factory=dict)
+    _seen: dict[int, float] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         """The parts of a submission: another one may compute with other code."""
         return self.run.folder / FOLDER / str(self.submission)
 
-    def shard_to_join(self, shards: Collection[int]) -> int | None:
-        """Of shards that others hold, the one with the most parts that nobody has; None without any.
+    def shard_to_join(self, shards: Collection[int]) -> int | str | None:
+        """Of shards that others hold, one with many parts that nobody has; LATER if one may have some soon; or None.
 
-        A shard that this attempt has begun is not joined again.
+        A shard that this attempt has begun is not joined again, and one whose holder has not come to its first `divide`
+        is waited for during one lease. The listings may be outdated, which costs a later or a needless join.
         """
-        left = [shard for shard in sorted(shards) if shard not in self._begun]
+        left = [shard for shard in shards if shard not in self._begun]
+        random.shuffle(left)  # other tasks choose as well
+        n_free: dict[int, int] = {}
         try:
             stages = self._stages() if left else {}
-            n_free = {shard: self._n_free(stages.get(shard)) for shard in left}
+            for shard in left:
+                if shard in stages and (n_left := self._n_free(stages[shard][1])):
+                    n_free[shard] = n_left
+                if len(n_free) == COMPARED:
+                    break
         except OSError as error:
             log.warning("whether others' shards have parts left is unknown: %s", error)
             return None
-        best = max(left, key=n_free.__getitem__, default=None)
-        return best if best is not None and n_free[best] else None
+        if n_free:
+            best = max(n_free, key=n_free.__getitem__)
+            self._last_calls[best] = stages[best][0]
+            return best
+        now = time.monotonic()
+        since = [self._seen.setdefault(shard, now) for shard in left if shard not in stages]
+        return LATER if any(now - seen < self.run.plan.lease_s for seen in since) else None
 
-    def _stages(self) -> dict[int, str]:
-        """The folder of the last stage of each shard that has one."""
-        found: dict[int, tuple[int, str]] = {}
-        for name in list_fresh(self.folder) if exists(self.folder) else ():
-            shard, _, stage = name.partition(".")
-            if shard.isdecimal() and stage.isdecimal():
-                found[int(shard)] = max((int(stage), name), found.get(int(shard), (-1, "")))
-        return {shard: name for shard, (_, name) in found.items()}
+    def _stages(self) -> dict[int, tuple[int, str]]:
+        """Of each shard that has stages, the last call, and the folder of the last stage in it."""
+        found: dict[int, tuple[int, int, str]] = {}
+        for name in _names(self.folder) or ():
+            numbers = name.split(".")
+            if len(numbers) == 3 and all(number.isdecimal() for number in numbers):
+                shard, call, stage = map(int, numbers)
+                found[shard] = max((call, stage, name), found.get(shard, (-1, -1, "")))
+        return {shard: (call, name) for shard, (call, _, name) in found.items()}
 
-    def _n_free(self, stage: str | None) -> int:
-        names = [] if stage is None else list_fresh(self.folder / stage)
+    def _n_free(self, stage: str) -> int:
+        names = _names(self.folder / stage)
+        if names is None:  # the run was merged
+            return 0
         return self.run.plan.parts - len({name.partition(".")[0] for name in names if not name.startswith(".")})
 
     def give_back(self) -> None:
         """Give back the parts that a worker of this attempt held when it died, for others to compute at once."""
         try:
-            for stage in self._stages().values() if self.run.plan.parts > 1 else ():
+            for _, stage in self._stages().values() if self.run.plan.parts > 1 else ():
                 claims = Claims(self.folder / stage, PARTING_PATIENCE_S)
                 for number in claims.numbers():
                     claims.release(number, self.claim)
         except OSError as error:
             log.warning("parts are not given back, and their leases end instead: %s", error)
 
-    def begin(self, shard: int) -> None:
-        """The next calls of the workload are of this shard."""
-        self._shard, self.computed_s, self.waited_s = shard, 0.0, 0.0
+    def begin(self, shard: int, *, is_joined: bool = False) -> None:
+        """The next calls of the workload are of this shard, which another task holds if it `is_joined`."""
+        self.shard, self.is_joined, self.computed_s, self.waited_s = shard, is_joined, 0.0, 0.0
+        self._call = self._last_calls.get(shard, 0) if is_joined else 0
+        self.has_left = self._is_called = self._failed_in_part = self._is_alone = False
         self._begun.add(shard)
 
     def calling(self, call: Callable[[T], Any]) -> Callable[[T], Any]:
-        """A workload's call, in which the first `divide` is the first of its item, also when it is called again."""
+        """A workload's call, in which the first `divide` is the first of its item.
+
+        If a part failed in the call before, the other parts keep their values. Else these led to what failed, and all
+        are computed again.
+        """
 
         def calls(items: T) -> Any:
-            self._stage = 0
+            self._call += self._is_called and not self._failed_in_part
+            self._stage, self._is_called, self._failed_in_part, self._is_alone = 0, True, False, False
             return call(items)
 
         return calls
@@ -117,9 +156,43 @@ class Parts:
         """A JSON value for each of the things; `compute` gives those of some of them, which are a part."""
         size = -(-len(things) // self.run.plan.parts)
         parts = [things[start : start + size] for start in range(0, len(things), size or 1)]
-        stage = _Stage(self, self.folder / f"{self._shard:05d}.{self._stage}", compute)
+        stage = _Stage(self, self.folder / f"{self.shard:05d}.{self._call}.{self._stage}")
         self._stage += 1
-        return [value for values in stage.values_of(parts) for value in values]
+        found: dict[int, list[Any]] = {}
+
+        def content_of(number: int) -> bytes:
+            try:
+                return part_as_json(parts[number], compute)
+            except BaseException:
+                self._failed_in_part = True
+                raise
+
+        if not self._is_alone:
+            self._share(stage, [len(part) for part in parts], content_of, found)
+        for number in range(len(parts)):
+            if number not in found:
+                found[number] = json.loads(content_of(number))
+        return [value for number in range(len(parts)) for value in found[number]]
+
+    def _share(
+        self, stage: _Stage, sizes: Sequence[int], content_of: Callable[[int], bytes], found: dict[int, list[Any]]
+    ) -> None:
+        """Find the values of all parts together with other tasks; those that a holder has to compute alone are missing.
+
+        Interrupted if this task has to leave.
+        """
+        try:
+            if not stage.share(sizes, content_of, found):
+                self.has_left = True
+                raise Interrupted
+        except _NotSharedError as error:
+            if self.is_joined:
+                log.info("leaves the item to the task that holds it: %s", error)
+                self.has_left = True
+                raise Interrupted from error
+            # Others may find other values for what is computed here, and go on with those.
+            log.warning("the parts that are left are computed by this task alone: %s", error)
+            self._is_alone = True
 
 
 def remove_parts(run: Run) -> None:
@@ -139,50 +212,44 @@ class _NotSharedError(Exception):
 class _Stage:
     """One call of `divide`: its claims and its values, in a folder."""
 
-    def __init__(self, parts: Parts, folder: Path, compute: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        self._parts, self._folder, self._compute = parts, folder, compute
+    def __init__(self, parts: Parts, folder: Path) -> None:
+        self._parts, self._folder = parts, folder
         self._lease_s = parts.run.plan.lease_s
         self._claims, self._watch = Claims(folder, self._lease_s), Watch(self._lease_s)
 
-    def values_of(self, parts: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """The values of all parts, in order. Interrupted if this task has to leave while others compute the last."""
-        found: dict[int, list[Any]] = {}
-        try:
-            self._share(parts, found)
-        except _NotSharedError as error:
-            log.warning("the parts that are left are computed by this task alone: %s", error)
-            for number in range(len(parts)):
-                if number not in found:
-                    found[number] = json.loads(self._content(parts[number]))
-        return [found[number] for number in range(len(parts))]
+    def share(self, sizes: Sequence[int], content_of: Callable[[int], bytes], found: dict[int, list[Any]]) -> bool:
+        """Add the values of all parts to `found`; False if this task has to leave before that.
 
-    def _share(self, parts: Sequence[Sequence[Any]], found: dict[int, list[Any]]) -> None:
-        _of_files(lambda: self._make_folder(len(parts)))
+        `sizes` are the numbers of values of each part; `content_of(number)` computes a part.
+        """
+        _of_files(lambda: self._make_folder(len(sizes)))
         pause_s = FIRST_PAUSE_S
         while True:
             there = set(_of_files(lambda: list_fresh(self._folder)))
             left = []
-            for number, part in enumerate(parts):
+            for number, size in enumerate(sizes):
                 path = self._path(number)
-                if number not in found and path.name in there and (values := _read(path, len(part))) is not None:
+                if number not in found and path.name in there and (values := _read(path, size)) is not None:
                     found[number] = values
                 if number not in found:
                     left.append(number)
             if not left:
-                return
+                return True
+            if _of_files(self._parts.shall_leave):
+                return False
             taken = next((number for number in left if _of_files(functools.partial(self._take, number))), None)
             if taken is not None:
-                found[taken] = self._computed(taken, parts[taken])
+                self._find(taken, sizes[taken], content_of, found)
                 pause_s = FIRST_PAUSE_S
-            elif self._parts.shall_leave():
-                raise Interrupted
             else:
                 time.sleep(pause_s)
                 self._parts.waited_s += pause_s
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S, self._lease_s / RENEWALS_PER_LEASE)
 
     def _make_folder(self, n_parts: int) -> None:
-        for folder in (self._folder.parent.parent, self._folder.parent, self._folder):
+        above = (self._folder.parent.parent, self._folder.parent)
+        # The holder of a joined shard has made those above; once they are gone, the run is merged.
+        for folder in (self._folder,) if self._parts.is_joined else (*above, self._folder):
             make_folder(folder)
         for number in range(n_parts, self._parts.run.plan.parts):
             # Fewer things than parts: others need not come for these.
@@ -192,7 +259,7 @@ class _Stage:
         return self._folder / f"{number:05d}.json"
 
     def _take(self, number: int) -> bool:
-        """Claim a part that nobody computes."""
+        """Claim a part that nobody computes, or that was published since the listing."""
         mine, former = self._parts.claim, self._claims.observe(number)
         if former is None:
             return self._claims.take(number, mine)
@@ -201,28 +268,39 @@ class _Stage:
         is_stale = self._watch.look(number, former) == "stale"
         return is_stale and self._claims.take_over(number, UNOWNED if former is UNREADABLE else former, mine)
 
-    def _computed(self, number: int, part: Sequence[Any]) -> list[Any]:
+    def _find(self, number: int, size: int, content_of: Callable[[int], bytes], found: dict[int, list[Any]]) -> None:
+        """Compute and publish a claimed part, unless it is published; `found` gets what stands in its file."""
         began = time.monotonic()
         try:
-            with self._renewed(number):
-                content = self._content(part)
-            try:
-                digest = hashlib.sha256(content).hexdigest().encode()
-                write_bytes(self._path(number), digest + b"\n" + content, patience_s=self._lease_s)
-            except OSError as error:  # others compute it again
-                log.warning("a part is not kept: %s", error)
+            if (values := _read(self._path(number), size)) is None:
+                with self._renewed(number):
+                    content = content_of(number)
+                    found[number] = json.loads(content)
+                    _of_files(lambda: self._publish(number, size, content))
+                values = _read(self._path(number), size)
+            if values is None:
+                raise _NotSharedError(f"{self._path(number)} cannot be read after it was written")
+            found[number] = values
         finally:
             self._claims.release(number, self._parts.claim)
             self._parts.computed_s += time.monotonic() - began
-        found: list[Any] = json.loads(content)
-        return found
 
-    def _content(self, part: Sequence[Any]) -> bytes:
-        """The values of a part as JSON, from which this task takes them as well as others."""
-        values = list(self._compute(part))
-        if len(values) != len(part):
-            raise ValueError(f"a part of {len(part)} has {len(values)} values; expected one for each")
-        return json.dumps(values).encode()
+    def _publish(self, number: int, size: int, content: bytes) -> None:
+        """Put the values of a part where others read them; the first ones stay, unless they are damaged.
+
+        Nothing is fsynced: a file that a power failure leaves damaged is computed again.
+        """
+        path, signed = self._path(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+        def put() -> bool:
+            with beside(path) as partial:
+                partial.write_bytes(signed)
+                is_first = link_first(partial, path, self._lease_s)
+                partial.unlink(missing_ok=True)  # without hard links it was renamed
+                return is_first
+
+        if not retried(put, self._lease_s) and _read(path, size) is None:
+            write_bytes(path, signed, durable=False, patience_s=self._lease_s)
 
     @contextlib.contextmanager
     def _renewed(self, number: int) -> Iterator[None]:
@@ -253,10 +331,20 @@ def _of_files(operation: Callable[[], T]) -> T:
         raise _NotSharedError(str(error)) from error
 
 
+def _names(folder: Path) -> list[str] | None:
+    """The names in a folder, as this machine sees it; None without the folder."""
+    try:
+        return retried(lambda: os.listdir(folder), PARTING_PATIENCE_S)
+    except FileNotFoundError:
+        return None
+
+
 def _read(path: Path, n_values: int) -> list[Any] | None:
-    """The values of a part; None for a file that cannot be read, or is damaged."""
+    """The values of a part; None without a file, and for one that cannot be read, or is damaged."""
     try:
         digest, _, content = read_bytes(path, max_bytes=MOST_BYTES).partition(b"\n")
+    except FileNotFoundError:
+        return None
     except OSError as error:
         log.warning("%s cannot be read, and its part is computed again: %s", path, error)
         return None

@@ -90,6 +90,8 @@ class Held:
     shard: int
 
 
+LATER = "later"
+"""No shard can be joined yet, but one of them may soon."""
 State = tuple[int, Claim, str]
 """A shard, its claim, and its state: alive, stale, unknown, gone, parked, own or left."""
 
@@ -101,7 +103,7 @@ class Claimer:
     `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
     are the shards that the attempt knows it holds; others with its claim were left by a worker that died. `idle_s` is
     how long it has waited for what others hold. `joins` chooses one of the shards that others hold, to compute parts
-    of its item, or None. While it `draws`, free shards are taken at random and not in order.
+    of its item, or LATER, or None. While it `draws`, free shards are taken at random and not in order.
     """
 
     run: Run
@@ -110,7 +112,7 @@ class Claimer:
     pause: Callable[[float], None] = time.sleep
     held: set[int] = field(default_factory=set)
     idle_s: float = 0.0
-    joins: Callable[[Sequence[int]], int | None] = lambda shards: None
+    joins: Callable[[Sequence[int]], int | str | None] = lambda shards: None
     draws: bool = False
     _ahead: deque[int] = field(default_factory=deque)
     _last: int = 0
@@ -146,9 +148,10 @@ class Claimer:
                 states = self._states(taken)
                 if (shard := self._take_left(states)) is not None:
                     return self._begin(shard)
-                if (shard := self._to_join(states)) is not None:
-                    return Held(shard)
-                if (verdict := self._verdict(states)) is not None:
+                joined = self._to_join(states)
+                if isinstance(joined, int):
+                    return Held(joined)
+                if joined is None and (verdict := self._verdict(states)) is not None:
                     return verdict
             self._wait(len(states))
 
@@ -159,9 +162,10 @@ class Claimer:
             states = [] if free else self._states(taken)
             if free or any(state in ("gone", "left", "stale") and self._is_open(shard) for shard, _, state in states):
                 return "work"
-            if self._to_join(states) is not None:
+            joined = self._to_join(states)
+            if isinstance(joined, int):
                 return "work"
-            if (verdict := self._verdict(states)) is not None:
+            if joined is None and (verdict := self._verdict(states)) is not None:
                 return verdict
             self._wait(len(states))
 
@@ -252,7 +256,7 @@ class Claimer:
                 return shard
         return None
 
-    def _to_join(self, states: list[State]) -> int | None:
+    def _to_join(self, states: list[State]) -> int | str | None:
         return self.joins([shard for shard, _, state in states if state in ("alive", "unknown")])
 
     def _states(self, shards: Iterable[int]) -> list[State]:
@@ -291,6 +295,7 @@ class Claimer:
         Looking every quarter of a lease finds a stale one within one and a half leases.
         """
         lease_s = self.run.plan.lease_s
+        n_claims *= 2 if self.run.plan.parts > 1 else 1  # a folder of parts is read with each
         work_s = n_claims / CLAIMS_A_SECOND + self._n_names / NAMES_A_SECOND
         pause_s = max(min(1.0, lease_s / 20, FIRST_PAUSE_S * 2 ** min(self._n_pauses, 8)), work_s)
         self._n_pauses += 1

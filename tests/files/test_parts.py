@@ -1,13 +1,19 @@
 """Parts of an item: who computes which, what is read of others, and what becomes of those that are lost."""
 
+import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slurmgpu.errors import Interrupted
 from slurmgpu.run.claims import Claim, Claims
+from slurmgpu.run.directory import Run
+from slurmgpu.worker import parts as module
 from slurmgpu.worker.parts import Parts, remove_parts
+from slurmgpu.worker.shard_claimer import LATER
+from slurmgpu.workload import TaskContext
 from tests.support.runs import planned_run, wait_until
 
 
@@ -20,10 +26,10 @@ def run(tmp_path):
     return planned(tmp_path / "run", 120.0)
 
 
-def parts_of(run, name, **options):
+def parts_of(run, name, *, is_joined=False, **options):
     """What an attempt of this name computes of the run's first item."""
     found = Parts(run, Claim(name, f"{name}.0", "node", 1), 1, **options)
-    found.begin(0)
+    found.begin(0, is_joined=is_joined)
     return found
 
 
@@ -35,19 +41,20 @@ def doubled(seen):
     return compute
 
 
-def stage_folder(run, stage=0):
-    return run.folder / "parts" / "1" / f"00000.{stage}"
+def stage_folder(run, stage=0, call=0):
+    return run.folder / "parts" / "1" / f"00000.{call}.{stage}"
 
 
-def test_a_task_alone_computes_every_part_and_reads_them_when_it_is_called_again(run):
-    mine, seen = parts_of(run, "one"), []
-    call = mine.calling(lambda n: [mine.divide(range(n), doubled(seen)), mine.divide("abc", lambda some: [*some])])
-    wanted = [[0, 2, 4, 6, 8, 10, 12, 14, 16, 18], ["a", "b", "c"]]
-    assert call(10) == wanted
-    assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    assert call(10) == wanted
-    assert len(seen) == 4
-    assert mine.divide([], doubled(seen)) == []
+def test_a_task_alone_computes_every_part_and_its_next_worker_reads_them(run):
+    seen = []
+
+    def stages(mine):
+        return [mine.divide(range(10), doubled(seen)), mine.divide("abc", lambda some: [*some])]
+
+    for mine in (parts_of(run, "one"), parts_of(run, "one")):
+        assert mine.calling(stages)(mine) == [[0, 2, 4, 6, 8, 10, 12, 14, 16, 18], ["a", "b", "c"]]
+        assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+        assert mine.divide([], doubled(seen)) == []
     remove_parts(run)
     assert not (run.folder / "parts").exists()
     remove_parts(run)
@@ -110,6 +117,93 @@ def test_a_task_that_ends_gives_back_what_its_worker_held(run):
     assert claims.numbers() == {1}
 
 
+def test_a_part_that_is_published_between_the_listing_and_the_claim_is_not_computed_again(run, monkeypatch):
+    """As where a listing of NFS takes a moment, in which the owner ends."""
+    first, second, seen = parts_of(run, "first"), parts_of(run, "second"), []
+    listing = module.list_fresh
+
+    def outdated(folder):
+        names = listing(folder)
+        monkeypatch.setattr(module, "list_fresh", listing)
+        assert first.divide(range(4), lambda some: ["first's" for _ in some]) == ["first's"] * 4
+        return names
+
+    monkeypatch.setattr(module, "list_fresh", outdated)
+    assert second.divide(range(4), doubled(seen)) == ["first's"] * 4
+    assert seen == []
+    assert Claims(stage_folder(run)).numbers() == set()
+
+
+@pytest.mark.parametrize("former", [None, b"damaged"])
+def test_of_two_tasks_that_compute_one_part_both_have_the_values_that_were_published_first(run, former):
+    """As after the claim of a living task went stale; a damaged file is no values."""
+    mine, path = parts_of(run, "one"), stage_folder(run) / "00000.json"
+
+    def compute(some):
+        Claims(stage_folder(run)).clear()
+        path.unlink(missing_ok=True)
+        assert parts_of(run, "other").divide(range(2), lambda some: ["other's" for _ in some]) == ["other's"] * 2
+        if former is not None:
+            path.write_bytes(former)
+        return ["mine" for _ in some]
+
+    assert mine.divide(range(2), compute) == (["other's", "other's"] if former is None else ["mine", "other's"])
+    assert mine.divide([], compute) == []
+    assert [json.loads(file.read_bytes().partition(b"\n")[2]) for file in sorted(path.parent.glob("*.json"))] == (
+        [["other's"], ["other's"]] if former is None else [["mine"], ["other's"]]
+    )
+
+
+def test_a_call_after_one_that_failed_outside_its_parts_computes_them_again_and_another_task_joins_that_call(run):
+    seen, busy = [], iter([True, False])
+
+    def row(mine):
+        def each(some):
+            seen.append([*some])
+            return [next(busy, False) if 0 in some else False for _ in some]
+
+        if any(mine.divide(range(4), each)):
+            raise ConnectionError("a server was busy")
+        return "good"
+
+    mine = parts_of(run, "one")
+    call = mine.calling(row)
+    with pytest.raises(ConnectionError):
+        call(mine)
+    assert call(mine) == "good"
+    assert len(seen) == 8
+    (stage_folder(run, call=1) / "00002.json").unlink()
+    other = Parts(run, Claim("two", "two.0", "node", 1), 1)
+    assert other.shard_to_join([0]) == 0
+    other.begin(0, is_joined=True)
+    assert other.calling(row)(other) == "good"
+    assert seen[8:] == [[2]]
+
+
+def test_a_call_after_one_that_failed_in_a_part_computes_only_that(run):
+    mine, seen = parts_of(run, "one"), []
+
+    def fail_once(some):
+        seen.append([*some])
+        if seen == [[0], [1]]:
+            raise ConnectionError
+        return [*some]
+
+    call = mine.calling(lambda _: mine.divide(range(4), fail_once))
+    with pytest.raises(ConnectionError):
+        call(None)
+    assert call(None) == [0, 1, 2, 3]
+    assert seen == [[0], [1], [1], [2], [3]]
+
+
+def test_a_joiner_that_has_to_leave_takes_no_part(run):
+    mine, seen = parts_of(run, "one", is_joined=True, shall_leave=lambda: bool(seen)), []
+    stage_folder(run).mkdir(parents=True)
+    with pytest.raises(Interrupted):
+        mine.divide(range(4), doubled(seen))
+    assert (seen, mine.has_left) == ([[0]], True)
+
+
 def test_a_task_that_has_to_leave_does_not_wait_for_others(run):
     slow, mine, go_on = parts_of(run, "slow"), parts_of(run, "one", shall_leave=lambda: True), threading.Event()
     thread = threading.Thread(target=lambda: slow.divide(range(4), lambda some: [go_on.wait(60) for _ in some]))
@@ -126,6 +220,7 @@ def test_a_value_that_is_damaged_is_computed_again(run, content):
     mine, seen = parts_of(run, "one"), []
     mine.calling(lambda _: mine.divide(range(4), doubled(seen)))(None)
     path = stage_folder(run) / "00002.json"
+    mine.begin(0)
     if content is None:
         path.unlink()
         path.mkdir()
@@ -141,6 +236,56 @@ def test_where_the_folder_cannot_be_used_a_task_computes_all_alone(run, caplog):
     assert mine.divide(range(4), doubled(seen)) == [0, 2, 4, 6]
     assert "the parts that are left are computed by this task alone: " in caplog.text
     assert mine.shard_to_join([1]) is None
+
+
+def test_a_joiner_leaves_the_item_to_its_holder_where_the_folder_cannot_be_used(run):
+    mine, seen = parts_of(run, "one", is_joined=True), []
+    with pytest.raises(Interrupted):
+        mine.divide(range(4), doubled(seen))
+    assert (seen, mine.has_left) == ([], True)
+    assert not (run.folder / "parts").exists()
+    stage_folder(run).mkdir(parents=True)
+
+    def merged_meanwhile(some):
+        remove_parts(run)
+        return doubled(seen)(some)
+
+    with pytest.raises(Interrupted):
+        mine.divide(range(4), merged_meanwhile)
+    assert seen == [[0]]
+
+
+def test_a_holder_whose_values_others_cannot_read_shares_no_later_stage(run, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "link_first", full)
+    mine, seen = parts_of(run, "one"), []
+    assert mine.divide(range(4), doubled(seen)) == [0, 2, 4, 6]
+    assert mine.divide("ab", lambda some: [*some]) == ["a", "b"]
+    assert seen == [[0], [1], [2], [3]]
+    assert not stage_folder(run, 1).exists()
+
+
+def test_values_are_those_of_json_also_where_one_task_computes_all(run):
+    """A workload that was tried on one GPU does not fail on eight."""
+    alone = TaskContext("cpu", 0, Path())
+    for divide in (alone.divide, parts_of(run, "one").divide):
+        assert divide(range(1), lambda some: [{1: (2, 3)}]) == [{"1": [2, 3]}]
+        assert divide([], lambda some: [1]) == []
+    for divide in (alone.divide, parts_of(run, "two").divide):
+        with pytest.raises(TypeError, match="int64 is not JSON serializable: `divide` takes values of what JSON holds"):
+            divide("ab", lambda some: [*np.arange(len(some))])
+        with pytest.raises(ValueError, match="values; expected one for each"):
+            divide("ab", lambda some: [1, 2, 3])
+
+
+def test_the_number_of_parts_belongs_to_what_the_rows_depend_on(run, tmp_path):
+    other = planned_run(tmp_path / "other", n_items=2, batch_size=1, shard_items=1, parts=2)
+    whole = planned_run(tmp_path / "whole", n_items=2, batch_size=1, shard_items=1)
+    assert len({each.plan.fingerprint for each in (run, other, whole)}) == 3
+    assert Run.open(run.folder).plan.fingerprint == run.plan.fingerprint
+    assert [json.loads((each.folder / "run.json").read_text())["version"] for each in (run, whole)] == [2, 1]
 
 
 def test_an_error_gives_the_part_back_and_a_wrong_number_of_values_is_one(run):
@@ -159,9 +304,9 @@ def test_an_error_gives_the_part_back_and_a_wrong_number_of_values_is_one(run):
 def test_the_shard_with_the_most_parts_left_is_joined_and_none_twice(run):
     mine, other = parts_of(run, "one"), Parts(run, Claim("two", "two.0", "node", 1), 1)
     assert other.shard_to_join([]) is None
-    assert other.shard_to_join([0, 1]) == 0
-    folder = stage_folder(run)
+    folder, second = stage_folder(run), run.folder / "parts" / "1" / "00001.0.0"
     folder.mkdir(parents=True)
+    second.mkdir()
     for name in ("00000", "00001.json", "00001"):
         (folder / name).touch()
     assert other.shard_to_join([0, 1]) == 1
@@ -178,9 +323,35 @@ def test_the_shard_with_the_most_parts_left_is_joined_and_none_twice(run):
     mine.begin(1)
     mine.divide("ab", lambda some: [*some])
     assert other.shard_to_join([1]) is None
-    assert sorted(path.name for path in Path(run.folder / "parts" / "1" / "00001.0").iterdir()) == [
+    assert sorted(path.name for path in second.iterdir()) == [
         "00000.json",
         "00001.json",
         "00002.none",
         "00003.none",
     ]
+
+
+def test_a_shard_is_joined_once_its_holder_divides_and_waited_for_during_a_lease(tmp_path, monkeypatch):
+    """So an item that kills workers before that kills none that join it."""
+    run, now = planned(tmp_path / "run", 60.0), [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    mine = Parts(run, Claim("one", "one.0", "node", 1), 1)
+    assert mine.shard_to_join([0, 1]) == LATER
+    now[0] += 59.0
+    assert mine.shard_to_join([0]) == LATER
+    now[0] += 2.0
+    assert mine.shard_to_join([0, 1]) is None
+    stage_folder(run).mkdir(parents=True)
+    assert mine.shard_to_join([0, 1]) == 0
+
+
+def test_a_look_for_a_shard_to_join_makes_no_file_and_lists_few_folders(tmp_path, monkeypatch):
+    run = planned_run(tmp_path / "run", n_items=40, batch_size=1, shard_items=1, parts=4)
+    above, listed, list_folder = run.folder / "parts" / "1", [], module.os.listdir
+    for shard in range(40):
+        (above / f"{shard:05d}.0.0").mkdir(parents=True)
+    before = {folder: folder.stat().st_mtime_ns for folder in (above, *above.iterdir())}
+    monkeypatch.setattr(module.os, "listdir", lambda folder: listed.append(folder) or list_folder(folder))
+    assert Parts(run, Claim("one", "one.0", "node", 1), 1).shard_to_join(range(40)) in range(40)
+    assert len(listed) == 1 + module.COMPARED
+    assert {folder: folder.stat().st_mtime_ns for folder in before} == before

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.support.runs import check_ledger, datasets, records, report, start, w
 
 DIVIDED = '''
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -36,6 +38,9 @@ class Divided:
         return [self.row(item) for item in items]
 
     def row(self, item):
+        if item.data["x"] == 666:
+            with open(self.marks / f"{self.task.attempt}-{os.getpid()}", "a"):
+                os.kill(os.getpid(), signal.SIGKILL)
         squares = self.task.divide([item.data["x"] + n for n in range(12)], lambda some: self.computed("square", some))
         more = self.task.divide(squares, lambda some: self.computed("more", some))
         return {"total": int(sum(more)), "values": more}
@@ -43,7 +48,7 @@ class Divided:
     def computed(self, stage, some):
         with open(self.marks / f"{self.task.attempt}-{os.getpid()}", "a") as file:
             file.write("".join(f"{stage} {number}\\n" for number in some))
-        while self.held.exists():
+        while self.held.exists() or Path(f"{self.held}-{some[0]}").exists():
             time.sleep(0.05)
         if 13 in some:
             raise ItemError("not thirteen")
@@ -67,7 +72,7 @@ def wanted(x):
 
 @pytest.fixture
 def divided(tmp_path):
-    """A project of two items; tasks wait in their parts while the file `held` is there."""
+    """A project of two items; tasks wait in their parts while the file `held` is there, or `held-N` of one part."""
 
     def make(name, *numbers):
         folder = tmp_path / name
@@ -166,3 +171,40 @@ def test_an_item_that_fails_in_parts_is_one_failed_item_and_computed_again_with_
     slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
     assert report(folder)["n_errors"] == 0
     check_values(folder, 10, 200)
+
+
+def test_a_holder_that_is_told_to_stop_finishes_its_item_with_those_who_compute_parts_of_it(divided):
+    folder = divided("told", 100)
+    for number in (100, 106):  # the first of each part
+        (folder / f"held-{number}").touch()
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until(lambda: joining(folder) == [0], "a task to be at work on the other's item")
+    wait_until(lambda: len(marked(folder)) == 2, "both to have a part")
+    (folder / "held-100").unlink()
+    first = folder / "run" / "parts" / "1" / "00000.0.0" / "00000.json"
+    wait_until(first.exists, "the holder to wait for the joiner's part")
+    for record in records(folder):
+        os.kill(record["pid"], signal.SIGUSR2)
+    logs = [*(folder / "run" / "logs").glob("*_log.err")]
+    wait_until(lambda: all("takes no more shards" in path.read_text() for path in logs), "both to be told")
+    time.sleep(2.0)  # longer than a pause between two looks
+    [holder] = [record["attempt"] for record in records(folder) if record["state"] != "ended" and record["shard"] == 0]
+    (folder / "held-106").unlink()
+    process.communicate(timeout=250)
+    check_values(folder, 100)
+    outcome = report(folder)
+    assert (outcome["complete"], len(outcome["attempts"])) == (True, 2)
+    # The other finished the part in hand, and took none after that.
+    lines = {name: len(each) for name, each in marked(folder).items()}
+    assert sorted(lines.values()) == [6, 18]
+    assert max(lines, key=lines.get).startswith(holder)
+
+
+def test_an_item_that_kills_workers_before_it_is_divided_kills_only_those_of_its_holder(divided):
+    folder = divided("deadly", 666)
+    process = start(*LOCAL, "--tasks", "4", cwd=folder)
+    process.communicate(timeout=250)
+    outcome = report(folder)
+    assert [error["index"] for error in outcome["errors"]] == [0]
+    assert len({name.rpartition("-")[0] for name in marked(folder)}) == 1
+    assert [attempt["failure"] for attempt in outcome["attempts"]] == [None] * 4

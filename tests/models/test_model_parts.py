@@ -121,7 +121,7 @@ def test_an_item_in_parts_has_the_row_of_the_whole_item(case, adder, tmp_path):
         else:
             assert one.tobytes() == as_a_whole.tobytes()
     stages = sorted(path.name for path in (tmp_path / "run" / "parts" / "1").iterdir())
-    assert stages[0] == "00000.0"
+    assert stages[0] == "00000.0.0"
     assert len(stages) >= (2 if case in ("collect", "tree") else 1)
 
 
