@@ -19,6 +19,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
 from slurmgpu.report.build import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
+from slurmgpu.results.views import without_value
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
 from slurmgpu.util.json_values import json_value
@@ -297,8 +298,9 @@ def _key_reader(path: str, source: Source, key: str) -> KeyReader:
         indices = file["index"].python_values(start, stop)
         if not is_column:
             return list(map(_text, _of_input(source, key, indices)))
-        found = list(map(_text, file[key].python_values(start, stop)))
-        failed = np.flatnonzero(block.failed).tolist()  # their columns are blank
+        column = file[key]
+        found = list(map(_text, column.python_values(start, stop)))
+        failed = np.flatnonzero(without_value(column, block.failed, start, stop)).tolist()
         try:
             values = _of_input(source, key, [indices[place] for place in failed]) if has_input else []
         except SlurmGPUError as error:

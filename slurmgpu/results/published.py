@@ -71,9 +71,10 @@ class Block(NamedTuple):
         """The rows, with the values of all columns or of `names` as Python numbers, strings and arrays."""
         columns = {name: self.values_of(name) for name in (self.file.columns if names is None else names)}
         indices, errors = self.values_of("index"), self.values_of("error")
+        failed = self.failed
         for name, values in columns.items():
             if name not in ("index", "error"):
-                for place in np.flatnonzero(without_value(self.file[name], self.failed, self.start, self.stop)):
+                for place in np.flatnonzero(without_value(self.file[name], failed, self.start, self.stop)):
                     values[place] = None
         return [
             Row(index, error or None, {name: values[place] for name, values in columns.items()})

@@ -111,7 +111,7 @@ class Selection:
         """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
         for chosen in self.blocks(n_bytes):
             block = chosen.block
-            values = []
+            failed, values = block.failed, []
             for name, column in self.columns.items():
                 data = block.file[name]
                 stored = data.stored(block.start, block.stop)
@@ -119,7 +119,7 @@ class Selection:
                 if name == "error":
                     of_rows = [message or None for message in of_rows]
                 elif name != "index":
-                    for row in np.flatnonzero(without_value(data, block.failed, block.start, block.stop)):
+                    for row in np.flatnonzero(without_value(data, failed, block.start, block.stop)):
                         of_rows[row] = None
                 values.append(chosen.of(of_rows))
             yield from zip(*values, strict=True)

@@ -89,6 +89,10 @@ class Waiting:
     began: float
 
 
+def _n_items(waiting: Sequence[Waiting]) -> int:
+    return sum(len(one.computed.rows) for one in waiting)
+
+
 @dataclass
 class Worker:
     """One worker process and the shards it computes; it takes no more of them once `stopping` is set.
@@ -210,7 +214,7 @@ class Worker:
 
     def _is_enough(self, waiting: Sequence[Waiting]) -> bool:
         """Whether it is enough that so many items failed alike, or one took too long to be computed."""
-        n_items = sum(len(one.computed.rows) for one in waiting)
+        n_items = _n_items(waiting)
         return (len(waiting) > 1 and n_items >= FAILED_ALIKE) or (self._resumes and n_items == 1)
 
     def _failed_alike(self, waiting: Sequence[Waiting]) -> Failure | None:
@@ -272,9 +276,12 @@ class Worker:
 
         What a task that has to end leaves is not `weighed`: it might be lost.
         """
-        n_items = sum(len(one.computed.rows) for one in waiting)
         alike = self._failed_alike(waiting) if weighed else None
-        if alike is not None and n_items >= FAILED_ALIKE and not retried(self.run.shard_files, self.run.plan.lease_s):
+        if (
+            alike is not None
+            and _n_items(waiting) >= FAILED_ALIKE
+            and not retried(self.run.shard_files, self.run.plan.lease_s)
+        ):
             raise WorkerFailedError("workload_error", alike.message, alike.trace)
         for one in waiting:
             self._publish(one)

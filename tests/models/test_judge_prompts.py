@@ -8,7 +8,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import Composed, EngineOptions, Output, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
@@ -18,6 +18,7 @@ from slurmgpu.workloads.judge.workload import Judge
 from tests.support.runs import report
 from tests.support.tiny_models import make_llama
 from tests.support.tiny_vision_models import make_llava, make_png
+from tests.support.watched_engines import Says
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,22 +38,10 @@ def llama(tmp_path_factory):
     return str(make_llama(tmp_path_factory.mktemp("model")))
 
 
-class Says:
-    """An engine that answers "Y", and keeps what it was asked."""
-
-    def __init__(self):
-        self.asked = []
-
-    def generate(self, requests):
-        self.asked += requests
-        for request in requests:
-            yield Output(request.id, "Y", finish_reason="stop", n_truncated=request.id)
-
-
 def asked_by(llama, items, **settings):
     """The prompts of a judge, and its rows."""
     judge = Judge(model=llama, **{"rubric": SUMS, "retries": 0, **settings})
-    judge.engine = Says()
+    judge.engine = Says("Y", lambda request: request.id)
     rows = judge(items)
     for row in rows:
         convert_row(judge.columns, row)

@@ -12,6 +12,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt,
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine import packing
 from tests.support.tiny_models import CHARACTERS, _save, _sizes, make_gpt_oss, make_llama, make_qwen3
+from tests.support.watched_engines import with_seen_shapes
 
 WINDOW = 24
 SHARED = "a rubric that all of the prompts begin with: "
@@ -58,18 +59,6 @@ def asked_of(ours, prompts):
         each.id: each.logprobs for each in ours.likelihoods([Passage(i, Prompt(t)) for i, t in enumerate(prompts)])
     }
     return [(answers[i], scores[i], likelihoods[i]) for i in range(len(prompts))]
-
-
-def with_seen_shapes(ours, monkeypatch):
-    """The shapes of the ids that the engine reads from now on."""
-    forward, seen = ours._prefill.forward, []
-
-    def watched(ids, *rest, **more):
-        seen.append(tuple(ids.shape))
-        return forward(ids, *rest, **more)
-
-    monkeypatch.setattr(ours._prefill, "forward", watched)
-    return seen
 
 
 @pytest.mark.parametrize(

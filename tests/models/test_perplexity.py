@@ -27,6 +27,7 @@ from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
 from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_qwen3
+from tests.support.watched_engines import with_seen_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,18 +107,6 @@ def test_a_text_is_the_same_beside_a_longer_one_where_positions_depend_on_the_lo
     for text, found in zip(texts, found_by(engine(folders["phi3"]), passages_of(texts)), strict=True):
         expected = by_hand(folders["phi3"], [BOS, *ids_of(folders["phi3"], text)])
         np.testing.assert_allclose(found.logprobs, expected, atol=2e-5)
-
-
-def with_seen_shapes(ours, monkeypatch):
-    """The shapes of the ids that the engine reads from now on."""
-    forward, seen = ours._prefill.forward, []
-
-    def watched(ids, *rest, **more):
-        seen.append(tuple(ids.shape))
-        return forward(ids, *rest, **more)
-
-    monkeypatch.setattr(ours._prefill, "forward", watched)
-    return seen
 
 
 def test_logits_of_a_few_columns_at_a_time_are_the_same(folders, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.head import WITH_IMAGES
-from slurmgpu.llm.interface.engine import EngineOptions, Generated, Output, Request, Sampling
+from slurmgpu.llm.interface.engine import EngineOptions, Generated, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.templates import Prompts
@@ -22,6 +22,7 @@ from slurmgpu.workloads.score.workload import Score
 from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama, make_tokenizer
 from tests.support.tiny_vision_models import make_gemma3_head, make_llava, make_png
+from tests.support.watched_engines import Says
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,22 +182,10 @@ def test_heads_that_take_images_are_those_of_transformers_and_others_are_refused
 # Paths.
 
 
-class Says:
-    """An engine that answers in two steps, and keeps what it was asked."""
-
-    def __init__(self):
-        self.asked = []
-
-    def generate(self, requests):
-        self.asked += requests
-        for request in requests:
-            yield Output(request.id, "7+5=12\n132", finish_reason="stop", n_truncated=3)
-
-
 def test_paths_of_a_question_have_its_examples_also_where_they_are_continued(tmp_path):
     model = str(make_llama(tmp_path))
     workload = Collect(model=model, prompt="{{ q }}=", reference="a", paths=2, rollouts=1, num_fewshot=1, **IN_JINJA)
-    workload.engine = Says()
+    workload.engine = Says("7+5=12\n132", lambda request: 3)
     items = [Item(number, {"q": f"{number}+9", "a": "132"}, 3) for number in range(8)]
     for row in workload(items):
         convert_row(workload.columns, row)
@@ -220,7 +209,7 @@ def test_a_path_goes_on_behind_the_prompt_as_it_was_cut_and_the_row_counts_the_c
     assert further.tokens == (*root.tokens, *begun)
     assert further.request.sampling.max_tokens == 40 - len(begun)
     workload = Collect(model=str(tmp_path / "m"), prompt="{q}=", reference="a", paths=2, truncation_side="left")
-    workload.engine = Says()
+    workload.engine = Says("7+5=12\n132", lambda request: 3)
     [row] = workload([Item(0, {"q": "47+85", "a": "132"})])
     assert convert_row(workload.columns, row)["n_truncated"] == 3
 

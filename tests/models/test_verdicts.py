@@ -5,7 +5,7 @@ import pytest
 
 from slurmgpu.errors import ItemError
 from slurmgpu.llm.answers import parsing
-from slurmgpu.llm.interface.engine import EngineOptions, Output
+from slurmgpu.llm.interface.engine import EngineOptions
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.transformers_engine.scoring import ask, scores_of
 from slurmgpu.workload import Item
@@ -14,6 +14,7 @@ from slurmgpu.workloads.judge.verdicts import summarize
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.samples import has_failed
 from tests.support.tiny_models import make_llama, make_tokenizer
+from tests.support.watched_engines import Says
 
 ITEM = Item(3, {"question": "1+1", "reference": 2, "text": "2"})
 
@@ -68,17 +69,6 @@ def test_a_rating_of_10_is_none_of_1_where_digits_are_tokens(tmp_path, model):
     judge.engine = Digits(tmp_path)
     [row] = judge([ITEM])
     assert (row["verdict"], row["score"]) == ("10", pytest.approx(9.9, abs=1e-5))
-
-
-class Says:
-    """An engine that always says the same, and keeps what it was asked."""
-
-    def __init__(self, answer):
-        self.answer, self.asked = answer, []
-
-    def generate(self, requests):
-        self.asked += requests
-        yield from (Output(request.id, self.answer) for request in requests)
 
 
 def test_a_rubrics_system_text_can_be_another_or_none(model):
