@@ -52,6 +52,7 @@ ONLY_OF_TASKS = frozenset(
         "submitit",
         "tarfile",
         "typing_extensions",
+        "uu",
         "zipfile",
     }
 )

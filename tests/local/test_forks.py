@@ -106,6 +106,7 @@ def test_a_module_of_the_users_goes_before_one_of_pythons_that_only_a_fork_has_i
     assert done.stdout == "[3, 6]\n", done.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is Python 3.11's")
 def test_a_module_that_every_worker_has_imported_goes_before_one_of_the_users(project, slurmgpu):
     folder = project(16)
     (folder / "random.py").write_text("no = 'uniform'\n")
