@@ -1,4 +1,4 @@
-"""`python -m tests.gpu [PART…]`: tell each finding as it comes, and write results/GPU-NAME.md.
+"""`python -m tests.gpu [PART|PART.FINDING…]`: tell each finding as it comes, and write results/GPU-NAME.md.
 
 Exit codes: 0 all held, 1 something did not, 4 nothing was proven, as there is no GPU.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
-import platform
-import re
 import selectors
 import signal
 import subprocess
@@ -19,19 +16,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.util import gpus
+from tests.gpu import record
 from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, findings_of
+from tests.gpu.record import Row
 
 PARTS = {"core": 130, "llm": 150, "influence": 40, "training": 110, "embedding": 50}
 """The parts, and the most seconds that each may take."""
 RESULTS = Path(__file__).with_name("results")
 HOME = Path(__file__).parents[2]
-PACKAGES = ("torch", "transformers", "triton", "h5py", "numpy", "accelerate", "torchao", "bitsandbytes", "vllm")
 EXIT_HELD, EXIT_NOT_HELD, EXIT_NOTHING_PROVEN = 0, 1, 4
 MARKS = {HELD: "✓", NOT_HELD: "✗", NOT_TO_BE_HAD: "–"}
 LOG_LINES = 15
@@ -39,25 +36,15 @@ PATIENCE = 20
 """How many times longer everything may take without a GPU, where it proves nothing."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What came of a finding."""
-
-    part: str
-    claim: str
-    verdict: str
-    figures: str
-    seconds: float
-    trace: str = ""
-
-
 def main() -> int:
     """Run the parts that are asked for; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Prove slurmgpu on this machine's GPUs.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which (default: all): {', '.join(PARTS)}")
-    parts = parser.parse_args().parts or list(PARTS)
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    said = f"which of {', '.join(PARTS)} (default: all), or a finding by its function: core.two_runs_share_a_gpu"
+    parser.add_argument("chosen", nargs="*", metavar="PART[.FINDING]", help=said)
+    try:
+        parts = choose(parser.parse_args().chosen or list(PARTS))
+    except ValueError as error:
+        parser.error(str(error))
     started = time.monotonic()
     found = visible_gpus()
     names = ", ".join(gpu.name for gpu in found) or "no GPU: each part runs on the CPU, at a toy size"
@@ -65,19 +52,22 @@ def main() -> int:
     # What a toy size on a CPU shows is that the code runs.
     marks, words = (MARKS, {}) if found else ({**MARKS, HELD: "·"}, {HELD: "ran"})
     rows: list[Row] = []
-    for part in parts:
+    written: Path | None = None
+    for part, findings in parts.items():
         begun = time.monotonic()
         print(f"== {part} (at most {PARTS[part]} s)", flush=True)
-        for row in run_part(part, len(found)):
+        for row in run_part(part, findings, len(found)):
             print(f"{marks[row.verdict]} {row.claim}: {row.figures} [{row.seconds:.1f} s]", flush=True)
             if row.trace and row.figures not in [other.figures for other in rows]:
                 print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
             rows.append(row)
         print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
-    counts = ", ".join(f"{sum(row.verdict == each for row in rows)} {words.get(each, each)}" for each in MARKS)
+        if found:  # after each part, so that one who stops the rest has a record of these
+            written = record.write(RESULTS, found, rows)
+    counts = record.count([row.verdict for row in rows], words)
     print(f"{counts}; {time.monotonic() - started:.0f} s", flush=True)
-    if found:
-        print(f"written: {write(found, rows, counts)}")
+    if written is not None:
+        print(f"written: {written.relative_to(HOME)}")
     if any(row.verdict == NOT_HELD for row in rows):
         return EXIT_NOT_HELD
     if not found or not any(row.verdict == HELD for row in rows):
@@ -95,9 +85,24 @@ def visible_gpus() -> Sequence[gpus.GPU]:
         return []
 
 
-def run_part(part: str, n_gpus: int) -> Iterator[Row]:
-    """A row for each finding of a part, by as many processes as it takes."""
-    left = findings_of(importlib.import_module(f"tests.gpu.{part}"))
+def choose(names: Sequence[str]) -> dict[str, list[Finding]]:
+    """The findings of each part that is named, whole or by some of its findings; ValueError for a name that is none."""
+    chosen: dict[str, list[Finding]] = {}
+    for name in names:
+        part, _, wanted = name.partition(".")
+        if part not in PARTS:
+            raise ValueError(f"no part {part}; there are {', '.join(PARTS)}")
+        findings = findings_of(importlib.import_module(f"tests.gpu.{part}"))
+        found = [each for each in findings if wanted in ("", each.name)]
+        if not found:
+            raise ValueError(f"no finding {wanted} in {part}; there are {', '.join(each.name for each in findings)}")
+        chosen[part] = [each for each in findings if each in found or each in chosen.get(part, [])]
+    return chosen
+
+
+def run_part(part: str, findings: Sequence[Finding], n_gpus: int) -> Iterator[Row]:
+    """A row for each of these findings of a part, by as many processes as it takes."""
+    left = list(findings)
     end = time.monotonic() + PARTS[part] * (1 if n_gpus else PATIENCE)
     while left:
         if (remaining := end - time.monotonic()) <= 0:
@@ -138,41 +143,47 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, 
         for each in left:
             begun = time.monotonic()
             limit = min(end, begun + each.limit_s * (1 if n_gpus else PATIENCE))
-            has_begun, line = _hear(process, each.name, limit)
+            begin, line = _hear(process, each.name, limit)
             seconds = time.monotonic() - begun
+            said = begin["log_bytes"] if begin else 0
             if line is not None:
-                yield Row(part, each.claim, line["verdict"], line["figures"], seconds, line.get("trace", ""))
+                trace = line.get("trace", "")
+                if line["verdict"] == NOT_HELD:
+                    trace = "\n".join(filter(None, [trace, _tail(log, said)]))
+                yield Row(part, each.claim, line["verdict"], line["figures"], seconds, trace)
                 continue
-            if not has_begun and process.poll() is not None:
+            if begin is None and process.poll() is not None:
                 return  # the finding before has broken CUDA
             is_hanging = process.poll() is None and time.monotonic() >= limit
             _end(process)
             how = f"it was stopped after {seconds:.0f} s" if is_hanging else f"its process ended by {_code(process)}"
             if is_hanging and limit == end:
                 how += ", as the part's time is over"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            yield Row(part, each.claim, NOT_HELD, how, seconds, tail)
+            yield Row(part, each.claim, NOT_HELD, how, seconds, _tail(log, said))
             return
     finally:
         _end(process)
 
 
-def _hear(process: subprocess.Popen[bytes], name: str, limit: float) -> tuple[bool, dict[str, Any] | None]:
-    """Whether a finding has begun, and the line of its end; None if the process ended or the time is over before."""
+def _hear(
+    process: subprocess.Popen[bytes], name: str, limit: float
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The lines of a finding's begin and end; None for what has not come if the process ended or the time is over."""
     assert process.stdout is not None  # it is a pipe
-    has_begun = False
+    begin: dict[str, Any] | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(max(0.0, limit - time.monotonic())):
             line = process.stdout.readline()  # the writer flushes whole lines
             if not line:
                 process.wait()
-                return has_begun, None
+                break
             told: dict[str, Any] = json.loads(line)
-            has_begun = has_begun or told.get("begin") == name
+            if told.get("begin") == name:
+                begin = told
             if told.get("end") == name:
-                return True, told
-    return has_begun, None
+                return begin, told
+    return begin, None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -182,43 +193,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def _tail(log: Path, start: int) -> str:
+    """The last lines that a process wrote from byte `start` on."""
+    with open(log, "rb") as file:
+        file.seek(start)
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
+
+
 def _code(process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def write(found: Sequence[gpus.GPU], rows: Sequence[Row], counts: str) -> Path:
-    """Write the record of this kind of GPU; its path, relative to the repository."""
-    gpu = found[0]
-    name = re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-")
-    facts = [
-        f"{len(found)} × {gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, driver {gpu.driver}, for CUDA {gpu.cuda}",
-        f"Python {platform.python_version()}, {', '.join(versions())}",
-        f"{len(os.sched_getaffinity(0))} cores, measured {time.strftime('%F')}: {counts}",
-    ]
-    lines = [f"# {gpu.name}", "", "`python -m tests.gpu`", "", *(f"- {fact}" for fact in facts)]
-    for part in dict.fromkeys(row.part for row in rows):
-        of_part = [row for row in rows if row.part == part]
-        lines += ["", f"## {part} ({sum(row.seconds for row in of_part):.0f} s)", "", "| what must hold | | figures |"]
-        lines += ["| --- | --- | --- |"]
-        lines += [f"| {_cell(row.claim)} | {row.verdict} | {_cell(row.figures)} |" for row in of_part]
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path.relative_to(HOME)
-
-
-def versions() -> Iterator[str]:
-    """The packages that matter, as far as they are installed."""
-    for name in PACKAGES:
-        try:
-            yield f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

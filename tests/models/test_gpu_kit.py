@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from slurmgpu.util.gpus import GPU
 from tests.gpu import __main__ as kit
+from tests.gpu import record
 from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Machine, findings_of
 from tests.gpu.part import run
+from tests.gpu.record import Row
 
 HOME = Path(__file__).parents[2]
 IDLE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -65,7 +69,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
         (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
     (package / "failing.py").write_text(FAILING)
     monkeypatch.setattr(kit, "HOME", tmp_path)
-    rows = list(kit.run_part("failing", 0))
+    rows = list(kit.run_part("failing", findings_of(module), 0))
     assert [row.verdict for row in rows] == [
         HELD,
         NOT_HELD,
@@ -77,6 +81,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
         HELD,
     ]
     assert [row.figures for row in rows[1:3]] == ["1 is less than 2", "no such thing"]
+    assert rows[1].trace == "something was logged"
     assert rows[3].figures.startswith("ZeroDivisionError: division by zero")
     assert "raises" in rows[3].trace
     assert "its process ended by SIGKILL" in rows[4].figures
@@ -86,7 +91,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
 
 
 FAILING = '''
-import os, signal, time
+import logging, os, signal, time
 from tests.gpu.findings import NotHeld, NotToBeHad, finding, hold
 
 @finding()
@@ -97,6 +102,7 @@ def holds(machine):
 @finding()
 def holds_not(machine):
     """It does not hold."""
+    logging.getLogger("slurmgpu").warning("something was logged")
     return hold(False, "1 is less than 2")
 
 @finding()
@@ -131,17 +137,44 @@ def comes_last(machine):
 '''
 
 
-def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path, monkeypatch):
-    monkeypatch.setattr(kit, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(kit, "HOME", tmp_path)
-    gpu = kit.gpus.GPU("NVIDIA H100 80GB HBM3", 85 * 10**9, cuda="13.0", driver="580.1")
-    rows = [kit.Row("core", "It holds", HELD, "1 | 2", 1.0), kit.Row("llm", "It is fast", NOT_HELD, "slow", 2.0)]
-    path = kit.write([gpu], rows, "1 held")
-    assert path == Path("results/NVIDIA-H100-80GB-HBM3.md")
-    text = (tmp_path / path).read_text()
+def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path):
+    results = tmp_path / "results"
+    gpu = GPU("NVIDIA H100 80GB HBM3", 85 * 10**9, cuda="13.0", driver="580.1")
+    rows = [Row("core", "It holds", HELD, "1 | 2", 1.0), Row("llm", "It is fast", NOT_HELD, "slow", 2.0)]
+    path = record.write(results, [gpu], rows)
+    assert path == results / "NVIDIA-H100-80GB-HBM3.md"
+    text = path.read_text()
     assert "- 1 × NVIDIA H100 80GB HBM3, 85.0 GB, driver 580.1, for CUDA 13.0" in text
+    assert "- 1 held, 1 did not hold, 0 not to be had" in text
     assert "| It holds | held | 1 \\| 2 |" in text
     assert "| It is fast | did not hold | slow |" in text
+
+
+def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path):
+    gpu = GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")
+    record.write(
+        tmp_path, [gpu], [Row("core", "It holds", HELD, "1 | 2", 1.0), Row("llm", "It's fast", NOT_HELD, "", 2)]
+    )
+    text = record.write(tmp_path, [gpu], [Row("llm", "It's fast", HELD, "fast", 3.0)]).read_text()
+    assert "- 2 held, 0 did not hold, 0 not to be had" in text
+    assert "| It holds | held | 1 \\| 2 |" in text
+    assert "| It's fast | held | fast |" in text
+    newer = record.write(tmp_path, [replace(gpu, driver="590.2")], [Row("llm", "It's fast", HELD, "fast", 3.0)])
+    assert "It holds" not in newer.read_text()
+
+
+def test_findings_are_chosen_by_part_and_by_name():
+    chosen = kit.choose(["llm.scores_in_bf16_are_fp32s", "core.two_runs_share_a_gpu", "llm.vllm_answers_as_fp32"])
+    names = {part: [each.name for each in findings] for part, findings in chosen.items()}
+    assert names == {
+        "llm": ["scores_in_bf16_are_fp32s", "vllm_answers_as_fp32"],
+        "core": ["two_runs_share_a_gpu"],
+    }
+    assert len(kit.choose(["llm.scores_in_bf16_are_fp32s", "llm"])["llm"]) == len(kit.choose(["llm"])["llm"])
+    with pytest.raises(ValueError, match="no part gpu; there are core, llm"):
+        kit.choose(["gpu"])
+    with pytest.raises(ValueError, match="no finding speed in core; there are nvml_says"):
+        kit.choose(["core.speed"])
 
 
 def test_every_finding_says_what_must_hold():

@@ -1,0 +1,88 @@
+"""The record of a kind of GPU, `results/GPU-NAME.md`: what held, what did not, with figures, and by which versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmgpu.util import gpus
+from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD
+
+VERDICTS = (HELD, NOT_HELD, NOT_TO_BE_HAD)
+PACKAGES = ("torch", "transformers", "triton", "h5py", "numpy", "accelerate", "torchao", "bitsandbytes", "vllm")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a finding."""
+
+    part: str
+    claim: str
+    verdict: str
+    figures: str
+    seconds: float
+    trace: str = ""
+
+
+def count(verdicts: Sequence[str], words: dict[str, str]) -> str:
+    """How many findings there are of each verdict, in `words` where they differ."""
+    n = Counter(verdicts)
+    return ", ".join(f"{n[each]} {words.get(each, each)}" for each in VERDICTS)
+
+
+def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row]) -> Path:
+    """Write the record of this kind of GPU into the folder; its path.
+
+    What an earlier record says of other findings stays if it was made with the same versions.
+    """
+    gpu = found[0]
+    path = results / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".md")
+    facts = [
+        f"- {len(found)} × {gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, driver {gpu.driver}, for CUDA {gpu.cuda}",
+        f"- {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, {', '.join(versions())}",
+    ]
+    parts: dict[str, dict[str, list[str]]] = {}  # of each part its claims, and what is in the cells beside each
+    earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if all(fact in earlier for fact in facts):
+        part = ""
+        for line in earlier:
+            if line.startswith("## "):
+                part = line.removeprefix("## ")
+            elif len(cells := _cells(line)) == 4 and cells[1] in VERDICTS:
+                parts.setdefault(part, {})[cells[0]] = cells[1:]
+    for row in rows:
+        measured = [row.verdict, _cell(row.figures), f"{time.strftime('%F')}, {row.seconds:.0f} s"]
+        parts.setdefault(row.part, {})[_cell(row.claim)] = measured
+    verdicts = [cells[0] for claims in parts.values() for cells in claims.values()]
+    lines = [f"# {gpu.name}", "", "`python -m tests.gpu`", "", *facts, f"- {count(verdicts, {})}"]
+    for part, claims in parts.items():
+        lines += ["", f"## {part}", "", "| what must hold | | figures | measured |", "| --- | --- | --- | --- |"]
+        lines += [f"| {' | '.join([claim, *cells])} |" for claim, cells in claims.items()]
+    results.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def versions() -> Iterator[str]:
+    """The packages that matter, as far as they are installed."""
+    for name in PACKAGES:
+        try:
+            yield f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").strip()
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a line of a table, as they are written."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
