@@ -91,7 +91,7 @@ class Training:
         log_steps = settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1
         self._curve = Curve(log_steps, device, place, lambda: self._weigher.odd)
         self._watch, self._best = Watch(settings), BestWeights(self._folder, place, self._mode)
-        self._pace = Pace(settings, place)
+        self._pace = Pace(settings, place, self._n_parameters)
         self._reporter = Reporter(place, settings.epochs, standing, self._curve)
         self._meter = throughput(self._mode.forward, device=device, precision=settings.precision)
         self._counter = Counter(self._user, self._mode, settings, self._meter)

@@ -15,6 +15,8 @@ CHECKPOINT_S = 600.0
 SHARE_OF_CHECKPOINTS = 0.01
 SHARE_AT_EPOCH_ENDS = 0.005
 """The largest cost of checkpoints at the ends of epochs."""
+PARAMETER_BYTES, BYTES_S = 12, 0.5e9
+"""What a first checkpoint is expected to cost: weights and two moments in fp32, and the speed of a disk with fsync."""
 
 Summed = Callable[[Sequence[float]], list[float]]
 """Returns the sums over all ranks, which call it together."""
@@ -28,14 +30,18 @@ class Decision(NamedTuple):
 
 
 class Pace:
-    """Schedules meetings every so many steps or batches, about MEETING_S apart; all ranks count alike."""
+    """Schedules meetings every so many steps or batches, about MEETING_S apart; all ranks count alike.
 
-    def __init__(self, settings: TrainingSettings, place: Place) -> None:
+    Until there is a checkpoint, what one at the end of an epoch costs is estimated from the number of parameters.
+    """
+
+    def __init__(self, settings: TrainingSettings, place: Place, n_parameters: int) -> None:
         self._given_s = settings.checkpoint_s
         self._place = place
         apart_s = MEETING_S if self._given_s is None else min(MEETING_S, self._given_s)
         self._steps, self._batches = _Rhythm(apart_s), _Rhythm(apart_s)
         self._saved = time.monotonic()
+        self._expected_s = n_parameters * PARAMETER_BYTES / BYTES_S
         self._cost_s = 0.0
 
     def due(self, *, evaluating: bool = False) -> bool:
@@ -72,7 +78,7 @@ class Pace:
         if interval_s is None:
             interval_s = max(CHECKPOINT_S, self._cost_s / SHARE_OF_CHECKPOINTS)
         if epoch_ends:
-            interval_s = min(interval_s, self._cost_s / SHARE_AT_EPOCH_ENDS)
+            interval_s = min(interval_s, (self._cost_s or self._expected_s) / SHARE_AT_EPOCH_ENDS)
         return time.monotonic() - self._saved >= interval_s
 
 

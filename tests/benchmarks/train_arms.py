@@ -198,8 +198,8 @@ def mean_of(values: list[float], place: Place) -> list[float]:
     return [each / place.world_size for each in tensor.tolist()]
 
 
-def checkpoints(kind: type[Net], place: Place, n_steps: int) -> dict[str, float]:
-    """Seconds of a checkpoint when one follows the other, and of all in a training with the default interval."""
+def checkpoints(kind: type[Net], place: Place, n_steps: int, n_saved: int = 12) -> dict[str, float]:
+    """Seconds of a checkpoint when `n_saved` follow each other, and of all in a training with the default interval."""
     kept = Training._save
     spent: list[float] = []
 
@@ -210,7 +210,7 @@ def checkpoints(kind: type[Net], place: Place, n_steps: int) -> dict[str, float]
 
     Training._save = timed  # type: ignore[method-assign]
     try:
-        ours(kind(), 12, place, checkpoint_s=0.0)
+        ours(kind(), n_saved, place, checkpoint_s=0.0)
         often = list(spent)
         spent.clear()
         net = kind()

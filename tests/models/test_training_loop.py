@@ -775,7 +775,7 @@ def walk(pace, clock, step_s, n):
 
 def test_processes_meet_about_every_half_second(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place())
+    pace = Pace(TrainingSettings(epochs=1), Place(), 0)
     steps = list(walk(pace, clock, 0.01, 300))
     assert steps[:6] == [1, 3, 7, 15, 31, 63]
     assert {b - a for a, b in itertools.pairwise(steps[6:])} <= {49, 50}
@@ -784,7 +784,7 @@ def test_processes_meet_about_every_half_second(monkeypatch):
 
 def test_a_stop_is_heard_as_soon_after_evaluations_as_before(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place())
+    pace = Pace(TrainingSettings(epochs=1), Place(), 0)
     for _ in range(5):
         walk(pace, clock, 0.1, 30)
         pace.rest()
@@ -805,7 +805,7 @@ def test_checkpoints_are_so_seldom_that_they_cost_a_hundredth_unless_told_otherw
     monkeypatch, checkpoint_s, cost_s, interval_s
 ):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1, checkpoint_s=checkpoint_s), Place())
+    pace = Pace(TrainingSettings(epochs=1, checkpoint_s=checkpoint_s), Place(), 0)
     pace.saved(cost_s)
     wanted = [step for step, decision in walk(pace, clock, 1.0, 4000).items() if decision.checkpoint]
     assert wanted[0] == interval_s
@@ -813,7 +813,7 @@ def test_checkpoints_are_so_seldom_that_they_cost_a_hundredth_unless_told_otherw
 
 def test_an_epochs_end_is_worth_a_checkpoint_if_it_costs_half_a_hundredth(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place())
+    pace = Pace(TrainingSettings(epochs=1), Place(), 0)
     clock.now = 0.1
     assert pace.meet(list, epoch_ends=True).checkpoint
     pace.saved(1.0)
@@ -821,4 +821,17 @@ def test_an_epochs_end_is_worth_a_checkpoint_if_it_costs_half_a_hundredth(monkey
     assert not pace.meet(list, epoch_ends=True).checkpoint
     clock.now = 201.0
     assert not pace.meet(list).checkpoint
+    assert pace.meet(list, epoch_ends=True).checkpoint
+
+
+@pytest.mark.parametrize(("n_parameters", "first_s"), [(86_000_000, 420.0), (7_000_000_000, 600.0)])
+def test_what_the_first_checkpoint_costs_at_an_epochs_end_is_expected_by_the_parameters(
+    monkeypatch, n_parameters, first_s
+):
+    """86 million take 2 s as expected; a large model's first one comes after ten minutes, whatever is expected."""
+    clock = Clock(monkeypatch)
+    pace = Pace(TrainingSettings(epochs=1), Place(), n_parameters)
+    clock.now = first_s - 20.0
+    assert not pace.meet(list, epoch_ends=True).checkpoint
+    clock.now = first_s
     assert pace.meet(list, epoch_ends=True).checkpoint
