@@ -131,7 +131,7 @@ def _verdict(machine: Machine, name: str) -> str:
     return hold(found[name].kept, found[name].text, logs)
 
 
-@finding(limit_s=100)
+@finding(limit_s=60)
 def a_run_computes_what_the_cpu_does(machine: Machine) -> str:
     """A run without faults is complete, and its matrix products are the CPU's (the time is that of both runs)."""
     return _verdict(machine, "computes")

@@ -76,7 +76,7 @@ def _equal(machine: Machine, precision: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(exact), torch.from_numpy(found).double()
 
 
-@finding()
+@finding(limit_s=20)
 def fp32_is_the_cpus_fp64(machine: Machine) -> str:
     """In fp32, 99 % of the training triples' influences are the CPU's fp64 ones to 1e-5, and all to 2e-2."""
     exact, found = _equal(machine, "fp32")
@@ -96,19 +96,19 @@ def _reduced(machine: Machine, precision: str) -> str:
     return hold(float(error.max()) < LIMITS[precision] and float(same.mean()) >= TOP_10, figures)
 
 
-@finding()
+@finding(limit_s=20)
 def tf32_is_within_its_bound(machine: Machine) -> str:
     """In tf32, a test's influences are the CPU's fp64 ones to 5e-3."""
     return _reduced(machine, "tf32")
 
 
-@finding()
+@finding(limit_s=20)
 def bf16_is_within_its_bound(machine: Machine) -> str:
     """In bf16, a test's influences are the CPU's fp64 ones to 2e-2."""
     return _reduced(machine, "bf16")
 
 
-@finding()
+@finding(limit_s=20)
 def fp16_is_within_its_bound(machine: Machine) -> str:
     """In fp16, a test's influences are the CPU's fp64 ones to 2e-3."""
     return _reduced(machine, "fp16")
@@ -158,19 +158,19 @@ def _matrix_peak(machine: Machine, precision: str) -> float:
         return 2 * size**3 / best_of(3, lambda: factor @ factor, machine.device)
 
 
-@finding()
+@finding(limit_s=20)
 def a_hundred_tests_on_a_part_of_fb15k237(machine: Machine) -> str:
     """100 tests on 32,000 triples take at most 2 s in fp32, and no more memory than their bound."""
     return _large(machine, 100, 32_000)
 
 
-@finding(limit_s=40)
+@finding(limit_s=20)
 def a_thousand_tests_on_fb15k237(machine: Machine) -> str:
     """1,000 tests on 272,115 triples take at most 20 s in fp32, at 30 % of the products' peak, within their bound."""
     return _large(machine, 1_000, 272_115)
 
 
-@finding(limit_s=40)
+@finding(limit_s=20)
 def a_thousand_tests_on_fb15k237_in_tf32(machine: Machine) -> str:
     """The same in tf32, at most 20 s."""
     return _large(machine, 1_000, 272_115, "tf32")

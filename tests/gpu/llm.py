@@ -16,6 +16,8 @@ import numpy as np
 from tests.gpu.findings import Machine, NotHeld, NotToBeHad, best_of, finding, hold, seconds_of
 
 if TYPE_CHECKING:
+    import torch
+
     from slurmgpu.llm.interface.engine import EngineOptions, Place, Request
     from slurmgpu.llm.prompts.codec import Encoded, Finished
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
@@ -32,6 +34,8 @@ N_LARGE, N_TOY_LARGE = 200_000, 2_000
 BLOCK_BYTES = 256 << 20
 WEIGHTS_OFF, VARIANT_OFF = 0.02, 0.1
 """How far weights on the card may be from those that placement foretells, as a share: plain, and quantised."""
+OF_PLAIN = 1.5
+"""How many times further from fp32 the engine's numbers in bf16 may be than those of the model alone in bf16."""
 ONE_BY_ONE, BY_HAND = 10.0, 1.2
 """How many times faster the engine must be than `model.generate`, prompt by prompt, and in its best sorted batches."""
 GRAPHS_GAIN = 1.3
@@ -63,7 +67,6 @@ def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int, 
         vocab_size=n_words,
         num_key_value_heads=shape["num_attention_heads"] // 4,
         max_position_embeddings=8192,
-        initializer_range=0.05,
         tie_word_embeddings=False,
         dtype="bfloat16",
         **shape,
@@ -231,7 +234,7 @@ def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine)
         step_delimiter=" w3",
         checker="exact",
         paths=machine.pick(16, 2),
-        max_tokens=machine.pick(256, 8),
+        max_tokens=machine.pick(64, 8),
         batch_tokens=machine.pick(16_384, 512),
     )
     foretold = look_at(workload.options).memory.needed_on_each(1, tensor_parallel=False)
@@ -240,7 +243,7 @@ def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine)
     texts = _texts(machine, np.random.default_rng(4), [machine.pick(200, 10)] * 4)
     items = [Item(number, {"q": text, "answer": "w1"}) for number, text in enumerate(texts)]
     n_scored = 0
-    for row in [*workload(items), *workload(items)]:
+    for row in workload(items):
         if isinstance(row, Exception) or not np.isfinite(row["scores"]).all():
             raise NotHeld(f"a question has no scores: {row}")
         n_scored += len(row["scores"])
@@ -285,8 +288,11 @@ def _within(
     way: Callable[[TransformersEngine, Sequence[Encoded]], list[Finished]],
     **how: Any,
 ) -> str:
-    """Compare bf16 greedy answers of a way with those in fp32, by the product's own measure."""
-    from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE, difference
+    """Compare bf16 greedy answers of a way with those in fp32, by fp32's scores.
+
+    Tokens may miss the best score by the product's own tolerance, or by what the model alone misses in bf16.
+    """
+    from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
 
     requests = _some(machine, **how)
     reference = _engine(machine, precision="fp32", batching="static")
@@ -296,10 +302,37 @@ def _within(
     if engine._continuous is not None:
         engine._continuous.release()  # its cache has most of the memory
     wanted = {each.encoded.request.id: each.tokens for each in expected}
+    if errors := [each.error for each in found if each.error]:
+        raise NotHeld(f"{len(errors)} errors: {errors[0]}")
+    if sorted(each.encoded.request.id for each in found) != sorted(wanted):
+        raise NotHeld("some request was not answered exactly once")
     same = sum(wanted[each.encoded.request.id] == each.tokens for each in found)
-    why = difference(reference._loaded.model, reference._grammars, expected, found, "bf16")
-    said = f"{same} of {len(found)} answers are equal; the others are within {TOLERANCE['bf16']:g} of the best score"
-    return hold(why is None, why or said)
+    missed = max(_miss(reference, each, each.tokens) for each in found)
+    alone = max(_miss(reference, each, _logits(engine, each).argmax(-1).tolist()) for each in expected)
+    figures = f"{same} of {len(found)} answers are equal; tokens miss fp32's best score by {missed:.3f} of the range, "
+    figures += f"those of the model alone in bf16 by {alone:.3f}"
+    return hold(missed <= max(TOLERANCE["bf16"], OF_PLAIN * alone), figures)
+
+
+def _logits(engine: TransformersEngine, answer: Finished) -> torch.Tensor:
+    """The scores (place, token) of the model alone for each token of an answer, behind the answer's tokens before."""
+    import torch
+
+    model = engine._loaded.model
+    with torch.inference_mode():
+        inputs = torch.tensor([[*answer.encoded.tokens, *answer.tokens[:-1]]], device=model.device)
+        found: torch.Tensor = model(input_ids=inputs, use_cache=False, logits_to_keep=len(answer.tokens)).logits[0]
+    return found.float()
+
+
+def _miss(reference: TransformersEngine, answer: Finished, tokens: Sequence[int]) -> float:
+    """How far these tokens, at the places of an answer, are below the best scores, as a share of the scores' range."""
+    import torch
+
+    scores = _logits(reference, answer)
+    taken = scores.gather(-1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0]
+    best = scores.amax(-1)
+    return float(((best - taken) / (best - scores.mean(-1)).clamp(min=1e-6)).max())
 
 
 def _static(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Finished]:
@@ -308,7 +341,7 @@ def _static(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Fini
 
 @finding(limit_s=45)
 def static_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
-    """Greedy answers of static batches in bf16 are fp32's, or nearly as good by fp32's scores (5 % of their range)."""
+    """Greedy tokens of static batches in bf16 are as good by fp32's scores as those of the model alone in bf16."""
     return _within(machine, _static)
 
 
@@ -326,20 +359,34 @@ def continuous_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
 
 
 @finding()
-def scores_in_bf16_are_fp32s(machine: Machine) -> str:
-    """Log-probabilities of four labels in bf16 are fp32's to 0.1, and the best label is the same for 9 in 10."""
+def scores_are_those_of_the_model_alone(machine: Machine) -> str:
+    """Log-probabilities of four labels are the model's alone: in fp32 to 0.001, in bf16 as near to fp32 as its own."""
+    import torch
+
     from slurmgpu.llm.interface.engine import Question
 
-    labels = (" w11", " w222", " w33", " w44")
-    questions = [Question(each.id, each.prompt, labels) for each in _some(machine, shared=True)]
-    found = []
+    labels, requests = (" w11", " w222", " w33", " w44"), _some(machine, shared=True)
+    ours, alone = {}, {}
     for precision in ("fp32", "bf16"):
         batching = machine.pick("continuous", "static") if precision == "bf16" else "static"
-        scores = _engine(machine, precision=precision, batching=batching).score(questions)
-        found.append(np.stack([each.logprobs for each in sorted(scores, key=lambda each: each.id)]))
-    off = float(abs(found[0] - found[1]).max())
-    same = float((found[0].argmax(1) == found[1].argmax(1)).mean())
-    return hold(off <= 0.1 and same >= 0.9, f"largest difference {off:.3f}, {same:.2f} of the best labels are the same")
+        engine = _engine(machine, precision=precision, batching=batching)
+        found = engine.score([Question(each.id, each.prompt, labels) for each in requests])
+        ours[precision] = np.stack([each.logprobs for each in sorted(found, key=lambda each: each.id)])
+        tokens = engine._loaded.tokenizer([label.strip() for label in labels], add_special_tokens=False)["input_ids"]
+        rows = []
+        for each in _encoded(engine, requests):
+            with torch.inference_mode():
+                inputs = torch.tensor([each.tokens], device=machine.device)
+                scores = engine._loaded.model(input_ids=inputs, logits_to_keep=1).logits[0, -1].float()
+            rows.append(scores.log_softmax(-1)[[label[0] for label in tokens]].cpu().numpy())
+        alone[precision] = np.stack(rows)
+    off = {name: float(abs(ours[name] - ours["fp32"]).max()) for name in ours}
+    off |= {f"{name} alone": float(abs(alone[name] - ours["fp32"]).max()) for name in alone}
+    same = float((ours["bf16"].argmax(1) == ours["fp32"].argmax(1)).mean())
+    figures = f"fp32 is off by {off['fp32 alone']:.1e}, bf16 by {off['bf16']:.3f}, the model alone in bf16 by "
+    figures += f"{off['bf16 alone']:.3f}; {same:.2f} of the best labels are the same"
+    good = off["fp32 alone"] <= 1e-3 and off["bf16"] <= max(0.1, OF_PLAIN * off["bf16 alone"])
+    return hold(good, figures)
 
 
 @finding()
@@ -349,7 +396,8 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.static import StaticBatches
 
-    requests, shares = _some(machine, temperature=1.0, top_p=0.9), {}
+    # Small batches have a row or two, and take as many steps as there are tokens.
+    requests, shares = _some(machine, temperature=1.0, top_p=0.9)[:8], {}
     for precision in ("fp32", "bf16"):
         batching = machine.pick("continuous", "static") if precision == "bf16" else "static"
         engine, found = _engine(machine, precision=precision, batching=batching), []
@@ -431,7 +479,7 @@ def cuda_graphs_in_fp32_give_eager_tokens(machine: Machine) -> str:
 
 @finding()
 def cuda_graphs_in_bf16_answer_as_fp32(machine: Machine) -> str:
-    """Greedy answers by CUDA graphs in bf16 are fp32's, or nearly as good by fp32's scores (5 % of their range)."""
+    """Greedy tokens by CUDA graphs in bf16 are as good by fp32's scores as those of the model alone in bf16."""
     said = _within(machine, lambda engine, encoded: _answers(machine, "bf16", [each.request for each in encoded]))
     _by_graphs(machine, "bf16")[1].release()
     return said

@@ -164,13 +164,14 @@ def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path
 
 
 def test_findings_are_chosen_by_part_and_by_name():
-    chosen = kit.choose(["llm.scores_in_bf16_are_fp32s", "core.two_runs_share_a_gpu", "llm.vllm_answers_as_fp32"])
+    wanted = ["llm.scores_are_those_of_the_model_alone", "core.two_runs_share_a_gpu", "llm.vllm_answers_as_fp32"]
+    chosen = kit.choose(wanted)
     names = {part: [each.name for each in findings] for part, findings in chosen.items()}
     assert names == {
-        "llm": ["scores_in_bf16_are_fp32s", "vllm_answers_as_fp32"],
+        "llm": ["scores_are_those_of_the_model_alone", "vllm_answers_as_fp32"],
         "core": ["two_runs_share_a_gpu"],
     }
-    assert len(kit.choose(["llm.scores_in_bf16_are_fp32s", "llm"])["llm"]) == len(kit.choose(["llm"])["llm"])
+    assert len(kit.choose(["llm.scores_are_those_of_the_model_alone", "llm"])["llm"]) == len(kit.choose(["llm"])["llm"])
     with pytest.raises(ValueError, match="no part gpu; there are core, llm"):
         kit.choose(["gpu"])
     with pytest.raises(ValueError, match="no finding speed in core; there are nvml_says"):
