@@ -80,6 +80,10 @@ class Item:
         digest = hashlib.blake2b(f"{self.run_seed}:{self.index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
+    def copy(self) -> Item:
+        """The same item with a mapping of its own."""
+        return Item(self.index, {**self.data}, self.run_seed)
+
 
 def part_as_json(things: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]]) -> bytes:
     """The values of some things that are divided, as JSON, from which every task takes them, also one that is alone."""
@@ -198,12 +202,13 @@ class Adapted:
 
     No other code reads attributes of the user's object. Each member is read once, on first use: a property may read
     files, which planning needs and a worker does not. None counts as absent. A member of a wrong type raises
-    SlurmGPUError. `name` is the full name of the class; `call` computes rows.
+    SlurmGPUError. `name` is the full name of the class; `call` computes rows, of items and, if the workload has
+    `prepare`, of what that returned for them.
     """
 
     user: Any
     name: str
-    call: Callable[[Sequence[Item]], Sequence[Row | ItemError]]
+    call: Callable[..., Sequence[Row | ItemError]]
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -225,6 +230,7 @@ class Adapted:
         _ = (
             self._read_method("load", "task"),
             self.sort_key,
+            self.prepare,
             self.resumes,
             self.most_parts,
             self.summarize,
@@ -335,6 +341,17 @@ class Adapted:
     def sort_key(self) -> Callable[[Item], Any] | None:
         """Sorts a shard's items before they are cut into batches."""
         return self._read_method("sort_key", "item")
+
+    @cached_property
+    def prepare(self) -> Callable[[Sequence[Item]], Any] | None:
+        """Makes of the next call's items what that call gets as its second argument, while the present one computes."""
+        found: Callable[[Sequence[Item]], Any] | None = self._read_method("prepare", "items")
+        if found is not None and not _takes(self.user, 2):
+            raise SlurmGPUError(
+                f"{title_of(self.name)} has a method prepare(self, items), but its __call__ does not take what that"
+                " returns; expected __call__(self, items, prepared). Rename `prepare` if it is for something else."
+            )
+        return found
 
     @cached_property
     def summarize(self) -> Callable[[Merged], Mapping[str, Any]] | None:

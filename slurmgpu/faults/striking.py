@@ -90,7 +90,7 @@ class Injected:
     end_now: Callable[[], float]
     _in_hand: list[int] = field(default_factory=list)
 
-    def __call__(self, items: Sequence[Item]) -> Sequence[Row | Any]:
+    def __call__(self, items: Sequence[Item], *prepared: Any) -> Sequence[Row | Any]:
         """The rows of the workload, unless a fault strikes."""
         self._in_hand = [item.index for item in items]
         # If the workload keeps its progress, faults that strike once wait until there is some.
@@ -98,7 +98,7 @@ class Injected:
         for fault in self.faults:
             if not (waits and KINDS[fault.kind].once):
                 self._meet(fault)
-        return self.workload.call(items)
+        return self.workload.call(items, *prepared)
 
     def overhear(self, event: Mapping[str, Any]) -> None:
         """Report an event of the worker; after progress that is kept, the faults that wait for it strike."""

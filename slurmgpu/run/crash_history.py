@@ -51,7 +51,7 @@ class History:
         """Count a death with `items` in flight; the item that is quarantined now, if one is."""
         first = items[0]
         if not isolated:
-            self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
+            self.suspect(first, weight)
         if len(items) > 1:
             return None
         alone = self.item_weights[first] = self.item_weights.get(first, 0.0) + weight
@@ -61,6 +61,10 @@ class History:
             self.quarantined[first] = error
             return first
         return None
+
+    def suspect(self, first: int, weight: float) -> None:
+        """Count a death while the batch that begins with the item `first` was computed or prepared."""
+        self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
 
     def forget(self, items: Sequence[int]) -> bool:
         """Forget deaths with `items`, which have progressed since; whether there was one."""

@@ -29,16 +29,17 @@ class Deaths:
         self._run = run
         self._submission = submission
         self._in_flight: tuple[int, Sequence[int], bool] | None = None
+        self._ahead: int | None = None
         self._broken: str | None = None
         self._n_in_a_row = 0
 
-    def take_up(self, shard: int, items: Sequence[int], is_isolated: bool) -> None:
-        """These items are in flight from now on."""
-        self._in_flight = (shard, items, is_isolated)
+    def take_up(self, shard: int, items: Sequence[int], is_isolated: bool, ahead: int | None = None) -> None:
+        """These items are in flight from now on; those of the batch that begins with item `ahead` are prepared."""
+        self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 
     def put_down(self) -> None:
         """No item is in flight."""
-        self._in_flight = None
+        self._in_flight = self._ahead = None
 
     def note_broken(self, message: str) -> None:
         """Record why the worker is going to die; the first message counts."""
@@ -75,7 +76,7 @@ class Deaths:
             self._remember(weight, kind, message, held)
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
         self._n_in_a_row += 1
-        self._in_flight = self._broken = None
+        self._in_flight = self._ahead = self._broken = None
         if self._n_in_a_row < limit:
             return death, None
         return death, f"{message}; {self._n_in_a_row} workers died one after another"
@@ -85,6 +86,8 @@ class Deaths:
         shard, items, is_isolated = self._in_flight
         history = read_history(self._run.claims.folder, shard)
         guilty = history.record(items, isolated=is_isolated, weight=weight, error=f"{kind}: {message}")
+        if self._ahead is not None:
+            history.suspect(self._ahead, weight)
         if guilty is not None:
             self.forgive()
             if POLICIES[kind].more_memory and history.parked_by is None:

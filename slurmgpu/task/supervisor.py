@@ -300,7 +300,8 @@ class Task:
                 self._let_go(event["shard"])
             case "batch":
                 if self.record["shard"] is not None:
-                    self._deaths.take_up(self.record["shard"], event["items"], event["isolated"])
+                    taken = event["items"], event["isolated"], event.get("ahead")
+                    self._deaths.take_up(self.record["shard"], *taken)
             case "waiting":
                 self._deaths.put_down()
             case "progress":

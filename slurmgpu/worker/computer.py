@@ -22,6 +22,7 @@ from slurmgpu.shards.columns import Column, convert_row
 from slurmgpu.shards.shard_file import FailedRow
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
+from slurmgpu.worker.preparing import Preparer
 from slurmgpu.workload import Adapted, Item, title_of
 
 log = logging.getLogger(__name__)
@@ -121,10 +122,10 @@ def common_failure(shards: Sequence[Computed]) -> Failure | None:
 class Computer:
     """Computes shards with one loaded workload.
 
-    `on_batch(indices, isolated)` is called before each call of the workload, to record what was in flight if the worker
-    dies. Ranks of a group `agree(failure)` on how each call ended, so that all go on alike; ranks without `keeps_rows`
-    only take part in the calls. The workload writes its notes on a shard into `noted`. Errors name the line in the
-    user's code, which lies in `folder`.
+    `on_batch(indices, isolated, ahead)` is called before each call of the workload, to record what was in flight if the
+    worker dies: these items, and those that are prepared `ahead` meanwhile. Ranks of a group `agree(failure)` on how
+    each call ended, so that all go on alike; ranks without `keeps_rows` only take part in the calls. The workload
+    writes its notes on a shard into `noted`. Errors name the line in the user's code, which lies in `folder`.
 
     What may pass is computed again up to `retries` times, at the shard's end: rank 0 tells the others by
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
@@ -135,7 +136,7 @@ class Computer:
     name: str
     columns: Mapping[str, Column]
     batch_size: int
-    on_batch: Callable[[Sequence[int], bool], None] = lambda indices, isolated: None
+    on_batch: Callable[[Sequence[int], bool, Sequence[int]], None] = lambda indices, isolated, ahead: None
     agree: Callable[[Failure | None], Failure | None] = lambda failure: failure
     keeps_rows: bool = True
     noted: dict[str, int] = field(default_factory=dict)
@@ -150,6 +151,16 @@ class Computer:
     _kept_of: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _n_tries_left: int = 0
     _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
+    _preparer: Preparer | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        prepare = self.workload.prepare
+        self._preparer = None if prepare is None else Preparer(prepare)
+
+    def close(self) -> None:
+        """End the thread that prepares items, if there is one."""
+        if self._preparer is not None:
+            self._preparer.close()
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
         """Rows for `items`, the whole shard; an unreadable item comes as (index, ItemError).
@@ -182,13 +193,15 @@ class Computer:
                 self._log(item.index, lacking)
         if (key := self.workload.sort_key) is not None:
             good.sort(key=lambda item: (key(item), item.index))
-        for cut in range(0, len(good), self.batch_size):
-            batch = good[cut : cut + self.batch_size]
-            if history.isolates([item.index for item in batch]):
+        batches = [good[cut : cut + self.batch_size] for cut in range(0, len(good), self.batch_size)]
+        is_isolated = [history.isolates([item.index for item in batch]) for batch in batches]
+        for number, batch in enumerate(batches):
+            if is_isolated[number]:
                 done.isolated += 1
                 self._compute_alone(batch, history, done)
             else:
-                self._compute_batch(batch, done)
+                is_last = number + 1 == len(batches) or is_isolated[number + 1]
+                self._compute_batch(batch, () if is_last else batches[number + 1], done)
         self._try_again({item.index: item for item in good}, done)
         for index, kept in self._kept_of.items():
             if isinstance(done.rows[index], Failure):
@@ -236,21 +249,27 @@ class Computer:
             else:
                 self._call_narrowing([item], done, isolated=True)
 
-    def _compute_batch(self, batch: Sequence[Item], done: Computed) -> None:
-        """Compute one batch; in pieces of `oom_batch` after memory was short in this shard."""
+    def _compute_batch(self, batch: Sequence[Item], following: Sequence[Item], done: Computed) -> None:
+        """Compute one batch, before the `following` one; in pieces of `oom_batch` after memory was short."""
         start = 0
         while start < len(batch):
             size = done.oom_batch or len(batch)
-            self._call_narrowing(batch[start : start + size], done)
+            piece, rest = batch[start : start + size], batch[start + size :]
+            ahead = (rest or following)[: done.oom_batch or None] if self._preparer is not None else ()
+            self._call_narrowing(piece, done, ahead=ahead)
             start += size
 
-    def _call_narrowing(self, items: Sequence[Item], done: Computed, *, isolated: bool = False) -> None:
-        """Compute the items of one call; if it fails, in halves, recursively."""
-        self.on_batch([item.index for item in items], isolated)
-        failure = self._call(items, done)
+    def _call_narrowing(
+        self, items: Sequence[Item], done: Computed, *, isolated: bool = False, ahead: Sequence[Item] = ()
+    ) -> None:
+        """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively."""
+        self.on_batch([item.index for item in items], isolated, [item.index for item in ahead])
+        failure = self._call(items, ahead, done)
         if failure is None:
             self._put_rows_off(items, done, isolated=isolated)
             return
+        if self._preparer is not None:
+            self._preparer.drop()  # its items may be cut in another way now
         if failure.retry_after is not None and self._n_tries_left:
             done.rows.update({item.index: failure for item in items})
             self._put_items_off(items, failure, isolated=isolated)
@@ -288,11 +307,13 @@ class Computer:
             for item, row in failed:
                 self._log(item.index, row)
 
-    def _call(self, items: Sequence[Item], done: Computed) -> Failure | None:
+    def _call(self, items: Sequence[Item], ahead: Sequence[Item], done: Computed) -> Failure | None:
         """Call the workload and keep its rows; the failure of the whole call, if any."""
-        returned, own_failure = self._try(items)
+        returned, own_failure = self._try(items, ahead)
         failure = self.agree(own_failure)
         if failure == INTERRUPTED:
+            if self._preparer is not None:
+                self._preparer.drop()
             raise Interrupted
         if failure is not None and self._ends_task(failure.kind):
             raise WorkerFailedError(failure.kind, f"{self._called(items[0].index)}: {failure.message}", failure.trace)
@@ -300,14 +321,14 @@ class Computer:
             self._keep(items, returned, done)
         return failure
 
-    def _try(self, items: Sequence[Item]) -> tuple[Any, Failure | None]:
+    def _try(self, items: Sequence[Item], ahead: Sequence[Item]) -> tuple[Any, Failure | None]:
         """What the workload returned, or how it failed.
 
         The exception must not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
             # Each call has mappings of its own: one that fails may have changed them, and its items are called again.
-            returned = self.workload.call([Item(item.index, {**item.data}, item.run_seed) for item in items])
+            returned = self._called_with(items, ahead)
             # A generator computes while it is read.
             are_rows = self.keeps_rows and _may_be_rows(returned)
             return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None
@@ -335,6 +356,15 @@ class Computer:
                 kind = of_files
             failure = _failure(error, kind, self.folder)
             return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
+
+    def _called_with(self, items: Sequence[Item], ahead: Sequence[Item]) -> Any:
+        """What the workload returns for copies of these items; those `ahead` are prepared meanwhile."""
+        if self._preparer is None:
+            return self.workload.call([item.copy() for item in items])
+        own, prepared = self._preparer.take(items)
+        if ahead:
+            self._preparer.begin(ahead)
+        return self.workload.call(own, prepared)
 
     def _ends_task(self, kind: str) -> bool:
         """Whether an item's failure is no item's fault, so that the shard is left to another task."""

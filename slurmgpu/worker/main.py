@@ -176,6 +176,7 @@ class Worker:
             try:
                 self._take_and_compute(computer, reader)
             finally:
+                computer.close()
                 self._sync_names()
             self._log_outside(outside)
 
@@ -347,11 +348,12 @@ class Worker:
             self._used = now
             self.report({"event": "used", "packages": now})
 
-    def _report_batch(self, indices: Sequence[int], isolated: bool) -> None:
+    def _report_batch(self, indices: Sequence[int], isolated: bool, ahead: Sequence[int]) -> None:
         if self._takes_one:
             self._logged.item = indices[0]
         if self._parts is None or self._shard is not None:  # of a joined shard, its holder tells
-            self.report({"event": "batch", "items": list(indices), "isolated": isolated})
+            event = {"event": "batch", "items": list(indices), "isolated": isolated}
+            self.report({**event, "ahead": ahead[0]} if ahead else event)
         self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
 
     def _open_input(self) -> Reader:

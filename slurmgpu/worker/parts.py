@@ -138,17 +138,17 @@ class Parts:
         self.has_left = self._is_called = self._failed_in_part = self._is_alone = False
         self._begun.add(shard)
 
-    def calling(self, call: Callable[[T], Any]) -> Callable[[T], Any]:
+    def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A workload's call, in which the first `divide` is the first of its item.
 
         If a part failed in the call before, the other parts keep their values. Else these led to what failed, and all
         are computed again.
         """
 
-        def calls(items: T) -> Any:
+        def calls(*given: Any) -> Any:
             self._call += self._is_called and not self._failed_in_part
             self._stage, self._is_called, self._failed_in_part, self._is_alone = 0, True, False, False
-            return call(items)
+            return call(*given)
 
         return calls
 

