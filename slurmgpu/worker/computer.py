@@ -18,7 +18,7 @@ from slurmgpu.inputs.kept import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
-from slurmgpu.shards.columns import Column, convert_row
+from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.shards.shard_file import FailedRow
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
@@ -383,8 +383,22 @@ class Computer:
             self._log(items[0].index, failure)
             done.rows.update({item.index: failure for item in items})
             return
-        for item, row in zip(items, returned, strict=True):
-            done.rows[item.index] = self._check(item, row)
+        if not self._keep_at_once(items, returned, done):
+            for item, row in zip(items, returned, strict=True):
+                done.rows[item.index] = self._check(item, row)
+
+    def _keep_at_once(self, items: Sequence[Item], rows: list[Any], done: Computed) -> bool:
+        """Keep all rows of a call, if all of them fit; else the one that does not is found one by one."""
+        if not all(type(row) is dict for row in rows):
+            return False
+        if self.kept:
+            rows = [{**row, **self._kept_of[item.index]} for item, row in zip(items, rows, strict=True)]
+        try:
+            converted = convert_rows(self.columns, rows)
+        except ValueError:
+            return False
+        done.rows.update(zip((item.index for item in items), converted, strict=True))
+        return True
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.shards.columns import Array, Ragged, Text, check_columns, columns_from_json, columns_to_json, convert_row
+from slurmgpu.shards.columns import (
+    Array,
+    Ragged,
+    Text,
+    check_columns,
+    columns_from_json,
+    columns_to_json,
+    convert_row,
+    convert_rows,
+)
 
 NUMBERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]
@@ -270,3 +279,41 @@ def test_the_blank_of_text_and_lists_is_empty():
     assert Text().blank() == b""
     assert Ragged("i2").blank().shape == (0,)
     assert Array("S3").blank() == b""
+
+
+class Halved(Array):
+    """An array of another conversion."""
+
+    def convert(self, value):
+        return super().convert(np.asarray(value) / 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        (Array("<f2", 3), [np.full(3, i, "<f2") for i in range(4)]),
+        (Array("<f2", 3), [np.full(3, i, "<f4") for i in range(4)]),
+        (Array(">f4", (2, 2)), [np.full((2, 2), i, ">f4").T for i in range(4)]),
+        (Array("<f4", 3), [[1, 2, 3], np.ones(3, "<f4")]),
+        (Array("<i8"), [1, 2.0, True]),
+        (Halved("<f4", 2), [np.ones(2, "<f4"), np.zeros(2, "<f4")]),
+        (Text(), ["a", ""]),
+        (Ragged("int8"), [[1], []]),
+    ],
+)
+def test_rows_are_converted_at_once_as_they_are_one_by_one(column, values):
+    rows = [{"x": value} for value in values]
+    at_once = convert_rows({"x": column}, rows)
+    one_by_one = [convert_row({"x": column}, row) for row in rows]
+    for found, expected in zip(at_once, one_by_one, strict=True):
+        assert bytes(found["x"]) == bytes(expected["x"])
+        if column.is_tensor:
+            assert (found["x"].dtype, found["x"].shape) == (expected["x"].dtype, expected["x"].shape)
+            assert found["x"].flags.c_contiguous
+            assert not any(np.shares_memory(found["x"], value) for value in values)
+
+
+@pytest.mark.parametrize("wrong", [{"x": np.zeros(2)}, {"x": "a"}, {}, {"x": np.zeros(3), "y": 1}])
+def test_a_row_that_does_not_fit_is_converted_with_no_other(wrong):
+    with pytest.raises(ValueError, match=r"found|columns"):
+        convert_rows({"x": Array("<f8", 3)}, [{"x": np.zeros(3)}, wrong])
