@@ -242,6 +242,9 @@ class Ragged(Column, kind="ragged"):
         return {"dtype": self.dtype.str}
 
 
+_INDEX, _ERROR = Array("int64"), Text()
+
+
 class _Unknown(Column):
     """A column of an unknown kind; its values are read as stored."""
 
@@ -282,7 +285,7 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
     """All columns of a file, in order: `index`, the workload's, `error`."""
-    return {"index": Array("int64"), **columns, "error": Text()}
+    return {"index": _INDEX, **columns, "error": _ERROR}
 
 
 def columns_to_json(columns: Mapping[str, Column]) -> dict[str, Any]:

@@ -9,14 +9,15 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column, stored_columns
-from slurmgpu.shards.hdf5_layout import Attributes, file_attributes, make_skeleton, unplaced_regions
+from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, file_attributes, make_skeleton, unplaced_regions
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import (
     SHARD,
@@ -30,7 +31,6 @@ from slurmgpu.shards.userblock import (
     read_userblock,
     userblock_size,
     verify,
-    write_at,
 )
 from slurmgpu.shards.userblock import DamagedShardError as DamagedShardError
 from slurmgpu.util.atomic_files import fsync_dir
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 FINISHING_PATIENCE_S = 5.0
 """How long to retry removing the partial file of a published shard; the merge removes what stays."""
 _BLOCK_BYTES = 4 << 20
+_BUFFER_BYTES = 64 << 10
 HEAD_BYTES = 16 << 10  # holds the user block of a shard with up to about a hundred columns
 Fingerprint = str | Sequence[str]
 """The fingerprint that a shard has to carry, or those that it may carry."""
@@ -116,17 +117,16 @@ def write_shard(
     size = userblock_size(directory)
     skeleton = make_skeleton(regions, attributes, size)
     try:
-        with open(path, "wb", buffering=0) as file:
-            fd = file.fileno()
+        with open(path, "wb", buffering=_BUFFER_BYTES) as file:
+            file.seek(size)
             odd: set[str] = set()
-            directory["datasets"] = [_write(fd, region, contents[region.path], odd) for region in skeleton.regions]
+            directory["datasets"], directory["rest_crc32"] = _write_behind_userblock(file, skeleton, contents, odd)
             notes["not_finite"] = _count_not_finite(odd & largest.keys(), rows)
-            for offset, content in skeleton.metadata:
-                write_at(fd, content, offset)
-                directory["rest_crc32"] = zlib.crc32(content, directory["rest_crc32"])
             directory["file_size"] = skeleton.size
-            write_at(fd, pack_userblock(directory, size), 0)
-            os.fsync(fd)
+            file.seek(0)
+            file.write(pack_userblock(directory, size))
+            file.flush()
+            os.fsync(file.fileno())
     except BaseException:
         with contextlib.suppress(OSError):  # a disk that cannot be written may not be unlinked on either
             path.unlink()
@@ -325,18 +325,34 @@ def _count_not_finite(
     return found
 
 
-def _write(fd: int, region: Region, values: Sequence[Any], odd: set[str]) -> Region:
-    """Write the values; the region with its checksum. Adds the column to `odd` if a float is not finite."""
-    offset, crc32 = region.offset, 0
+def _write_behind_userblock(
+    file: BinaryIO, skeleton: Skeleton, contents: Mapping[str, Sequence[Any]], odd: set[str]
+) -> tuple[list[Region], int]:
+    """Write all but the user block; the datasets with their checksums, and that of the metadata between them.
+
+    Adds a column to `odd` if one of its floats is not finite.
+    """
+    rest_crc32, crc32s = 0, dict.fromkeys(contents, 0)
+    for (_, metadata), region in zip_longest(skeleton.metadata, in_file_order(skeleton.regions)):
+        file.write(metadata)
+        rest_crc32 = zlib.crc32(metadata, rest_crc32)
+        if region is not None:
+            crc32s[region.path] = _write(file, region, contents[region.path], odd)
+    return [region._replace(crc32=crc32s[region.path]) for region in skeleton.regions], rest_crc32
+
+
+def _write(file: BinaryIO, region: Region, values: Sequence[Any], odd: set[str]) -> int:
+    """Write the values of a dataset; their checksum."""
+    n_bytes = crc32 = 0
     dtype = np.dtype(region.dtype)
     for block in _blocks(values, region.n_bytes):
         if dtype.kind in "fc" and not np.isfinite(np.frombuffer(block, dtype)).all():
             odd.add(region.path.removesuffix("/values"))
-        write_at(fd, block, offset)
-        offset, crc32 = offset + len(block), zlib.crc32(block, crc32)
-    if offset != region.offset + region.n_bytes:
-        raise ValueError(f"{region.path}: {offset - region.offset} bytes, expected {region.n_bytes}; use convert_row")
-    return region._replace(crc32=crc32)
+        file.write(block)
+        n_bytes, crc32 = n_bytes + len(block), zlib.crc32(block, crc32)
+    if n_bytes != region.n_bytes:
+        raise ValueError(f"{region.path}: {n_bytes} bytes, expected {region.n_bytes}; use convert_row")
+    return crc32
 
 
 def _blocks(values: Sequence[Any], n_bytes: int) -> Iterator[bytes]:

@@ -183,6 +183,16 @@ def test_the_datasets_do_not_depend_on_who_made_them_and_the_file_on_nothing_els
     assert_same_datasets(datasets(other), datasets(first))
 
 
+def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path):
+    rows = rows_of(0, 4)
+    first, second, again = (write(tmp_path / f"{n}.h5", start, rows=rows) for n, start in enumerate((5, 2**40, 5)))
+    write(tmp_path / "other.h5", 0, 9)
+    alone = write(tmp_path / "alone.h5", 2**40, rows=rows)
+    assert first.read_bytes() == again.read_bytes() != second.read_bytes() == alone.read_bytes()
+    with h5py.File(second) as file:
+        assert (file.attrs["start"], file.attrs["stop"]) == (2**40, 2**40 + 4)
+
+
 def test_the_directory_says_what_the_shard_holds(tmp_path):
     path = write(tmp_path / "a.h5", 20, 30, failed=[21], notes={"why": "größer"})
     directory = verify_shard(path, fingerprint=FINGERPRINT, start=20, stop=30)
