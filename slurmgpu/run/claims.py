@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmgpu.run.lock import checked
@@ -281,7 +281,7 @@ class Watch:
 
 def _encode(claim: Claim) -> bytes:
     # Always of one length: a shorter text written in place would leave the end of the longer one.
-    return json.dumps(asdict(claim)).encode().ljust(1023) + b"\n"
+    return json.dumps(vars(claim)).encode().ljust(1023) + b"\n"
 
 
 def _read(path: Path, patience_s: float) -> Claim | None:

@@ -271,12 +271,12 @@ class Run:
         """The run directory quoted for a shell, for commands in messages."""
         return shlex.quote(str(self.folder))
 
-    @property
+    @cached_property
     def claims(self) -> Claims:
         """The claims of this run."""
         return Claims(self.folder / "claims", self.plan.lease_s)
 
-    @property
+    @cached_property
     def shards(self) -> Path:
         """The folder of published shards."""
         return self.folder / "shards"

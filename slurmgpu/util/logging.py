@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from datetime import datetime, timezone
@@ -15,7 +16,15 @@ class LogFormatter(logging.Formatter):
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
         """The time of a line."""
-        return datetime.fromtimestamp(record.created, timezone.utc).astimezone().isoformat(timespec="milliseconds")
+        date, offset = _second(int(record.created))
+        return f"{date}.{int(record.msecs):03d}{offset}"
+
+
+@functools.lru_cache(maxsize=1)
+def _second(seconds: int) -> tuple[str, str]:
+    """A whole second's local date and time, and its offset from UTC."""
+    text = datetime.fromtimestamp(seconds, timezone.utc).astimezone().isoformat()
+    return text[:19], text[19:]
 
 
 def mark_of(first: int, last: int) -> str:

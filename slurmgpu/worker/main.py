@@ -237,7 +237,7 @@ class Worker:
                     self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
                     log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
                 # Read by rank 0 only: a network file system may show ranks different files.
-                found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
+                found = shard, vars(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
             if found is None:
                 return
