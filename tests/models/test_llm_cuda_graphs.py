@@ -8,6 +8,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import os
 import random
 import weakref
@@ -287,14 +288,14 @@ def test_a_step_neither_reads_a_value_nor_copies_from_the_host(kind, attention):
 
 
 class Wrong(EagerRunner):
-    """A runner that does something wrong in its `at`-th call."""
+    """A runner that does something wrong from its `at`-th call on."""
 
     def __init__(self, at, wrong):
         self.calls, self.at, self.wrong = itertools.count(1), at, wrong
 
     def run(self, frame, forward):
         frame.compute(forward)
-        if next(self.calls) == self.at:
+        if next(self.calls) >= self.at:
             self.wrong(frame)
 
 
@@ -361,9 +362,32 @@ def test_a_model_that_gives_other_scores_each_time_is_held_to_that(folder, monke
     monkeypatch.setattr(ours._prefill, "forward", forward)
     verdict = ours._decodings.use(lambda _: EagerRunner())
     assert verdict.reason is None
-    assert max(each.replayed for each in verdict.trials) > graph_check.REPLAYED
+    assert max(each.flipped for each in verdict.trials) > graph_check.REPLAYED
     reason = ours._decodings.use(lambda _: Wrong(4, one_wrong_logit)).reason
     assert "those of the same step when it is called" in reason
+
+
+class Flips(EagerRunner):
+    """A runner whose rows get other scores now and then: every third call, one row in two."""
+
+    def __init__(self, off):
+        self.off, self.calls = off, itertools.count()
+
+    def run(self, frame, forward):
+        frame.compute(forward)
+        call = next(self.calls)
+        if call % 3 == 0:
+            frame.logits[call % 2 :: 2] *= 1 + self.off
+
+
+def test_a_replay_that_differs_now_and_then_is_done_again(folder):
+    """As an H200 adds some sums in another order once in ten steps: rows that have agreed once are the same steps."""
+    ours = engine(folder(), precision="bf16", cuda_graphs=True)
+    verdict = ours._decodings.use(lambda _: Flips(0.01))
+    assert verdict.reason is None
+    assert max(each.replayed for each in verdict.trials) <= graph_check.REPLAYED
+    assert max(each.flipped for each in verdict.trials) > graph_check.REPLAYED
+    assert "those of the same step when it is called once" in ours._decodings.use(lambda _: Flips(5.0)).reason
 
 
 def test_slots_are_held_to_the_noise_between_batches_of_the_same_rows(folder, monkeypatch):
@@ -471,7 +495,7 @@ def test_steps_that_fail_later_cost_no_answer(folder, caplog, wrong, at):
     runners = []
 
     def make_runner():
-        runners.append(Wrong(at if runners else -1, wrong))
+        runners.append(Wrong(at if runners else math.inf, wrong))
         return runners[-1]
 
     ours, asked = in_slots(folder(), make_runner), requests(temperature=1.0)
@@ -807,7 +831,8 @@ def test_a_graph_is_captured_after_warm_up_on_its_own_stream_and_then_only_repla
         "capture in pool 0, thread_local",
         "replay",
     ]
-    assert len(ran) == cuda_graphs.N_WARM_UPS + 1 + 1  # warm-up, capture, and the stand-in's replay
+    # Warm-up, capture, a call to compare with, and the stand-in's replay.
+    assert len(ran) == cuda_graphs.N_WARM_UPS + 1 + 1 + 1
     frame.logits.zero_()
     runner.run(frame, lambda: pytest.fail("it is replayed"))
     assert frame.logits[1, 4] == 9
