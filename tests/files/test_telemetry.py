@@ -51,21 +51,27 @@ class FakeNVML(types.ModuleType):
     """The module pynvml on a machine with some GPUs."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_TEMPERATURE_GPU = 1, 0, 0
-    nvmlEventTypeXidCriticalError = 8
+    nvmlEventTypeXidCriticalError, nvmlMemory_v2 = 8, 0x02000028
+    knows_reserved = True
+    """Whether the driver has the second version of a card's memory."""
 
     def __init__(self, cards=(), driver=True):
         super().__init__("pynvml")
         self.cards, self.driver = list(cards), driver
         self.xids, self.watched, self.n_open = [], [], 0
         for what in FakeCard("").values:
-            setattr(self, f"nvmlDeviceGet{what}", lambda card, *_, what=what: self._value(card, what))
+            setattr(self, f"nvmlDeviceGet{what}", lambda card, *_, what=what, **how: self._value(card, what, **how))
 
-    def _value(self, card, what):
+    def _value(self, card, what, version=None):
         value = card.values[what]
         if value is None:
             raise NVMLError("Not Supported")
         if what == "MemoryInfo":
-            return types.SimpleNamespace(total=80 * GB, used=value, free=80 * GB - value)
+            if version is None:
+                return types.SimpleNamespace(total=80 * GB, used=value + GB, free=79 * GB - value)
+            if not self.knows_reserved:
+                raise NVMLError("Function Not Found")
+            return types.SimpleNamespace(total=80 * GB, used=value, free=79 * GB - value, reserved=GB)
         return types.SimpleNamespace(gpu=value, memory=0) if what == "UtilizationRates" else value
 
     def nvmlInit(self):
@@ -478,3 +484,11 @@ def test_the_report_shows_what_attempts_used_where_it_is_known(run, capsys):
     assert row[-5:-2] == ["3", "60.0", "2.0"]
     show_report(reported(run, usage={}))
     assert "host GB" not in capsys.readouterr().out
+
+
+def test_an_older_driver_counts_what_it_reserves_as_used(nvml):
+    fake = nvml(FakeCard("GPU-aa", MemoryInfo=7 * GB))
+    cards = open_cards(None)
+    assert [card.read().memory_used_bytes for card in cards.cards] == [7 * GB]
+    fake.knows_reserved = False
+    assert [card.read().memory_used_bytes for card in cards.cards] == [8 * GB]

@@ -65,7 +65,7 @@ def nvml_says_what_nvidia_smi_says(machine: Machine) -> str:
             f"driver {driver} and {row['driver_version']}"
         )
         good &= driver == row["driver_version"] and abs((ours.memory_total_bytes or 0) - total) < 0.01 * total
-        # Older NVML counts what the driver reserves as used, nvidia-smi does not.
+        # Older drivers count what they reserve as used, nvidia-smi does not.
         good &= abs((ours.memory_used_bytes or 0) - used) < 0.02 * total
         good &= abs((ours.temperature_c or 0) - float(row["temperature.gpu"])) <= 5
         good &= abs((ours.power_w or 0.0) - float(row["power.draw"])) <= 0.5 * float(row["power.draw"])
