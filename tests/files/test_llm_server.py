@@ -94,6 +94,21 @@ def test_a_server_is_started_asked_and_ended(opened, serve, chat):
     assert not living(server)
 
 
+@pytest.mark.parametrize(("gpus", "given", "expected"), [(0, None, "0"), (0, "1", "1"), (1, None, None)])
+def test_a_server_on_cpus_is_told_to_keep_the_model_in_its_engine(folder, monkeypatch, gpus, given, expected):
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    server = server_process.ServerProcess(BY_SOCKET, folder, gpus)
+    try:
+        server.start()
+        told = Path(f"/proc/{server._process.pid}/environ").read_bytes().decode().split("\0")
+    finally:
+        server.close()
+    assert dict(line.split("=", 1) for line in told if line).get(name) == expected
+
+
 def test_what_a_server_is_busy_with_is_asked_again_and_what_it_refuses_is_the_items_error(opened, counts):
     engine = opened(concurrency=3)
     found = answers(engine, "busy", "late", "bad", "fails", "fine")

@@ -66,6 +66,12 @@ def test_answers_of_vllm_serve_are_those_of_the_engine_in_this_process(vllm_serv
             assert output.logprobs[: len(wanted.logprobs)] == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
+def test_on_cpus_the_engine_of_vllm_serve_has_the_model_itself(vllm_server):
+    # In a process of its own, whose name is VLLM::Worker, the engine would wait for it in a busy loop.
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in living(server_of(vllm_server))]
+    assert [name for name in names if name.startswith("VLLM::")] == ["VLLM::EngineCor"]  # 15 characters of it
+
+
 def test_samples_depend_on_their_keys_alone_and_a_wrong_request_is_its_own_error(vllm_server):
     asked = requests_of(texts(10, seed=2), temperature=1.3, top_p=0.95, top_k=20, min_p=0.01)
     together = {number: output.text for number, output in by_id(vllm_server.generate(asked)).items()}

@@ -289,7 +289,7 @@ class EngineOptions:
     adapters: Adapters = field(default_factory=Adapters)
     serve: tuple[str, ...] = ()
     url: str = ""
-    concurrency: int = 64
+    concurrency: int = 128
     images: bool = False
     beside: Beside | None = None
 

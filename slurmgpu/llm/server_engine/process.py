@@ -32,6 +32,13 @@ SAID_S = 60.0
 """How often the log says that a server is still loading."""
 KEYS = ("VLLM_API_KEY", "LLAMA_API_KEY")
 """Variables by which vLLM and llama.cpp take a key: other users of the node cannot ask this server."""
+ON_CPUS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Variables of a server without GPUs, unless the task has others.
+
+vLLM 0.32's server puts a model on CPUs into a process of its own, and the engine polls for what that has computed, with
+a core of its own, for a second after each step (`SpinCondition` in vllm/distributed/device_communicators/shm_broadcast;
+`check_and_update_config` in vllm/platforms/cpu). So the model is in the engine's process, as it is on one GPU.
+"""
 LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp: TCP_LISTEN of include/net/tcp_states.h."""
 
@@ -48,6 +55,7 @@ class ServerProcess:
 
     def __init__(self, serve: Sequence[str], model: str, gpus: int) -> None:
         self._serve, self._values = serve, {"model": model, "gpus": str(max(1, gpus))}
+        self._own = {"VLLM_RPC_BASE_PATH": socket_folder(), **({} if gpus else ON_CPUS)}
         self._folder = tempfile.mkdtemp(prefix="slurmgpu-", dir=socket_folder())
         self._guard = Guard()
         self._guard.remove(self._folder)
@@ -68,7 +76,7 @@ class ServerProcess:
         Path(path).unlink(missing_ok=True)
         values = {**self._values, "port": str(self._port), "socket": path}
         arguments = [filled(each, values) for each in self._serve]
-        environ = {"VLLM_RPC_BASE_PATH": socket_folder(), **os.environ, **dict.fromkeys(KEYS, self._key)}
+        environ = {**self._own, **os.environ, **dict.fromkeys(KEYS, self._key)}
         environ["PATH"] = _search_path()
         if shutil.which(arguments[0], path=environ["PATH"]) is None:
             raise SlurmGPUError(
