@@ -20,6 +20,7 @@ from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.workload import Item, Placement, Share, TaskContext
+from slurmgpu.workloads.kept_answers import KeptAnswers
 from slurmgpu.workloads.progress import Telling
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class LanguageModelWorkload:
     fields: Collection[str] = ()
     _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
     _divide: Divide | None = None
+    _kept_answers: KeptAnswers | None = None
     batch_size = 128
     texts: tuple[str, ...] = ("prompt", "system")
 
@@ -179,6 +181,8 @@ class LanguageModelWorkload:
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
         self.engine = open_engine(self.options, where)
         self._told_answers, self._told_scores = Telling(task.tell, "answers"), Telling(task.tell, "prompts scored")
+        if self.options.engine == "server":  # the others break with their process
+            self._kept_answers = KeptAnswers(task.run_dir / "parts" / f"{task.attempt}.answers")
         self.divide_by(task)
 
     def divide_by(self, task: TaskContext) -> None:
@@ -194,8 +198,14 @@ class LanguageModelWorkload:
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""
-        found = self._found(requests, Output, lambda some: self._told_answers.each(self.engine.generate(some)))
+        found = self._found(requests, Output, lambda some: self._told_answers.each(self._generated(some)))
         return [_or_error(found.get(request.id)) for request in requests]
+
+    def _generated(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, by the engine or by a worker before, whose engine broke."""
+        if self._kept_answers is None:
+            return self.engine.generate(requests)
+        return self._kept_answers.each(requests, self.engine.generate)
 
     def _scores(self, questions: Sequence[Question]) -> list[Scores | ItemError]:
         """The engine's scores for each question, in order, or the error."""

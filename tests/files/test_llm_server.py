@@ -1,6 +1,7 @@
 """The engine on a server, with a small one that fails on demand; tests/vllm has two real ones."""
 
 import base64
+import dataclasses
 import json
 import os
 import signal
@@ -8,13 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Output, Place, Prompt, Question, Request, Sampling
@@ -31,6 +35,7 @@ from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
+from slurmgpu.workloads.kept_answers import KeptAnswers
 from slurmgpu.workloads.structured import Answers
 from tests.support.runs import datasets, report, wait_until
 from tests.support.tiny_models import make_unloadable
@@ -159,8 +164,8 @@ def test_a_server_that_ends_whatever_it_is_asked_ends_the_worker(opened):
         list(engine.generate(asked(*["deadly"] * 9)))
 
 
-def test_a_server_that_does_not_start_is_started_again_and_then_a_sentence(opened, counts, monkeypatch, tmp_path):
-    monkeypatch.setenv("ENDS_FIRST", str(tmp_path / "tried"))
+def test_a_server_that_does_not_start_is_started_again_and_then_a_sentence(opened, counts, monkeypatch):
+    monkeypatch.setenv("ENDS", "1")
     assert answers(opened(), "one")[0].text == "one"
     assert counts().count("started") == 2
     with pytest.raises(SlurmGPUError, match=r"ended with exit code 3.*started 3 times, and completed no prompt"):
@@ -504,3 +509,57 @@ def test_a_run_on_a_server_whose_worker_is_killed_has_all_rows(project, slurmgpu
         (where / "run").rename(where / f"run-{deadly}")
     assert folders[0] == folders[1]
     assert json.loads((where / "run-True" / "report.json").read_text())["n_missing_items"] == 0
+
+
+def test_answers_that_came_before_a_server_broke_for_good_are_kept_for_the_next_worker(
+    project, slurmgpu, folder, counts
+):
+    settings = {"model": folder, "engine": "server", "serve": BY_SOCKET, "concurrency": 1, "prompt": "{text}"}
+    settings |= {"temperature": 1.0, "n": 2}
+    texts = [*(f"number {number} of twelve" for number in range(12)), "mortal"]  # the shortest is the last one
+    where = project(items=[{"text": text} for text in texts], batch_size=16, shard_items=16, settings=settings)
+    text = (where / "slurmgpu.toml").read_text().replace("workloads.py:Rows", "generate")
+    (where / "slurmgpu.toml").write_text(text)
+    # The first worker's server ends in the middle of its call, and cannot be started again.
+    server = {"MODEL": folder, "ENDS": "2 3 4", "COUNTS": os.environ["COUNTS"]}
+    slurmgpu("submit", "--gpus", "0", "--executor", "local", "--tasks", 1, cwd=where, expect=0, **server)
+    lines = Counter(counts())
+    assert lines["started"] == 5
+    assert [lines[f"asked {text}"] for text in texts] == [2] * 12 + [1 + 2]
+    with results.open(where / "run" / "merged.h5") as merged:
+        said = [[one.rpartition(" ") for one in each] for each in merged["text"][:]]
+    assert [[one[0] for one in each] for each in said] == [[text, text] for text in texts]
+    assert len({one[2] for each in said for one in each}) == 2 * len(texts)  # the seeds, which are the samples' own
+    assert not (where / "run" / "parts").exists()  # the merge removes them
+
+
+def test_kept_answers_are_the_same_after_a_file_and_a_damaged_file_is_none(tmp_path):
+    path = tmp_path / "parts" / "1_0.0.answers"
+    requests = asked("one", "two", "three", temperature=0.5)
+    made = [
+        Output(each.id, each.prompt.text, "hm", logprobs=np.array([-0.1], np.float32), count=7) for each in requests
+    ]
+
+    def breaks(some):
+        yield from made[:2]
+        raise WorkerBrokenError("the server ended")
+
+    with pytest.raises(WorkerBrokenError, match="the server ended"):
+        list(KeptAnswers(path).each(requests, breaks))
+    others = [dataclasses.replace(each, id=9 - each.id) for each in requests[::-1]]  # another batch of the same
+    left = []
+    found = [*KeptAnswers(path).each(others, lambda some: left.extend(some) or [dataclasses.replace(made[2], id=7)])]
+    assert left == [others[0]]
+    assert [(each.id, each.text, each.reasoning, each.n_tokens) for each in found] == [
+        *((8, "two", "hm", 7), (9, "one", "hm", 7)),
+        (7, "three", "hm", 7),
+    ]
+    assert all(each.logprobs == made[0].logprobs and each.logprobs.dtype == np.float32 for each in found)
+    other_seed = [dataclasses.replace(requests[0], key=1)]
+    assert [*KeptAnswers(path).each(other_seed, lambda some: made[:1])] == made[:1]
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [*KeptAnswers(path).each(requests, lambda some: made)] == made
+    path.unlink()
+    path.mkdir()  # nothing can be kept there, and the error is still the server's
+    with pytest.raises(WorkerBrokenError, match="the server ended"):
+        list(KeptAnswers(path).each(requests, breaks))

@@ -2,8 +2,9 @@
 
 PORT may be the path of a unix socket. What a prompt says happens: "busy" is answered with 429 at first, "late" with
 503, "fails" with 500, "bad" with 400 always, "drops" once without an answer, and "deadly", or what the variable DEADLY
-says, ends the server. The file COUNTS, if that variable names one, gets a line for each start and each request. While
-there is a file UNHEALTHY, /health answers with 502.
+says, ends the server; "mortal" ends the first one. The file COUNTS, if that variable names one, gets a line for each
+start and each request, and servers whose number is in ENDS, as "1 3", end when they start. While there is a file
+UNHEALTHY, /health answers with 502.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ def note(line):
     if path := os.environ.get("COUNTS"):
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
+
+
+def n_started():
+    return Path(os.environ["COUNTS"]).read_text().splitlines().count("started")
 
 
 def text_of(content):
@@ -56,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         note(f"asked {text}")
         if body["model"] not in ("small", os.environ.get("MODEL")):
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
-        elif os.environ.get("DEADLY", "deadly") in text:
+        elif os.environ.get("DEADLY", "deadly") in text or ("mortal" in text and n_started() == 1):
             os._exit(3)
         elif "drops" in text and seen[text] == 1:
             self.close_connection = True
@@ -110,9 +115,7 @@ class PortServer(ThreadingHTTPServer):
 if __name__ == "__main__":
     where = sys.argv[1]
     note("started")
-    first = Path(os.environ.get("ENDS_FIRST", "/"))
-    if not first.exists():  # as one whose port is taken: the first one ends at once
-        first.touch()
+    if (ends := os.environ.get("ENDS")) and str(n_started()) in ends.split():  # as one whose port is taken
         sys.exit(1)
     server = PortServer(("127.0.0.1", int(where)), Handler) if where.isdecimal() else UnixServer(where, Handler)
     server.serve_forever()
