@@ -40,6 +40,11 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether a few items are read as quickly, each, as many."""
+        return self._format.is_indexed
+
     def close(self) -> None:
         """Close all files."""
         self._close_file()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import MutableMapping, Sequence
 
 from slurmgpu.run.claims import Claim
-from slurmgpu.run.crash_history import read_history, write_history
+from slurmgpu.run.crash_history import History, read_history, write_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, describe_exit, is_self_inflicted
 from slurmgpu.run.records import Death
@@ -29,12 +29,12 @@ class Deaths:
         self._run = run
         self._submission = submission
         self._in_flight: tuple[int, Sequence[int], bool] | None = None
-        self._ahead: int | None = None
+        self._ahead: Sequence[int] | None = None
         self._broken: str | None = None
         self._n_in_a_row = 0
 
-    def take_up(self, shard: int, items: Sequence[int], is_isolated: bool, ahead: int | None = None) -> None:
-        """These items are in flight from now on; those of the batch that begins with item `ahead` are prepared."""
+    def take_up(self, shard: int, items: Sequence[int], is_isolated: bool, ahead: Sequence[int] | None = None) -> None:
+        """These items are in flight from now on; of the batch that is prepared, `ahead` are shard and first item."""
         self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 
     def put_down(self) -> None:
@@ -86,8 +86,7 @@ class Deaths:
         shard, items, is_isolated = self._in_flight
         history = read_history(self._run.claims.folder, shard)
         guilty = history.record(items, isolated=is_isolated, weight=weight, error=f"{kind}: {message}")
-        if self._ahead is not None:
-            history.suspect(self._ahead, weight)
+        self._suspect_ahead(weight, shard, history)
         if guilty is not None:
             self.forgive()
             if POLICIES[kind].more_memory and history.parked_by is None:
@@ -103,6 +102,18 @@ class Deaths:
             else:
                 log.error("item %d is quarantined: %s: %s", guilty, kind, message)
         write_history(self._run.claims.folder, shard, history)
+
+    def _suspect_ahead(self, weight: float, shard: int, history: History) -> None:
+        """Count the death for the batch that was prepared, in the `history` of this shard or in that of another."""
+        if self._ahead is None:
+            return
+        other, first = self._ahead
+        if other == shard:
+            history.suspect(first, weight)
+        else:
+            its_own = read_history(self._run.claims.folder, other)
+            its_own.suspect(first, weight)
+            write_history(self._run.claims.folder, other, its_own)
 
 
 def _what_was_in_flight(death: Death) -> str:

@@ -292,7 +292,7 @@ class Task:
                 self._keeps_progress = event["resumes"]
                 self._sampler.mark_ready()
                 self.recording.write()
-            case "claim":
+            case "claim" | "ahead":
                 self._left = None
                 self._held.setdefault(event["shard"], self._claim())
                 self._claimed.add(event["shard"])

@@ -85,6 +85,19 @@ def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
 
 
 @dataclass
+class TakenIn:
+    """The items of a shard in `batches`, and its `rows` before they are computed: with Failures of some items.
+
+    `names` and `kept` are the names and kept fields of items, by index.
+    """
+
+    rows: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
+    batches: list[list[Item]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
 class Computed:
     """A shard's rows in item order, converted or Failures, and how its batches changed.
 
@@ -130,6 +143,9 @@ class Computer:
     What may pass is computed again up to `retries` times, at the shard's end: rank 0 tells the others by
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
     Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
+
+    If the workload prepares its items, `following()` is the first batch of the next shard, and `meanwhile()` is called
+    before each call, when the items of the next one have begun to be prepared.
     """
 
     workload: Adapted
@@ -146,6 +162,8 @@ class Computer:
     share: Callable[[Any], Any] = lambda value: value
     kept: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    following: Callable[[], Sequence[Item]] = tuple
+    meanwhile: Callable[[], None] = lambda: None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _kept_of: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -162,47 +180,54 @@ class Computer:
         if self._preparer is not None:
             self._preparer.close()
 
-    def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
-        """Rows for `items`, the whole shard; an unreadable item comes as (index, ItemError).
+    def take_in(self, items: Sequence[Item | tuple[int, ItemError]]) -> TakenIn:
+        """The items of a whole shard for `compute`; an unreadable item comes as (index, ItemError)."""
+        found = TakenIn()
+        good = []
+        for item in items:
+            if not isinstance(item, Item):
+                found.rows[item[0]] = Failure("input_error", str(item[1]))
+                continue
+            found.rows[item.index] = _PENDING  # keeps the order of the shard
+            if self.key is not None and (name := name_by(self.key, item.data)) is not None:
+                found.names[item.index] = name
+            try:
+                if self.kept and self.keeps_rows:  # before the workload may change the item
+                    found.kept[item.index] = kept_values(self.kept, item.data)
+                check_kept(self.kept, item.data)
+                good.append(item)
+            except ItemError as error:
+                found.rows[item.index] = Failure("item_error", str(error))
+        if (key := self.workload.sort_key) is not None:
+            good.sort(key=lambda item: (key(item), item.index))
+        found.batches = [good[cut : cut + self.batch_size] for cut in range(0, len(good), self.batch_size)]
+        return found
+
+    def compute(self, taken_in: TakenIn, history: History) -> Computed:
+        """Rows for the items of a shard.
 
         Raises Interrupted if the workload left an item for later, or the task ends before what failed can be tried
         again, and WorkerFailedError if a resumable one could not keep what it has of an item: then the shard has no
         rows yet.
         """
-        done = Computed()
+        done = Computed(taken_in.rows)
         self.noted.clear()
         self._n_tries_left, self._put_off = self.retries, []
-        self._names.clear()
-        self._kept_of.clear()
-        good = []
-        for item in items:
-            if not isinstance(item, Item):
-                unread = done.rows[item[0]] = Failure("input_error", str(item[1]))
-                self._log(item[0], unread)
-                continue
-            done.rows[item.index] = _PENDING  # keeps the order of the shard
-            if self.key is not None and (name := name_by(self.key, item.data)) is not None:
-                self._names[item.index] = name
-            try:
-                if self.kept and self.keeps_rows:  # before the workload may change the item
-                    self._kept_of[item.index] = kept_values(self.kept, item.data)
-                check_kept(self.kept, item.data)
-                good.append(item)
-            except ItemError as error:
-                lacking = done.rows[item.index] = Failure("item_error", str(error))
-                self._log(item.index, lacking)
-        if (key := self.workload.sort_key) is not None:
-            good.sort(key=lambda item: (key(item), item.index))
-        batches = [good[cut : cut + self.batch_size] for cut in range(0, len(good), self.batch_size)]
+        self._names, self._kept_of = taken_in.names, taken_in.kept
+        for index, row in taken_in.rows.items():
+            if row is not _PENDING and isinstance(row, Failure):
+                self._log(index, row)
+        batches = taken_in.batches
         is_isolated = [history.isolates([item.index for item in batch]) for batch in batches]
         for number, batch in enumerate(batches):
             if is_isolated[number]:
                 done.isolated += 1
                 self._compute_alone(batch, history, done)
             else:
-                is_last = number + 1 == len(batches) or is_isolated[number + 1]
-                self._compute_batch(batch, () if is_last else batches[number + 1], done)
-        self._try_again({item.index: item for item in good}, done)
+                is_last = number + 1 == len(batches)
+                following = None if is_last else () if is_isolated[number + 1] else batches[number + 1]
+                self._compute_batch(batch, following, done)
+        self._try_again({item.index: item for batch in batches for item in batch}, done)
         for index, kept in self._kept_of.items():
             if isinstance(done.rows[index], Failure):
                 done.kept[index] = self._stored(kept)
@@ -249,15 +274,23 @@ class Computer:
             else:
                 self._call_narrowing([item], done, isolated=True)
 
-    def _compute_batch(self, batch: Sequence[Item], following: Sequence[Item], done: Computed) -> None:
-        """Compute one batch, before the `following` one; in pieces of `oom_batch` after memory was short."""
+    def _compute_batch(self, batch: Sequence[Item], following: Sequence[Item] | None, done: Computed) -> None:
+        """Compute one batch, before the `following` one, in pieces of `oom_batch` after memory was short.
+
+        None follows the last of a shard: then it is the first of another shard.
+        """
         start = 0
         while start < len(batch):
             size = done.oom_batch or len(batch)
             piece, rest = batch[start : start + size], batch[start + size :]
-            ahead = (rest or following)[: done.oom_batch or None] if self._preparer is not None else ()
-            self._call_narrowing(piece, done, ahead=ahead)
+            self._call_narrowing(piece, done, ahead=self._ahead_of(rest or following, done))
             start += size
+
+    def _ahead_of(self, following: Sequence[Item] | None, done: Computed) -> Sequence[Item]:
+        """The items to prepare during a call; those of another shard begin with a whole batch."""
+        if self._preparer is None:
+            return ()
+        return self.following() if following is None else following[: done.oom_batch or None]
 
     def _call_narrowing(
         self, items: Sequence[Item], done: Computed, *, isolated: bool = False, ahead: Sequence[Item] = ()
@@ -309,7 +342,12 @@ class Computer:
 
     def _call(self, items: Sequence[Item], ahead: Sequence[Item], done: Computed) -> Failure | None:
         """Call the workload and keep its rows; the failure of the whole call, if any."""
-        returned, own_failure = self._try(items, ahead)
+        given, own_failure = self._try(lambda: self._arguments(items, ahead), len(items))
+        returned: Any = []
+        if own_failure is None:
+            if self._preparer is not None:
+                self.meanwhile()
+            returned, own_failure = self._try(lambda: self._returned(given), len(items))
         failure = self.agree(own_failure)
         if failure == INTERRUPTED:
             if self._preparer is not None:
@@ -321,17 +359,31 @@ class Computer:
             self._keep(items, returned, done)
         return failure
 
-    def _try(self, items: Sequence[Item], ahead: Sequence[Item]) -> tuple[Any, Failure | None]:
-        """What the workload returned, or how it failed.
+    def _arguments(self, items: Sequence[Item], ahead: Sequence[Item]) -> tuple[Any, ...]:
+        """What the workload is called with; begins to prepare the items `ahead`.
+
+        Each call has mappings of its own: one that fails may have changed them, and its items are called again.
+        """
+        if self._preparer is None:
+            return ([item.copy() for item in items],)
+        made = self._preparer.take(items)
+        if ahead:
+            self._preparer.begin(ahead)
+        return made
+
+    def _returned(self, given: tuple[Any, ...]) -> Any:
+        returned = self.workload.call(*given)
+        # A generator computes while it is read.
+        are_rows = self.keeps_rows and _may_be_rows(returned)
+        return list(returned) if are_rows or isinstance(returned, Iterator) else returned
+
+    def _try(self, function: Callable[[], Any], n_items: int) -> tuple[Any, Failure | None]:
+        """What a function of the workload returned, or how it failed with so many items.
 
         The exception must not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
-            # Each call has mappings of its own: one that fails may have changed them, and its items are called again.
-            returned = self._called_with(items, ahead)
-            # A generator computes while it is read.
-            are_rows = self.keeps_rows and _may_be_rows(returned)
-            return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None
+            return function(), None
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:
@@ -348,7 +400,7 @@ class Computer:
             if POLICIES[kind].node_at_fault:
                 return [], _failure(error, kind, self.folder)
             if logged := POLICIES[kind].logged:
-                return [], _too_large(error, kind, f"{logged} of {len(items)}", is_alone=len(items) == 1)
+                return [], _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
             of_files = class_of(error, FILES)
@@ -356,15 +408,6 @@ class Computer:
                 kind = of_files
             failure = _failure(error, kind, self.folder)
             return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
-
-    def _called_with(self, items: Sequence[Item], ahead: Sequence[Item]) -> Any:
-        """What the workload returns for copies of these items; those `ahead` are prepared meanwhile."""
-        if self._preparer is None:
-            return self.workload.call([item.copy() for item in items])
-        own, prepared = self._preparer.take(items)
-        if ahead:
-            self._preparer.begin(ahead)
-        return self.workload.call(own, prepared)
 
     def _ends_task(self, kind: str) -> bool:
         """Whether an item's failure is no item's fault, so that the shard is left to another task."""

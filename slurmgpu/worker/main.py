@@ -25,6 +25,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import cause_raised, retried
+from slurmgpu.util.side_thread import SideThread
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.computer import (
@@ -63,6 +65,7 @@ from slurmgpu.worker.computer import (
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.logged_values import LoggedValues
+from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
 from slurmgpu.workload import Adapted, Item, TaskContext, build
@@ -71,6 +74,11 @@ log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own 
 
 FAILED_ALIKE = 8
 """The workload is at fault if so many items failed alike before any was computed: of two shards, if there are more."""
+
+AHEAD_S = 2.0
+"""A task claims and reads further shards while it computes one, if none took longer: others may be idle meanwhile."""
+READ_AT_ONCE = 1024
+"""How many items of them are read between two calls, about, of inputs with an index."""
 
 SYNC_S = 1.0
 """How often the names of published shards are synced, at most: a power failure costs the last ones, which are computed
@@ -114,6 +122,10 @@ class Worker:
     _shard: int | None = None
     _parts: Parts | None = None
     _former: dict[int, Former] = field(default_factory=dict)
+    _lookahead: Lookahead | None = None
+    _none_free: bool = False
+    _writing: tuple[Waiting, float, Future[bool]] | None = None
+    _writer: SideThread = field(default_factory=lambda: SideThread("publish"))
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
@@ -173,10 +185,18 @@ class Worker:
                 kept=plan.keep or {field: field for field in workload.kept_fields},
                 key=plan.key,
             )
+            is_one = self._parts is None and self.group.world_size == 1
+            if workload.prepare is not None and is_one and not self._resumes:
+                self._look_ahead_with(computer, reader)
             try:
                 self._take_and_compute(computer, reader)
+                self._end_writing()
+            except (WorkerFailedError, WorkerBrokenError):
+                self._end_writing()  # what was computed before is not lost
+                raise
             finally:
                 computer.close()
+                self._writer.close()
                 self._sync_names()
             self._log_outside(outside)
 
@@ -191,12 +211,14 @@ class Worker:
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
         waiting: list[Waiting] = []
-        for shard, history, spans in self._shards():
+        for taken in self._shards():
+            shard = taken.shard
             started, began = time.time(), time.monotonic()
             if self._parts is not None:
                 self._parts.begin(shard, is_joined=self._shard != shard)
             try:
-                computed = computer.compute(self._read(reader, spans), history)
+                taken_in = taken.taken_in or computer.take_in(self._read(reader, taken.spans))
+                computed = computer.compute(taken_in, taken.history)
             except Interrupted:
                 if self._is_joined(shard):
                     continue
@@ -221,27 +243,81 @@ class Worker:
     def _failed_alike(self, waiting: Sequence[Waiting]) -> Failure | None:
         return common_failure([one.computed for one in waiting])
 
-    def _shards(self) -> Iterator[tuple[int, History, Spans]]:
+    def _look_ahead_with(self, computer: Computer, reader: Reader) -> None:
+        """Claim and read further shards while this computer computes, and write the files of the last in a thread."""
+        size = self.run.plan.batch_size  # an index has the place of each batch
+        ahead = self._lookahead = Lookahead(
+            self._claim_ahead,
+            lambda spans: self._read(reader, spans),
+            computer.take_in,
+            enough_items=2 * size,
+            slice_items=max(2, -(-READ_AT_ONCE // size)) * size if reader.is_indexed else 0,
+        )
+
+        def meanwhile() -> None:
+            # Only once a shard shows that the workload works, and how long one takes.
+            if 0 < self.slowest_s < AHEAD_S and not (self.stopping.is_set() or self._resume):
+                ahead.go_on()
+
+        computer.meanwhile = meanwhile
+        computer.following = lambda: found[1] if (found := ahead.first()) is not None else ()
+
+    def _claim_ahead(self) -> Taken | None:
+        if self._none_free:  # listed again when this task has nothing else to do
+            return None
+        try:
+            shard = self._claimer.next_free()
+        except OSError as error:
+            log.info("no shard is claimed ahead: %s", error)
+            shard = None
+        if shard is None:
+            self._none_free = True
+            return None
+        self.report({"event": "ahead", "shard": shard})
+        return Taken(shard, read_history(self.run.claims.folder, shard), self._spans(shard))
+
+    def _shards(self) -> Iterator[Taken]:
         """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
         while True:
+            if (ahead := self._next_ahead()) is not None:
+                self._begin(ahead.shard)
+                yield ahead
+                continue
             found = None
             if self.group.leads and (taken := self.next_shard()) is not None:
                 shard = taken.shard if isinstance(taken, Held) else taken
-                indices = self.run.plan.indices(*self.run.plan.bounds(shard))
                 if isinstance(taken, Held):
+                    index = self.run.plan.indices(*self.run.plan.bounds(shard))[0]
                     self._shard = None
-                    self.report({"event": "tell", "text": f"computes parts of item {indices[0]}"})
-                    log.info("shard %d: parts of item %d, whose shard another task holds", shard, indices[0])
+                    self.report({"event": "tell", "text": f"computes parts of item {index}"})
+                    log.info("shard %d: parts of item %d, whose shard another task holds", shard, index)
                 else:
-                    self._shard = shard
-                    self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
-                    log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
+                    self._begin(shard)
                 # Read by rank 0 only: a network file system may show ranks different files.
                 found = shard, vars(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
             if found is None:
                 return
-            yield found[0], History.from_json(found[1]), found[2]
+            yield Taken(found[0], History.from_json(found[1]), found[2])
+
+    def _begin(self, shard: int) -> None:
+        indices = self.run.plan.indices(*self.run.plan.bounds(shard))
+        self._shard = shard
+        self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
+        log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
+
+    def _next_ahead(self) -> Taken | None:
+        """The next shard of those claimed ahead; if the task has to end, all of them are given back."""
+        if self._lookahead is None or (taken := self._lookahead.pop()) is None:
+            return None
+        if not self._deadline.over(1.1 * self.slowest_s):
+            return taken
+        found: Taken | None = taken
+        while found is not None:
+            self._claimer.give_back(found.shard)
+            self.report({"event": "skipped", "shard": found.shard})
+            found = self._lookahead.pop()
+        return None
 
     def _spans(self, shard: int) -> Spans:
         """The items of a shard to compute: all if the rows of the former revision cannot be read."""
@@ -299,6 +375,8 @@ class Worker:
 
     def next_shard(self) -> int | Held | None:
         """The next shard, claimed or to join; None, after an event with the reason, when the work is done."""
+        self._end_writing()  # a shard is complete only when it is published
+        self._none_free = False
         # A resumable item need not be finished here.
         over = self._deadline.over(0.0 if self._resumes else 1.1 * self.slowest_s)
         while self._resume and not (over and self._resumes):
@@ -352,9 +430,15 @@ class Worker:
         if self._takes_one:
             self._logged.item = indices[0]
         if self._parts is None or self._shard is not None:  # of a joined shard, its holder tells
+            self._end_writing(waits=False)
             event = {"event": "batch", "items": list(indices), "isolated": isolated}
-            self.report({**event, "ahead": ahead[0]} if ahead else event)
+            self.report({**event, "ahead": [self._shard_of(ahead[0]), ahead[0]]} if ahead else event)
         self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
+
+    def _shard_of(self, index: int) -> int | None:
+        """The shard of an item that is prepared ahead."""
+        found = self._lookahead.first() if self._lookahead is not None else None
+        return found[0] if found is not None and found[1][0].index == index else self._shard
 
     def _open_input(self) -> Reader:
         spec = InputSpec.from_json(self.run.input)
@@ -481,16 +565,32 @@ class Worker:
         return combined, notes, made_again(former.made_by, made_by, replaced)
 
     def _publish(self, one: Waiting) -> None:
-        shard, computed = one.shard, one.computed
+        """Publish a shard; while others are claimed ahead, in a thread, whose end `_end_writing` notes."""
         seconds = time.monotonic() - one.began
+        if self._lookahead is None:
+            self._note_published(one, seconds, self._write_patiently(one, seconds))
+        else:
+            self._end_writing()
+            self._writing = one, seconds, self._writer.begin(lambda: self._write_patiently(one, seconds))
+
+    def _end_writing(self, *, waits: bool = True) -> None:
+        """Note that the last shard is published; without `waits`, if it is."""
+        if self._writing is not None and (waits or self._writing[2].done()):
+            (one, seconds, future), self._writing = self._writing, None
+            self._note_published(one, seconds, future.result())
+
+    def _write_patiently(self, one: Waiting, seconds: float) -> bool:
         try:
             # After a failure write all again: it is unknown which bytes arrived.
-            won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
+            return _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
             where = "" if error.filename else f" in {self.run.shards}"
             raise WorkerFailedError(
-                class_of(error, FILES), f"shard {shard} cannot be written{where}: {error}"
+                class_of(error, FILES), f"shard {one.shard} cannot be written{where}: {error}"
             ) from error
+
+    def _note_published(self, one: Waiting, seconds: float, won: bool) -> None:
+        shard, computed = one.shard, one.computed
         self._former.pop(shard, None)
         self._is_synced = False
         if time.monotonic() - self._synced >= SYNC_S:

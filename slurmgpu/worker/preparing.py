@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from slurmgpu.util.side_thread import SideThread
 from slurmgpu.workload import Item
 
 Made = tuple[list[Item], Any]
@@ -17,25 +17,15 @@ Made = tuple[list[Item], Any]
 
 @dataclass
 class Preparer:
-    """Calls `prepare` of a workload, never twice at the same time.
-
-    At most one batch is prepared ahead, in a thread that is started at the first one and ends with `close`.
-    """
+    """Calls `prepare` of a workload, never twice at the same time; at most one batch is prepared ahead."""
 
     prepare: Callable[[Sequence[Item]], Any]
-    _jobs: queue.SimpleQueue[tuple[Sequence[Item], Future[Made]] | None] = field(default_factory=queue.SimpleQueue)
-    _thread: threading.Thread | None = None
+    _thread: SideThread = field(default_factory=lambda: SideThread("prepare"))
     _ahead: tuple[list[int], Future[Made]] | None = None
 
     def begin(self, items: Sequence[Item]) -> None:
         """Begin to prepare these items in the thread; what was prepared ahead must have been taken or dropped."""
-        if self._thread is None:
-            # A daemon: a call that hangs must not keep a worker from its end, nor must this.
-            self._thread = threading.Thread(target=self._work, daemon=True, name="prepare")
-            self._thread.start()
-        future: Future[Made] = Future()
-        self._ahead = [item.index for item in items], future
-        self._jobs.put((items, future))
+        self._ahead = [item.index for item in items], self._thread.begin(partial(self._made, items))
 
     def take(self, items: Sequence[Item]) -> Made:
         """What `prepare` makes of these items: what was prepared ahead, if it was of the same ones.
@@ -61,22 +51,11 @@ class Preparer:
     def close(self) -> None:
         """Let the thread end after what it prepares now, without waiting for that."""
         self._ahead = None
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread = None
+        self._thread.close()
 
     def _made(self, items: Sequence[Item]) -> Made:
         own = [item.copy() for item in items]
         return own, self.prepare(own)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            items, future = job
-            try:
-                future.set_result(self._made(items))
-            except BaseException as error:  # that of the call, which raises it
-                future.set_exception(error)
-            del job, items, future  # not kept until the next job comes
 
 
 def _wait(future: Future[Made]) -> None:

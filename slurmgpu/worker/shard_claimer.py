@@ -155,6 +155,20 @@ class Claimer:
                     return verdict
             self._wait(len(states))
 
+    def next_free(self) -> int | None:
+        """A claimed shard that was free; None, without waiting, if no listing shows one."""
+        self._observe()
+        if (shard := self._take_ahead()) is None:
+            free, _ = self._survey()
+            self._ahead = deque(_rotated(self._place(len(free)), free))
+            shard = self._take_ahead()
+        return None if shard is None else self._begin(shard)
+
+    def give_back(self, shard: int) -> None:
+        """Release a shard that `next_free` claimed."""
+        self.held.discard(shard)
+        self.run.claims.release(shard, self.claim)
+
     def look(self) -> str:
         """Without claiming: "work", "complete" or "others". For a task, before it loads a model."""
         while True:

@@ -1,48 +1,140 @@
-"""Runs of a workload that prepares its next batch in a thread."""
+"""Runs of a workload that prepares its next batch in a thread, and of which tasks claim and read shards ahead."""
 
 from __future__ import annotations
 
+import errno
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+import slurmgpu
 from slurmgpu import Merged
-from tests.support.runs import records, report
+from slurmgpu.run.directory import Run
+from slurmgpu.worker import main
+from slurmgpu.worker.main import Worker
+from tests.support.runs import datasets, records, report
 
 WORKLOAD = """
 import os
+from pathlib import Path
 
-from slurmgpu import Array
+from slurmgpu import Array, ItemError
 
 
-class Prepared:
+class Plain:
     columns = {"x": Array("int64")}
     batch_size = 4
 
-    def __init__(self, *, deadly: int = -1):
-        self.deadly = deadly
+    def __init__(self, *, deadly: int = -1, once: str = ""):
+        self.deadly, self.once = deadly, once
 
+    def sort_key(self, item):
+        return -item.data["x"] % 7
+
+    def _rows(self, items):
+        for item in items:
+            if item.index == self.deadly and not (self.once and Path(self.once).exists()):
+                if self.once:
+                    Path(self.once).touch()
+                os._exit(3)
+        return [ItemError("no") if item.index % 11 == 5 else {"x": 2 * item.data["x"]} for item in items]
+
+    def __call__(self, items):
+        return self._rows(items)
+
+
+class Prepared(Plain):
     def prepare(self, items):
-        if any(item.index == self.deadly for item in items):
-            os._exit(3)
-        return [2 * item.data["x"] for item in items]
+        return self._rows(items)
 
     def __call__(self, items, prepared):
-        return [{"x": x} for x in prepared]
+        return prepared
 """
+EXPECTED = {i: 2 * i for i in range(40) if i % 11 != 5}
 
 
-def run(project, slurmgpu, expect: int, **settings: int) -> Path:
-    folder = project(40, workload="Prepared", shard_items=16, settings=settings)
+def make(project: Any, workload: str, shard_items: int, **settings: Any) -> Path:
+    folder = Path(project(40, workload=workload, shard_items=shard_items, settings=settings))
     (folder / "workloads.py").write_text(WORKLOAD)
-    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=expect)
-    return Path(folder)
+    return folder
+
+
+def in_this_process(folder: Path) -> Mapping[str, Any]:
+    """The report of a run by one task."""
+    slurmgpu.submit(folder / "slurmgpu.toml", executor="debug", gpus=0)
+    found: Mapping[str, Any] = json.loads((folder / "run/report.json").read_text())
+    return found
+
+
+def rows(folder: Path) -> dict[int, int]:
+    with Merged(folder / "run/merged.h5") as merged:
+        return {i: int(x) for i, x in enumerate(merged["x"][:]) if not merged.failed[i]}
 
 
 def test_an_item_that_kills_its_worker_while_it_is_prepared_is_quarantined_and_no_other(project, slurmgpu):
-    folder = run(project, slurmgpu, 0, deadly=25)
-    with Merged(folder / "run/merged.h5") as merged:
-        assert merged.failed.nonzero()[0].tolist() == [25]
-        assert [int(x) for i, x in enumerate(merged["x"][:]) if i != 25] == [2 * i for i in range(40) if i != 25]
-    [error] = report(folder)["errors"]
-    assert error["class"] == "crash"
-    # The first of the two batches that were in flight, then the item alone.
-    assert [death["items"] for death in records(folder)[0]["deaths"]] == [[20, 23], [25]]
+    folder = make(project, "Prepared", 40, deadly=25)
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    assert rows(folder) == {i: x for i, x in EXPECTED.items() if i != 25}
+    assert "crash" in {error["class"] for error in report(folder)["errors"]}
+    # The batch that was computed while the item was prepared, or its own; then the item alone.
+    [_, last] = [death["items"] for death in records(folder)[0]["deaths"]]
+    assert last == [25]
+
+
+@pytest.mark.parametrize("shard_items", [4, 12])
+def test_shards_that_are_claimed_read_and_published_beside_others_have_the_same_bytes(project, slurmgpu, shard_items):
+    plain = make(project, "Plain", shard_items)
+    in_this_process(plain)
+    expected = datasets(plain)
+    assert rows(plain) == EXPECTED
+    (plain / "run").rename(plain / "before")
+    ahead = make(project, "Prepared", shard_items, deadly=25, once=str(plain / "once"))
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", cwd=ahead, expect=0)
+    assert datasets(ahead) == expected
+    assert sum(len(record["deaths"]) for record in records(ahead)) == 1
+    assert sum(record["n_items"] for record in records(ahead)) == 40
+
+
+def test_a_task_that_is_told_to_stop_gives_back_what_it_has_claimed_ahead(project, slurmgpu, monkeypatch):
+    folder = make(project, "Prepared", 4)
+    events = []
+
+    def note(worker: Worker, *published: Any) -> None:
+        original(worker, *published)
+        events.append([*worker._claimer.held])
+        if len(events) == 3:
+            worker.stopping.set()
+
+    original = Worker._note_published
+    monkeypatch.setattr(Worker, "_note_published", note)
+    found = in_this_process(folder)
+    assert found["failures"] == {"preempted": 1}
+    run = Run.open(folder / "run")
+    published = {*run.shard_files()}
+    assert max(events[2]) > max(published)  # some were claimed ahead
+    assert run.claims.numbers() <= published
+    monkeypatch.undo()
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert rows(folder) == EXPECTED
+
+
+def test_a_shard_that_cannot_be_written_beside_the_next_ends_the_task_and_costs_no_other(project, monkeypatch):
+    folder = make(project, "Prepared", 4)
+
+    def full(path: Path, columns: Any, *, start: int, **given: Any) -> None:
+        if start == 16:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        original(path, columns, start=start, **given)
+
+    original = main.write_shard
+    monkeypatch.setattr(main, "write_shard", full)
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    found = in_this_process(folder)
+    [attempt] = found["attempts"]
+    assert attempt["failure"] == "disk_full"
+    assert "shard 4 cannot be written" in attempt["message"]
+    assert not Run.open(folder / "run").claims.numbers() - {0, 1, 2, 3}
+    assert sorted(rows(folder)) == [i for i in EXPECTED if i < 16]

@@ -325,7 +325,7 @@ def test_rows_are_the_same_bytes_whether_texts_are_tokenised_ahead_or_in_the_cal
     found = []
     for each in (workload, Plain()):
         computer = Computer(adapt(each, "Embed"), "Embed", workload.columns, batch_size=7)
-        rows = computer.compute(items, History()).rows
+        rows = computer.compute(computer.take_in(items), History()).rows
         computer.close()
         found.append([str(row) if isinstance(row, Failure) else row["embedding"].tobytes() for row in rows.values()])
     assert found[0] == found[1]

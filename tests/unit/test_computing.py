@@ -37,7 +37,7 @@ def compute(workload, n=8, batch_size=4, history=None, start=0, **given):
     given = {"columns": COLUMNS, "batch_size": batch_size, **given}
     computer = Computer(adapt(workload, "Recorder"), "Recorder", **given)
     try:
-        return computer.compute(items, history or History())
+        return computer.compute(computer.take_in(items), history or History())
     finally:
         computer.close()
 
@@ -57,8 +57,8 @@ def test_what_the_workload_notes_belongs_to_the_shard_that_is_computed():
     workload, history = Recorder(function), History()
     computer = Computer(adapt(workload, "Recorder"), "Recorder", COLUMNS, 4, noted=noted)
     first, second = ([Item(start + i, {"x": float(i)}) for i in range(8)] for start in (0, 8))
-    assert computer.compute(first, history).notes() == {"batch_tokens": 96}
-    assert computer.compute(second, history).notes() == {}
+    assert computer.compute(computer.take_in(first), history).notes() == {"batch_tokens": 96}
+    assert computer.compute(computer.take_in(second), history).notes() == {}
 
 
 NOTING = """
@@ -240,9 +240,8 @@ def test_what_is_no_list_of_rows_is_called_what_it_is(returned, said):
 
 def test_items_that_cannot_be_read_are_input_errors_in_their_place():
     computer = Computer(adapt(Recorder(), "w"), "w", COLUMNS, 4)
-    computed = computer.compute(
-        [Item(0, {"x": 1.0}), (1, ItemError("line 2: not JSON")), Item(2, {"x": 3.0})], History()
-    )
+    items = [Item(0, {"x": 1.0}), (1, ItemError("line 2: not JSON")), Item(2, {"x": 3.0})]
+    computed = computer.compute(computer.take_in(items), History())
     assert list(computed.rows) == [0, 1, 2]
     assert str(computed.rows[1].to_row()) == "input_error: line 2: not JSON"
     assert computed.rows[2]["x"] == 3.0

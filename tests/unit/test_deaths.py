@@ -82,7 +82,7 @@ def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_th
 
 def test_items_that_were_prepared_when_a_worker_died_are_suspected_as_those_that_were_computed(run):
     deaths = Deaths(run, 1)
-    deaths.take_up(0, [4, 5, 6, 7], False, ahead=8)
+    deaths.take_up(0, [4, 5, 6, 7], False, ahead=[0, 8])
     deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     history = read_history(run.claims.folder, 0)
     assert history.isolates([4, 5, 6, 7])

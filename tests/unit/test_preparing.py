@@ -54,7 +54,7 @@ def compute(workload, n=8, batch_size=2, history=None, **given):
     items = [Item(i, {"x": float(i)}) for i in range(n)]
     computer = Computer(adapt(workload, "Doubling"), "Doubling", Doubling.columns, batch_size, **given)
     try:
-        return computer.compute(items, history or History())
+        return computer.compute(computer.take_in(items), history or History())
     finally:
         computer.close()
 
