@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.heads.own_classes import STEP_ENDS
+from slurmgpu.llm.heads.own_classes import PROCESS_REWARD, REWARD, STEP_ENDS
 from slurmgpu.llm.interface.engine import Beside, EngineOptions, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_tokenizer
 from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
@@ -21,6 +21,9 @@ Activation = Literal["none", "sigmoid", "softmax"]
 
 CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The end of the name of the class with a head of each kind."""
+
+OWN: Mapping[HeadKind, str] = {"sequence": REWARD, "token": PROCESS_REWARD}
+"""The class of each kind that is not transformers'."""
 
 WITH_IMAGES = frozenset({"gemma3", "qwen3_5"})
 """Model types whose ForSequenceClassification takes images, in transformers 5.23; a test compares."""
@@ -95,7 +98,9 @@ def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) 
     if not any(_has_head(name, kind) for name in named):
         raise SlurmGPUError(f"model {source.name!r} is a {_said(source)} by its config.json{_expected(kind, named)}")
     labels = config.get("id2label")
-    if isinstance(labels, Mapping):
+    if REWARD in named:
+        names: tuple[str, ...] = ("LABEL_0",)
+    elif isinstance(labels, Mapping):
         names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     else:
         # Two are transformers' default, and not written.
@@ -109,7 +114,7 @@ def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) 
 
 def _has_head(name: str, kind: HeadKind) -> bool:
     """Whether a model's class, by its name in config.json, has a head of this kind."""
-    return name.endswith(CLASSES[kind]) or (kind == "token" and name in STEP_ENDS)
+    return name.endswith(CLASSES[kind]) or name == OWN[kind]
 
 
 def check_head_takes_images(source: ModelSource) -> None:

@@ -1,4 +1,4 @@
-"""Qwen's process reward models: their checkpoint in a class of our own, and an independent forward."""
+"""Qwen's reward models: their checkpoints in classes of our own, and an independent forward."""
 
 import json
 from pathlib import Path
@@ -48,16 +48,15 @@ WIDTH, HEADS, KV_HEADS = 32, 4, 2
 SIZE = WIDTH // HEADS
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A folder with random weights by the names of the hub's checkpoint, and the weights."""
+def make_checkpoint(folder, name, n_labels):
+    """Put random weights by the names of the hub's checkpoint of that class into a folder; gives both."""
     from safetensors.numpy import save_file
 
-    folder = tmp_path_factory.mktemp("prm")
     tokenizer = make_tokenizer(folder, CHAT)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_0>"]})
     tokenizer.save_pretrained(folder)
-    config = {**CONFIG, "vocab_size": len(tokenizer)}
+    config = {**CONFIG, "architectures": [name], "vocab_size": len(tokenizer)}
+    config["auto_map"] = {**CONFIG["auto_map"], "AutoModel": f"modeling_qwen2_rm.{name}"}
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     shapes = {"model.embed_tokens.weight": (len(tokenizer), WIDTH), "lm_head.weight": (len(tokenizer), WIDTH)}
@@ -72,14 +71,26 @@ def checkpoint(tmp_path_factory):
         shapes |= {f"{at}{name}_layernorm.weight": (WIDTH,) for name in ("input", "post_attention")}
     shapes["model.norm.weight"] = (WIDTH,)
     shapes |= {"score.0.weight": (WIDTH, WIDTH), "score.0.bias": (WIDTH,)}
-    shapes |= {"score.2.weight": (2, WIDTH), "score.2.bias": (2,)}
+    shapes |= {"score.2.weight": (n_labels, WIDTH), "score.2.bias": (n_labels,)}
     weights = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder, weights
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A process reward model's folder and weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("prm"), "Qwen2ForProcessRewardModel", 2)
+
+
+@pytest.fixture(scope="module")
+def reward_checkpoint(tmp_path_factory):
+    """A reward model's folder and weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("rm"), "Qwen2ForRewardModel", 1)
+
+
 def forward(weights, tokens):
-    """(token, 2): the logits of Qwen2 with a head of two layers, in float64, by the formulas of its paper."""
+    """(token, label): the logits of Qwen2 with a head of two layers, in float64, by the formulas of its paper."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
 
     def norm(x, name):
@@ -148,7 +159,8 @@ def test_its_steps_end_as_it_was_trained_and_planning_needs_no_code_of_the_hub(c
         Score(model=str(folder), prompt="{q}")
 
 
-def test_its_layers_are_spread_over_gpus_with_the_head_in_one_piece(checkpoint):
+@pytest.mark.parametrize("name", ["Qwen2ForProcessRewardModel", "Qwen2ForRewardModel"])
+def test_layers_are_spread_over_gpus_with_the_head_in_one_piece(checkpoint, name):
     import torch
     from transformers import AutoConfig
 
@@ -156,7 +168,7 @@ def test_its_layers_are_spread_over_gpus_with_the_head_in_one_piece(checkpoint):
     from slurmgpu.llm.transformers_engine.loading import even_device_map
 
     folder, _ = checkpoint
-    auto = own_class("Qwen2ForProcessRewardModel")
+    auto = own_class(name)
     found = even_device_map(AutoConfig.from_pretrained(folder), 2, torch.float32, auto=auto)
     assert set(found.values()) == {0, 1}
 
@@ -173,3 +185,31 @@ def test_a_checkpoint_without_its_head_is_refused(checkpoint, tmp_path):
     workload = Score(model=str(tmp_path), prompt="{q}", steps="s", precision="fp32")
     with pytest.raises(SlurmGPUError, match=r"it lacks score.2.bias, score.2.weight"):
         workload.load(TaskContext("cpu", 0, Path()))
+
+
+def test_a_reward_model_says_at_the_last_token_of_a_chat_what_its_checkpoint_computes(reward_checkpoint):
+    from transformers import AutoTokenizer
+
+    folder, weights = reward_checkpoint
+    workload = Score(model=str(folder), prompt="{q}", answer="{a}", system="be kind", precision="fp32")
+    assert workload.frozen_settings["labels"] == ["LABEL_0"]
+    workload.load(TaskContext("cpu", 0, Path()))
+    data = [{"q": "47+85=", "a": "7+5=12 and 4+8=12: 132"}, {"q": "who?", "a": "we"}, {"q": "who?", "a": "no"}]
+    rows = workload([Item(number, each) for number, each in enumerate(data)])  # in one batch, with padding
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for row, each in zip(rows, data, strict=True):
+        turns = {"system": "be kind", "user": each["q"], "assistant": each["a"]}
+        chat = [{"role": role, "content": text} for role, text in turns.items()]
+        tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=False)["input_ids"]
+        scores.append(float(forward(weights, tokens)[-1, 0]))
+        assert row["score"] == pytest.approx(scores[-1], abs=1e-4)
+        assert row["n_tokens"] == len(tokens)
+    assert np.ptp(scores) > 0.1
+
+
+def test_a_reward_model_scores_no_steps_and_needs_no_code_of_the_hub(reward_checkpoint):
+    folder, _ = reward_checkpoint
+    assert Score(model=str(folder), prompt="{q}", answer="{a}").place(Share(1, gpu_memory=10**10)).lines
+    with pytest.raises(SlurmGPUError, match=r"Qwen2ForRewardModel .*; it scores texts, not steps\. Remove steps"):
+        Score(model=str(folder), prompt="{q}", steps="s")
