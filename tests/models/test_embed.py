@@ -20,6 +20,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.worker.computer import Computer, Failure
 from slurmgpu.workload import Item, TaskContext, adapt
+from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.embed.workload import Embed
 
@@ -369,6 +370,31 @@ def test_a_tokenizer_of_python_is_asked_by_transformers():
 
     found = Tokens(CanineTokenizer(), 6).of(["ab", "abcdefgh"])
     assert found["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
+
+
+# Masks, which on a GPU embed makes itself.
+
+
+@pytest.mark.parametrize(
+    ("family", "takes"), [("bert", True), ("roberta", True), ("distilbert", True), ("xlnet", False)]
+)
+def test_masks_that_are_made_ahead_give_the_same_bits_or_are_left_to_the_model(tmp_path, family, takes):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = save_encoder(tmp_path, family)
+    model = AutoModel.from_pretrained(folder)
+    tokens = Tokens(AutoTokenizer.from_pretrained(folder, padding_side="right"), 16)
+    batch = tokens.of(["a cat", "the dog sat on the mat"])
+    with torch.inference_mode():
+        assert takes_masks(model, batch) is (family != "xlnet")
+        if family != "xlnet":
+            others = tokens.of(["a cat sat", "a", "the mat on the cat"])
+            assert model(**others).last_hidden_state.equal(
+                model(**masked_ahead(others, is_padded=True)).last_hidden_state
+            )
+            model.config._attn_implementation = "eager"
+            assert not takes_masks(model, batch)
 
 
 # The real model.

@@ -21,6 +21,7 @@ from slurmgpu.llm.interface.engine import TORCH_NAMES
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.progress import Telling
 
@@ -125,6 +126,12 @@ class Embed:
         self._model = model.to(task.device)
         limit = min(self.max_tokens or tokenizer.model_max_length, n_positions(model))
         self._tokens = Tokens(tokenizer, limit)
+        self._makes_masks = False
+        if self._model.device.type != "cpu":
+            sample = self._tokens.of(["the first of two", "the second, which is longer than the first"])
+            with torch.inference_mode():
+                inputs = {name: each.to(self._model.device) for name, each in sample.items()}
+                self._makes_masks = takes_masks(self._model, inputs)
         self._telling = Telling(task.tell, "texts embedded")
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, limit)
 
@@ -161,7 +168,7 @@ class Embed:
     def _computed(self, batch: Mapping[str, Any] | None) -> Vectors:
         if batch is None:
             return np.empty((0, *self.columns["embedding"].shape), self.dtype), np.empty(0, bool)
-        vectors, are_finite = self._embed(batch)
+        vectors, are_finite = self._embed(batch, batch)
         return vectors.numpy(), are_finite.numpy()
 
     def _begun(self, batch: Mapping[str, Any]) -> Callable[[], Vectors]:
@@ -174,7 +181,9 @@ class Embed:
         device = self._model.device
         with torch.inference_mode():
             inputs = {name: each.pin_memory().to(device, non_blocking=True) for name, each in batch.items()}
-            found = self._embed(inputs)
+            is_padded = self._makes_masks and not bool(batch["attention_mask"].all())
+            given = masked_ahead(inputs, is_padded=is_padded) if self._makes_masks else inputs
+            found = self._embed(inputs, given)
             # A copy into pageable memory would wait for the GPU.
             pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in found]
             for target, each in zip(pinned, found, strict=True):
@@ -189,12 +198,15 @@ class Embed:
 
         return wait
 
-    def _embed(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Tensors of the vectors (text, hidden) and of whether they are finite (text), on the model's device."""
+    def _embed(self, batch: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Tensors of the vectors (text, hidden) and of whether they are finite (text), on the model's device.
+
+        The model is `given` the batch, or the same with another form of its mask.
+        """
         import torch
 
         with torch.inference_mode():
-            tokens = self._model(**batch).last_hidden_state.float()  # (text, token, hidden)
+            tokens = self._model(**given).last_hidden_state.float()  # (text, token, hidden)
             if self.pooling == "cls":
                 vectors = tokens[:, 0]
             else:

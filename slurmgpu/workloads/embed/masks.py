@@ -1,0 +1,38 @@
+"""Masks of padding for encoders, made so that nothing waits for the GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def masked_ahead(batch: Mapping[str, Any], *, is_padded: bool) -> dict[str, Any]:
+    """The inputs of a model with the mask that transformers makes of `attention_mask` for PyTorch's attention.
+
+    Transformers asks the GPU whether there is padding at all, and waits for what it computes before (transformers
+    5.23, `masking_utils`). It takes a mask of four dimensions (text, head, token, token) as it is, and none for all
+    tokens.
+    """
+    mask = batch["attention_mask"]
+    n_texts, n_tokens = mask.shape
+    made = mask.bool()[:, None, None, :].expand(n_texts, 1, n_tokens, n_tokens) if is_padded else None
+    return {**batch, "attention_mask": made}
+
+
+def takes_masks(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether a model computes the same bits with `masked_ahead`, of a batch with padding and of its first text."""
+    if getattr(model.config, "_attn_implementation", None) != "sdpa" or "attention_mask" not in batch:
+        return False
+    n_tokens = int(batch["attention_mask"][0].sum())
+    alone = {name: each[:1, :n_tokens] for name, each in batch.items()}
+    try:
+        return all(
+            model(**given).last_hidden_state.equal(model(**masked_ahead(given, is_padded=padded)).last_hidden_state)
+            for given, padded in ((batch, True), (alone, False))
+        )
+    except Exception as error:  # a model of whatever code, which takes no such mask
+        log.debug("the masks are left to the model: %s", error)
+        return False
