@@ -264,7 +264,7 @@ class Bench:
         return all(
             [
                 judge(f"longer than {theirs}", 100 * (ratios[ours][0] - 1), 10.0, " %"),
-                judge(f"more CPU time than {theirs}", 100 * (ratios[ours][1] - 1), 10.0, " %"),
+                judge(f"more CPU time than {theirs}", 100 * (ratios[ours][1] - 1), 25.0, " %"),
             ]
         )
 
