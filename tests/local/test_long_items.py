@@ -102,8 +102,9 @@ def test_an_item_that_is_left_for_later_is_not_called_again_and_has_no_row():
         calls.append([item.index for item in items])
         raise Interrupted
 
+    computer = Computer(adapt(leave, "leave"), "leave", {}, 4)
     with pytest.raises(Interrupted):
-        Computer(adapt(leave, "leave"), "leave", {}, 4).compute([Item(i, {}) for i in range(4)], History())
+        computer.compute(computer.take_in([Item(i, {}) for i in range(4)]), History())
     assert calls == [[0, 1, 2, 3]]
 
 
