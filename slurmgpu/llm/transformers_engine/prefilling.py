@@ -17,6 +17,7 @@ from slurmgpu.llm.interface.batching import (
     of_like_length,
 )
 from slurmgpu.llm.transformers_engine import caches, packing
+from slurmgpu.llm.transformers_engine.last_layer import LastLayer
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.packing import Pack, Text
 
@@ -32,6 +33,8 @@ EXACT, ROUNDED = 1e-3, 0.05
 """The relative difference of logits alone and in a pack that is rounding, in fp32 and in fewer bits."""
 PROBES = ((3, 11, 5, 7, 2, 13), (4, 6))
 """Texts that are read alone and in a pack when a model is loaded."""
+PROBED = (1, 3)
+"""The columns of the first whose logits are compared with those of a call for all columns."""
 
 
 @dataclass
@@ -64,6 +67,9 @@ class Prefill:
         self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
         on_cpu = loaded.device.type == "cpu"
         self._padding = CPU_PADDING if on_cpu else GPU_PADDING
+        self._last_layer: LastLayer | None = None
+        if on_cpu and self.can_keep_few:
+            self._last_layer = self._find_last_layer()
         # On GPUs many small kernels cost more than padding.
         self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
         self._can_pack = self._can_pack and self._packs_right()
@@ -114,6 +120,15 @@ class Prefill:
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor = 1, **more: Any
     ) -> Tensor:
         """Run `ids`, and return logits of the last `n_logits` columns (0: all), or of these: (row, column, token)."""
+        n_columns = ids.shape[1]
+        if self._last_layer is None or (isinstance(n_logits, int) and not 0 < n_logits < n_columns):
+            return self._forward(ids, mask, positions, cache, n_logits, **more)
+        with self._last_layer.only(slice(-n_logits, None) if isinstance(n_logits, int) else n_logits, n_columns):
+            return self._forward(ids, mask, positions, cache, n_logits, **more)
+
+    def _forward(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor, **more: Any
+    ) -> Tensor:
         found: Tensor = self._loaded.model(
             input_ids=ids,
             attention_mask=mask,
@@ -175,6 +190,33 @@ class Prefill:
         device = self._loaded.device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
+    def _find_last_layer(self) -> LastLayer | None:
+        """The last layer, if logits are the same where it leaves out the columns that nobody asks for."""
+        import torch
+
+        model = self._loaded.model
+        probe = [token % self.width for token in PROBES[0]]
+        ids, _ = self.pad([probe, probe[::-1]])
+        try:
+            found = LastLayer(model)
+            with torch.inference_mode():
+                of_all = self.forward(ids, None, None, None, 0)
+                with found.only(list(PROBED), ids.shape[1]):
+                    logits = self.forward(ids, None, None, None, torch.tensor(PROBED))
+            off = _difference(logits, of_all[:, list(PROBED)], of_all)
+            is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
+        except Exception as error:  # a model with its own code can raise any error
+            is_right, said = False, f"{type(error).__name__}: {error}"
+        if is_right:
+            return found
+        log.info("%s: its last layer is computed for all tokens: %s", type(model).__name__, said)
+        return None
+
+    def _is_rounding(self, off: float) -> bool:
+        import torch
+
+        return off <= (EXACT if self._loaded.model.dtype == torch.float32 else ROUNDED)
+
     def _packs_right(self) -> bool:
         """Whether texts have the logits in a pack that they have alone, and go on from their rows as they do alone."""
         import torch
@@ -192,11 +234,15 @@ class Prefill:
                 next_ones = self.forward(ids, torch.cat([read.mask, one], 1), read.mask.sum(1)[:, None], read.cache)
                 found += [read.logits, next_ones[:, -1]]
                 expected += [of_long[-2], of_brief[-2], of_long[-1], of_brief[-1]]
-                off = (torch.cat(found) - torch.stack(expected)).abs().max() / of_long.abs().max().clamp(min=1)
-                is_right = bool(off <= (EXACT if model.dtype == torch.float32 else ROUNDED))
-            said = f"logits are off by {float(off):.2g}"
+                off = _difference(torch.cat(found), torch.stack(expected), of_long)
+            is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
         except Exception as error:  # a model with its own code can raise any error
             is_right, said = False, f"{type(error).__name__}: {error}"
         if not is_right:
             log.info("%s: texts are padded, not read one behind the other: %s", type(model).__name__, said)
         return is_right
+
+
+def _difference(found: Tensor, expected: Tensor, among: Tensor) -> float:
+    """The greatest difference of logits, relative to the greatest one of a text, or to 1."""
+    return float((found - expected).abs().max() / among.abs().max().clamp(min=1))

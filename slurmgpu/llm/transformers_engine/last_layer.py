@@ -1,0 +1,52 @@
+"""The last layer of a model, computed only for the columns whose logits are asked for.
+
+What stands behind its attention treats each token by itself, and nothing reads what it makes of the other tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = ("self_attn.o_proj", "mlp")
+"""The modules behind the attention, as most models of transformers name them: from and to (row, column, size)."""
+
+
+class LastLayer:
+    """The modules behind the attention of a model's last layer; LookupError if there are none of known names."""
+
+    def __init__(self, model: Any) -> None:
+        modules = dict(model.get_decoder().named_modules())
+        last = f"layers.{len(modules['layers']) - 1}" if "layers" in modules else ""
+        found = (modules.get(f"{last}.{name}") for name in NAMES)
+        self._modules = [module for module in found if module is not None]
+        if not self._modules:
+            raise LookupError(f"it has no layers with {' or '.join(NAMES)}")
+
+    @contextlib.contextmanager
+    def only(self, columns: Any, n_columns: int) -> Iterator[None]:
+        """Within, they compute these of `n_columns` columns, a slice or indices; the others get zeros."""
+        hooks = [hook for module in self._modules for hook in _hook(module, columns, n_columns)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _hook(module: Any, columns: Any, n_columns: int) -> tuple[Any, Any]:
+    def take(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        [whole] = inputs
+        return (whole[:, columns].contiguous(),)  # which a module may view in another shape
+
+    def put(_: Any, inputs: Any, some: Tensor) -> Tensor:
+        n_rows, _, size = some.shape
+        whole = some.new_zeros(n_rows, n_columns, size)
+        whole[:, columns] = some
+        return whole
+
+    return module.register_forward_pre_hook(take), module.register_forward_hook(put)
