@@ -136,3 +136,15 @@ def test_a_group_on_gpus_is_bound_to_them_and_waits_for_ranks_that_read_longer(t
     config = AutoConfig.from_pretrained(make_llama(tmp_path))
     assert _distributed(Place("cuda:1", 1, 1, 2), config).tp_size == 2
     assert begun == [("nccl", torch.device("cuda:1"), 7200, "0")]
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen3])
+def test_on_a_cpu_weights_lie_by_columns_and_are_the_same(tmp_path, make):
+    folder = make(tmp_path / "model")
+    model, stored = load(folder).model, load_file(folder / "model.safetensors")
+    if torch.backends.mkl.is_available():
+        linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        assert {weight.stride(0) for weight in linear} == {1}
+    for name, weight in stored.items():
+        assert torch.equal(model.get_parameter(name), weight)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (make is make_qwen3)

@@ -20,6 +20,7 @@ from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
 from slurmgpu.llm.transformers_engine.caches import new_cache
 from slurmgpu.llm.transformers_engine.quantising import quantization_config
+from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
     elif options.adapters.sources:
         model = merge_adapter(model, options.adapters.sources[""])
     model.eval()
+    if place.device == "cpu" and place.world_size == 1:
+        store_by_columns(model)
     # Of the checkpoint's generation config only the end of answers is used, not its sampling.
     eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device, switch)
