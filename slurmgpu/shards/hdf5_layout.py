@@ -3,7 +3,8 @@
 libhdf5 writes the skeleton to memory and never to a file system. So a full disk raises an OSError here, instead of
 leaving a file that libhdf5 can neither flush nor close. The file stays open in memory: where the next skeleton has the
 same datasets, as mostly among the shards of a run, only the numbers among its attributes are written, which takes a
-tenth of the time.
+tenth of the time. Where only texts or ragged arrays have other lengths, the other datasets and the attributes are there
+already, in a template.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +27,11 @@ from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import FORMAT_VERSION, Region, in_file_order
 
 Attributes = Mapping[str, str | int | bool]
+Kinds = tuple[tuple[str, str | type[int]], ...]
+"""Attributes by name: texts, and the types of numbers."""
 
 _LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 lacks the constant
+_FILE_NAME = b"slurmgpu-skeleton"
 _PAGE_BYTES = 4096
 _ALIGNMENT_BYTES = 8  # lets NumPy and Arrow use the bytes in place
 
@@ -102,6 +106,12 @@ class _Memory:
     def flush(self) -> None:
         pass
 
+    def copy(self) -> _Memory:
+        copied = _Memory()
+        copied.size = self.size
+        copied._pages.update((number, page[:]) for number, page in self._pages.items())
+        return copied
+
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`; zeros if none were written."""
         return b"".join(self._parts(start, stop))
@@ -124,28 +134,22 @@ class _OpenFile:
     h5py's low-level interface takes half the time of the other.
     """
 
-    def __init__(
-        self, regions: Sequence[Region], kinds: Sequence[tuple[str, str | type[int]]], userblock_size: int
-    ) -> None:
-        self._memory, self._start = _Memory(), userblock_size
-        access = h5p.create(h5p.FILE_ACCESS)
-        access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
-        access.set_alignment(1, _ALIGNMENT_BYTES)
-        access.set_fclose_degree(h5f.CLOSE_STRONG)  # with its attributes
-        access.set_fileobj_driver(h5fd.fileobj_driver, self._memory)
-        self._file = h5f.create(b"slurmgpu-skeleton", h5f.ACC_TRUNC, _file_creation(userblock_size), access)
+    def __init__(self, regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> None:
+        before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size)
+        self._memory, self._start = memory.copy(), userblock_size
+        self._file = h5f.open(_FILE_NAME, h5f.ACC_RDWR, _access(self._memory))
         # Before Python ends: libhdf5 calls the memory's methods when it closes the file.
         weakref.finalize(self, self._file.close)
-        self._regions = _create_datasets(self._file, regions)
-        self._attributes = {}
-        for name, kind in kinds:
-            self._attributes[name] = _create_attribute(self._file, name, kind if isinstance(kind, str) else kind(0))
+        placed = {r.path: r for r in (*before, *_create_datasets(self._file, filter(_varies, regions)))}
+        self._regions = tuple(placed[region.path] for region in regions)
+        names = (name for name, kind in kinds if not isinstance(kind, str))
+        self._numbers = {name: h5a.open(self._file, name.encode()) for name in names}
 
     def skeleton(self, numbers: Mapping[str, int | bool]) -> Skeleton:
         """The skeleton with these numbers as the values of attributes."""
         for name, value in numbers.items():
             content = np.array(value)
-            self._attributes[name].write(content, mtype=_dtype(content.dtype.str))
+            self._numbers[name].write(content, mtype=_dtype(content.dtype.str))
         h5f.flush(self._file)
         metadata, start = [], self._start
         for region in in_file_order(self._regions):
@@ -157,6 +161,34 @@ class _OpenFile:
 
 _open_file = functools.lru_cache(maxsize=1)(_OpenFile)
 _lock = threading.Lock()
+
+
+def _varies(region: Region) -> bool:
+    """Whether the length of a dataset depends on the rows; most shards have no error."""
+    return region.path.endswith("/values") and region.n_bytes > 0
+
+
+@functools.lru_cache(maxsize=1)
+def _template(regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> tuple[tuple[Region, ...], _Memory]:
+    """A closed file with these datasets, and attributes whose numbers are 0: the part that most shards have alike."""
+    memory = _Memory()
+    file = h5f.create(_FILE_NAME, h5f.ACC_TRUNC, _file_creation(userblock_size), _access(memory))
+    try:
+        placed = _create_datasets(file, regions)
+        for name, kind in kinds:
+            _create_attribute(file, name, kind if isinstance(kind, str) else kind(0))
+    finally:
+        file.close()
+    return placed, memory
+
+
+def _access(memory: _Memory) -> Any:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
+    access.set_alignment(1, _ALIGNMENT_BYTES)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)  # with its attributes
+    access.set_fileobj_driver(h5fd.fileobj_driver, memory)
+    return access
 
 
 # Descriptions for libhdf5 are made once: they took a third of a shard's skeleton.
@@ -203,7 +235,7 @@ def _text(size: int) -> Any:
     return dtype
 
 
-def _create_datasets(file: Any, regions: Sequence[Region]) -> tuple[Region, ...]:
+def _create_datasets(file: Any, regions: Iterable[Region]) -> tuple[Region, ...]:
     creation, links = _dataset_creation()
     placed = []
     for region in regions:
@@ -214,9 +246,7 @@ def _create_datasets(file: Any, regions: Sequence[Region]) -> tuple[Region, ...]
     return tuple(placed)
 
 
-def _create_attribute(file: Any, name: str, value: str | int | bool) -> Any:
+def _create_attribute(file: Any, name: str, value: str | int | bool) -> None:
     content = np.array(value.encode() if isinstance(value, str) else value)
     dtype = _text(content.itemsize) if isinstance(value, str) else _dtype(content.dtype.str)
-    attribute = h5a.create(file, name.encode(), dtype, _space(()))
-    attribute.write(content, mtype=dtype)
-    return attribute
+    h5a.create(file, name.encode(), dtype, _space(())).write(content, mtype=dtype)
