@@ -333,6 +333,36 @@ def test_rows_are_the_same_bytes_whether_texts_are_tokenised_ahead_or_in_the_cal
     assert sum("no field" in str(row) for row in found[0]) == 5
 
 
+class PretendEvent:
+    """An event of a GPU that has done everything already."""
+
+    def record(self, stream: object) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+
+
+@pytest.mark.parametrize("makes_masks", [False, True])
+def test_what_is_begun_on_a_gpu_has_the_bytes_of_the_call(tiny, monkeypatch, makes_masks):
+    import torch
+
+    workload = loaded(model=tiny)
+    texts = ["a cat", "the dog sat on the mat", "a"]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, _empty=torch.empty, **given: _empty(*size, **given))
+    monkeypatch.setattr(torch.cuda, "Event", PretendEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    workload._makes_masks = makes_masks
+    for some in (texts, texts[:1], ["a cat", "a dog"]):
+        batch = workload._tokens.of(some)
+        expected, are_finite = workload._computed(batch)
+        found, are_too = workload._begun(batch)()
+        assert found.tobytes() == expected.tobytes()
+        assert are_finite.all()
+        assert are_too.all()
+
+
 # Tokens.
 
 TEXTS = ("a cat", "the dog sat on the mat " * 9, "", "a [SEP] cat", "query: no such word, naïve 🙂", "a", "cat " * 4)
