@@ -25,7 +25,7 @@ from tests.gpu import record
 from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, findings_of
 from tests.gpu.record import Row
 
-PARTS = {"core": 70, "llm": 240, "influence": 20, "training": 100, "embedding": 50}
+PARTS = {"core": 60, "llm": 220, "influence": 20, "training": 100, "embedding": 80}
 """The parts, and the most seconds that each may take."""
 RESULTS = Path(__file__).with_name("results")
 HOME = Path(__file__).parents[2]

@@ -223,7 +223,7 @@ def telemetry_sees_a_known_load(machine: Machine) -> str:
     began = time.monotonic()
     with Sampler(machine.folder / "telemetry", [gpu.uuid] if gpu else [], 0.25, os.getpid) as sampler:
         sampler.mark_ready()
-        while time.monotonic() < began + machine.pick(LOAD_S, 0.3):
+        while time.monotonic() < began + machine.pick(LOAD_S, 1.0):
             work()
         used, seconds = sampler.usage(), time.monotonic() - began
     if gpu is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slurmgpu.report.build import Report
 
 N_TEXTS, N_TOY = 100_000, 40
-COPIES = 4
+COPIES = 2
 """How often a run has the texts, so that it is long beside what NVML averages over: up to a second."""
 FIRST_S, SAMPLE_S = 1.0, 0.1
 """Samples of a run's first second are averages over what was before, too."""
@@ -154,7 +154,7 @@ def _work(machine: Machine) -> Work:
     return Work(record["attempt"], min(ends)[0], max(end for _, end in ends), report["n_rows"], spent)
 
 
-@finding(limit_s=50)
+@finding(limit_s=75)
 def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
     """The vectors of a run are those of a loop by hand, to 0.002 (the time is that of both)."""
     from slurmgpu.results import Merged

@@ -79,12 +79,14 @@ def test_a_model_with_a_cache_of_another_kind_is_refused_with_a_sentence(tmp_pat
         load(tmp_path)
 
 
-def test_fp32_is_not_tf32(tmp_path):
+def test_fp32_is_not_tf32_and_attention_needs_no_plan_for_each_length(tmp_path):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         load(make_llama(tmp_path))
         assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -230,6 +230,7 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
+    from slurmgpu.llm.models.kernels import choose_kernels
     from slurmgpu.llm.models.reading import read_ahead
 
     started = time.monotonic()
@@ -241,8 +242,7 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     config = AutoConfig.from_pretrained(**source)
     if place.device == "cpu":
         keep_freed_memory()
-    if options.precision == "fp32":
-        torch.set_float32_matmul_precision("highest")  # as `loading.load_model` does
+    choose_kernels(options.precision)
     read_ahead(options.model.folder)
     disable_progress_bar()  # logs are files
     # Absolute positions are counted from the left.

@@ -73,6 +73,7 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
+    from slurmgpu.llm.models.kernels import choose_kernels
     from slurmgpu.llm.models.reading import read_ahead
 
     started = time.monotonic()
@@ -91,9 +92,7 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
         )
     if place.device == "cpu":
         keep_freed_memory()
-    if options.precision == "fp32":
-        # The environment may allow TF32, which has 10 of the 23 bits.
-        torch.set_float32_matmul_precision("highest")
+    choose_kernels(options.precision)
     _check_memory(options, place)
     read_ahead(options.model.folder)
     disable_progress_bar()  # logs are files

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.heads.engine import n_positions
 from slurmgpu.llm.interface.engine import TORCH_NAMES
+from slurmgpu.llm.models.kernels import choose_kernels
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
@@ -121,6 +122,7 @@ class Embed:
             log.warning("embed computes on one GPU and this task holds %d: submit with --array.", task.gpus)
         # Padding on the right: "cls" is the first position, from which absolute positions are counted.
         tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
+        choose_kernels(self.precision)
         precision = getattr(torch, TORCH_NAMES[self.precision])
         model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
         self._model = model.to(task.device)
