@@ -63,7 +63,8 @@ def main() -> int:
             rows.append(row)
         print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
         if found:  # after each part, so that one who stops the rest has a record of these
-            written = record.write(RESULTS, found, rows)
+            claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
+            written = record.write(RESULTS, found, rows, claims)
     counts = record.count([row.verdict for row in rows], words)
     print(f"{counts}; {time.monotonic() - started:.0f} s", flush=True)
     if written is not None:

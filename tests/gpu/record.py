@@ -8,7 +8,7 @@ import platform
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +37,11 @@ def count(verdicts: Sequence[str], words: dict[str, str]) -> str:
     return ", ".join(f"{n[each]} {words.get(each, each)}" for each in VERDICTS)
 
 
-def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row]) -> Path:
+def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims: Collection[str]) -> Path:
     """Write the record of this kind of GPU into the folder; its path.
 
-    What an earlier record says of other findings stays if it was made with the same versions.
+    What an earlier record says of other findings stays if it was made with the same versions, and what it says must
+    hold is still one of the `claims`.
     """
     gpu = found[0]
     path = results / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".md")
@@ -50,21 +51,22 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row]) -> Path
     ]
     parts: dict[str, dict[str, list[str]]] = {}  # of each part its claims, and what is in the cells beside each
     earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    known = {_cell(claim) for claim in claims}
     if all(fact in earlier for fact in facts):
         part = ""
         for line in earlier:
             if line.startswith("## "):
                 part = line.removeprefix("## ")
-            elif len(cells := _cells(line)) == 4 and cells[1] in VERDICTS:
+            elif len(cells := _cells(line)) == 4 and cells[0] in known:
                 parts.setdefault(part, {})[cells[0]] = cells[1:]
     for row in rows:
         measured = [row.verdict, _cell(row.figures), f"{time.strftime('%F')}, {row.seconds:.0f} s"]
         parts.setdefault(row.part, {})[_cell(row.claim)] = measured
-    verdicts = [cells[0] for claims in parts.values() for cells in claims.values()]
+    verdicts = [cells[0] for measured_of in parts.values() for cells in measured_of.values()]
     lines = [f"# {gpu.name}", "", "`python -m tests.gpu`", "", *facts, f"- {count(verdicts, {})}"]
-    for part, claims in parts.items():
+    for part, measured_of in parts.items():
         lines += ["", f"## {part}", "", "| what must hold | | figures | measured |", "| --- | --- | --- | --- |"]
-        lines += [f"| {' | '.join([claim, *cells])} |" for claim, cells in claims.items()]
+        lines += [f"| {' | '.join([claim, *cells])} |" for claim, cells in measured_of.items()]
     results.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -141,7 +141,7 @@ def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path):
     results = tmp_path / "results"
     gpu = GPU("NVIDIA H100 80GB HBM3", 85 * 10**9, cuda="13.0", driver="580.1")
     rows = [Row("core", "It holds", HELD, "1 | 2", 1.0), Row("llm", "It is fast", NOT_HELD, "slow", 2.0)]
-    path = record.write(results, [gpu], rows)
+    path = record.write(results, [gpu], rows, [])
     assert path == results / "NVIDIA-H100-80GB-HBM3.md"
     text = path.read_text()
     assert "- 1 × NVIDIA H100 80GB HBM3, 85.0 GB, driver 580.1, for CUDA 13.0" in text
@@ -151,15 +151,16 @@ def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path):
 
 
 def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path):
-    gpu = GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")
-    record.write(
-        tmp_path, [gpu], [Row("core", "It holds", HELD, "1 | 2", 1.0), Row("llm", "It's fast", NOT_HELD, "", 2)]
-    )
-    text = record.write(tmp_path, [gpu], [Row("llm", "It's fast", HELD, "fast", 3.0)]).read_text()
-    assert "- 2 held, 0 did not hold, 0 not to be had" in text
-    assert "| It holds | held | 1 \\| 2 |" in text
+    gpu, claims = GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1"), {"It holds", "It's fast"}
+    before = [("core", "It holds", "1 | 2"), ("llm", "It's fast", ""), ("llm", "It was asked", "")]
+    record.write(tmp_path, [gpu], [Row(part, claim, NOT_HELD, figures, 1.0) for part, claim, figures in before], claims)
+    again = [Row("llm", "It's fast", HELD, "fast", 3.0)]
+    text = record.write(tmp_path, [gpu], again, claims).read_text()
+    assert "- 1 held, 1 did not hold, 0 not to be had" in text
+    assert "| It holds | did not hold | 1 \\| 2 |" in text
     assert "| It's fast | held | fast |" in text
-    newer = record.write(tmp_path, [replace(gpu, driver="590.2")], [Row("llm", "It's fast", HELD, "fast", 3.0)])
+    assert "It was asked" not in text
+    newer = record.write(tmp_path, [replace(gpu, driver="590.2")], again, claims)
     assert "It holds" not in newer.read_text()
 
 
