@@ -15,7 +15,7 @@ from tests.gpu.findings import Machine, NotToBeHad, finding, hold, logs_of
 if TYPE_CHECKING:
     from slurmgpu.report.build import Report
 
-N_TEXTS, N_TOY = 100_000, 40
+N_TEXTS, N_TOY = 50_000, 40
 COPIES = 2
 """How often a run has the texts, so that it is long beside what NVML averages over: up to a second."""
 FIRST_S, SAMPLE_S = 1.0, 0.1
@@ -159,6 +159,11 @@ def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
     """The vectors of a run are those of a loop by hand, to 0.002 (the time is that of both)."""
     from slurmgpu.results import Merged
 
+    # Told on the way, for a part that is stopped: which of its steps took the time.
+    began = time.perf_counter()
+    for step in (_files, _by_hand, _run):
+        step(machine)
+        print(f"{step.__name__.strip('_')}: done after {time.perf_counter() - began:.1f} s", flush=True)
     expected = _by_hand(machine).vectors
     off, n = 0.0, len(expected)
     with Merged(Path(_run(machine)["run_dir"]) / "merged.h5") as merged:
