@@ -1,6 +1,6 @@
 """The last layer of a model, computed only for the columns whose logits are asked for.
 
-What stands behind its attention treats each token by itself, and nothing reads what it makes of the other tokens.
+Its queries, and what stands behind its attention, are computed for each token by itself, and read by no other token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES = ("self_attn.o_proj", "mlp")
-"""The modules behind the attention, as most models of transformers name them: from and to (row, column, size)."""
+NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
+"""Such modules, as most models of transformers name them: from and to (row, column, size)."""
 
 
 class LastLayer:
-    """The modules behind the attention of a model's last layer; LookupError if there are none of known names."""
+    """The modules of a model's last layer that are of use to a token alone; LookupError if none has a known name."""
 
     def __init__(self, model: Any) -> None:
         modules = dict(model.get_decoder().named_modules())
