@@ -47,12 +47,17 @@ class History:
             parked_by=None if value["parked_by"] is None else int(value["parked_by"]),
         )
 
-    def record(self, items: Sequence[int], *, isolated: bool, weight: float, error: str) -> int | None:
-        """Count a death with `items` in flight; the item that is quarantined now, if one is."""
+    def record(
+        self, items: Sequence[int], *, isolated: bool, weight: float, error: str, is_sole: bool = True
+    ) -> int | None:
+        """Count a death with `items` in flight; the item that is quarantined now, if one is.
+
+        If other items were prepared meanwhile, these were not `is_sole`, and an item is not blamed by itself.
+        """
         first = items[0]
         if not isolated:
             self.suspect(first, weight)
-        if len(items) > 1:
+        if len(items) > 1 or not is_sole:
             return None
         alone = self.item_weights[first] = self.item_weights.get(first, 0.0) + weight
         # A batch of one adds no evidence to the item's own.

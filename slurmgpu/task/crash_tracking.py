@@ -85,7 +85,8 @@ class Deaths:
         assert self._in_flight is not None
         shard, items, is_isolated = self._in_flight
         history = read_history(self._run.claims.folder, shard)
-        guilty = history.record(items, isolated=is_isolated, weight=weight, error=f"{kind}: {message}")
+        error, is_sole = f"{kind}: {message}", self._ahead is None
+        guilty = history.record(items, isolated=is_isolated, weight=weight, error=error, is_sole=is_sole)
         self._suspect_ahead(weight, shard, history)
         if guilty is not None:
             self.forgive()

@@ -91,3 +91,14 @@ def test_items_that_were_prepared_when_a_worker_died_are_suspected_as_those_that
     deaths.take_up(0, [9], True)
     deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     assert [*read_history(run.claims.folder, 0).quarantined] == [9]
+
+
+def test_an_item_is_not_blamed_for_the_death_of_what_was_prepared_while_it_was_computed_alone(run):
+    deaths = Deaths(run, 1)
+    deaths.take_up(0, [2], False, ahead=[0, 3])
+    deaths.add_death(3, was_oom=False, held={})  # of item 3
+    deaths.take_up(0, [2], True)
+    deaths.add_death(-signal.SIGKILL, was_oom=False, held={})  # by chance
+    deaths.take_up(0, [3], True)
+    deaths.add_death(3, was_oom=False, held={})
+    assert [*read_history(run.claims.folder, 0).quarantined] == [3]
