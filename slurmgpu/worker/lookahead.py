@@ -13,6 +13,9 @@ from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import TakenIn
 from slurmgpu.workload import Item
 
+MOST_AHEAD = 2
+"""How many shards are claimed ahead at most; of some only a few failed items are to be computed."""
+
 Read = list[Item | tuple[int, ItemError]]
 """Items, an unreadable one as (index, ItemError)."""
 
@@ -32,7 +35,7 @@ class Taken:
 
 @dataclass
 class Lookahead:
-    """Claims and reads what comes next: one shard, or several, until two batches are there.
+    """Claims and reads what comes next: one shard, or two, where one has fewer than `enough_items` to compute.
 
     `claim` gives a free shard, None if there is none without waiting; `read` the items of spans, and `take_in` what
     the computer makes of them. `slice_items` are read at once, a whole shard if it is 0.
@@ -48,13 +51,13 @@ class Lookahead:
     _is_read: bool = False
 
     def go_on(self) -> None:
-        """Read a slice of the shard that was claimed last, or claim another; of small ones several."""
+        """Read a slice of the shard that was claimed last, or claim another; of small ones two."""
         if self._reading is not None:
             self._read_on(*self._reading)
             return
         while self._reading is None:
             n_items = sum(stop - start for one in self._next for start, stop in one.spans)
-            if n_items >= self.enough_items or (found := self.claim()) is None:
+            if len(self._next) == MOST_AHEAD or n_items >= self.enough_items or (found := self.claim()) is None:
                 return
             self._next.append(found)
             self._reading = _slices(found.spans, self.slice_items), []

@@ -69,6 +69,17 @@ def test_small_shards_are_read_until_two_batches_are_there():
     assert shards.did[-3:] == ["claim 2", "read 8-12", "take 4"]
 
 
+def test_no_more_than_two_shards_are_claimed_ahead_however_few_items_they_have():
+    shards = Shards([1, 1, 1, 1])
+    ahead = shards.ahead()
+    for _ in range(4):
+        ahead.go_on()
+    assert shards.left == [2, 3]
+    assert ahead.pop().shard == 0
+    ahead.go_on()
+    assert shards.left == [3]
+
+
 def test_a_shard_whose_turn_comes_early_is_read_to_its_end():
     shards = Shards([20, 20])
     ahead = shards.ahead()
