@@ -54,7 +54,8 @@ class KeptAnswers:
             return
         try:
             for output in generate(left):
-                self._latest.append((names[output.id], output))
+                if output.error is None:  # an error may be the engine's last
+                    self._latest.append((names[output.id], output))
                 yield output
         except WorkerBrokenError:
             self._write()
@@ -65,10 +66,13 @@ class KeptAnswers:
         if not kept:
             return
         try:
+            content = json.dumps(kept).encode()
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"they have {len(content):,} bytes; at most {MOST_BYTES:,} are kept")
             make_folder(self._path.parent)
             # Nothing is fsynced: with the machine, the attempt is lost as well.
-            write_bytes(self._path, json.dumps(kept).encode(), durable=False)
-        except OSError as error:
+            write_bytes(self._path, content, durable=False)
+        except Exception as error:  # whatever it is, the worker's own error is that of its engine
             log.warning("%d answers are not kept, and will be computed again: %s", len(kept), error)
         else:
             log.info("%d answers are kept for the next worker", len(kept))
@@ -76,7 +80,9 @@ class KeptAnswers:
 
 def _read(path: Path) -> Mapping[str, dict[str, Any]]:
     try:
-        found: dict[str, dict[str, Any]] = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
+        found = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object of JSON")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Output, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.interface.exchange import digest_of
 from slurmgpu.llm.prompts.images import data_url, open_image
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.server_engine import engine as server_engine
@@ -557,9 +558,33 @@ def test_kept_answers_are_the_same_after_a_file_and_a_damaged_file_is_none(tmp_p
     assert all(each.logprobs == made[0].logprobs and each.logprobs.dtype == np.float32 for each in found)
     other_seed = [dataclasses.replace(requests[0], key=1)]
     assert [*KeptAnswers(path).each(other_seed, lambda some: made[:1])] == made[:1]
-    path.write_bytes(path.read_bytes()[:-5])
-    assert [*KeptAnswers(path).each(requests, lambda some: made)] == made
+    for damaged in (path.read_bytes()[:-5], b"[1, 2]"):
+        path.write_bytes(damaged)
+        assert [*KeptAnswers(path).each(requests, lambda some: made)] == made
     path.unlink()
     path.mkdir()  # nothing can be kept there, and the error is still the server's
     with pytest.raises(WorkerBrokenError, match="the server ended"):
         list(KeptAnswers(path).each(requests, breaks))
+
+
+def test_an_error_of_an_engine_that_then_broke_is_not_kept(tmp_path):
+    """It may be the server's last word: the next worker asks again."""
+    path = tmp_path / "1_0.0.answers"
+    requests = asked("one", "two")
+    failed, made = Output(0, "", error="the server failed, with status 500"), Output(1, "two")
+
+    def breaks(some):
+        yield from (failed, made)
+        raise WorkerBrokenError("the server ended")
+
+    with pytest.raises(WorkerBrokenError):
+        list(KeptAnswers(path).each(requests, breaks))
+    again = Output(0, "one")
+    assert [each.text for each in KeptAnswers(path).each(requests, lambda some: [again])] == ["two", "one"]
+
+
+def test_requests_are_told_apart_by_the_bytes_of_their_images():
+    same, other = (
+        dataclasses.replace(asked("one")[0], prompt=Prompt("one", images=(image,))) for image in (b"1" * 99, b"2" * 99)
+    )
+    assert digest_of(same) == digest_of(dataclasses.replace(same)) != digest_of(other)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
@@ -76,6 +76,15 @@ def test_a_model_whose_last_layer_mixes_tokens_computes_all_of_it(llama, monkeyp
     with caplog.at_level("INFO"):
         assert engine(llama)._prefill._last_layer is None
     assert "LlamaForCausalLM: its last layer is computed for all tokens: logits are off by" in caplog.text
+
+
+def test_a_model_that_reads_other_tokens_behind_its_last_layer_computes_all_of_it(llama, monkeypatch, caplog):
+    """However little it reads, as Inkling's convolutions do in 16 bits."""
+    own = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: own(self, x + 1e-9 * x.roll(1, 1)))
+    with caplog.at_level("INFO"):
+        assert engine(llama)._prefill._last_layer is None
+    assert "its last layer is computed for all tokens: logits are off by nan" in caplog.text
 
 
 def test_a_model_whose_last_layer_gives_something_else_computes_all_of_it(tmp_path, caplog):

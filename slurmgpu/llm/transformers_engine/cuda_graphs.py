@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.placement.needs import GRAPHS_BYTES
 from slurmgpu.llm.transformers_engine.selfcheck import agreement, bound_of
-from slurmgpu.llm.transformers_engine.slots import Forward, Frame
+from slurmgpu.llm.transformers_engine.slots import Forward, Frame, logits_after
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from slurmgpu.llm.interface.engine import Place
     from slurmgpu.llm.transformers_engine.compiling import Compiled
     from slurmgpu.llm.transformers_engine.loading import Loaded
@@ -70,15 +68,15 @@ class GraphRunner:
     """Captures the forward pass of each frame in a CUDA graph, and replays it.
 
     `bound` is how far a replay's scores may be from those of the pass itself, as a share of their range, where the
-    pass done again gives the same. With `compiled` the pass
-    is compiled before, where that is right.
+    pass done again gives the same, and `most` how far any replay may be. With `compiled` the pass is compiled before,
+    where that is right.
     """
 
-    def __init__(self, device: Any, bound: float, compiled: Compiled | None = None) -> None:
+    def __init__(self, device: Any, bound: float, most: float, compiled: Compiled | None = None) -> None:
         import torch
 
         self._device = device
-        self._bound = bound
+        self._bound, self._most = bound, most
         self._compiled = compiled
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[tuple[int, int], Any] = {}
@@ -122,22 +120,17 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         self._record(graph, lambda: frame.compute(forward))
         self.held_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
-
-        def replayed() -> Tensor:
-            frame.logits.zero_()
-            graph.replay()
-            return frame.logits.clone()
-
-        def called() -> Tensor:
-            frame.compute(forward)
-            return frame.logits.clone()
-
-        found = agreement(called, replayed, self._bound)
-        if found.steady > bound_of(found.noise, self._bound):
+        found = agreement(
+            lambda: logits_after(frame, lambda: frame.compute(forward)),
+            lambda: logits_after(frame, graph.replay),
+            self._bound,
+        )
+        if found.steady > bound_of(found.noise, self._bound) or found.most > self._most:
             raise ArithmeticError(
-                f"the graph of {frame.size[0]} rows misses the scores by {found.steady:.2g} of their range, and these "
-                f"are off by {found.noise:.2g} where they are computed again"
+                f"the graph of {frame.size[0]} rows misses the scores by {found.steady:.2g} of their range, at times "
+                f"by {found.most:.2g}, and these are off by {found.noise:.2g} where they are computed again"
             )
+        frame.logits.copy_(found.found)
         return graph
 
     def _warm_up(self, frame: Frame, forward: Forward) -> None:

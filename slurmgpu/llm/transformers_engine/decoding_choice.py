@@ -15,7 +15,7 @@ from slurmgpu.llm.transformers_engine.compiling import LIMIT_S, Compiled
 from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner, obstacle_to
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.graph_marks import Marks
-from slurmgpu.llm.transformers_engine.selfcheck import ROUNDING
+from slurmgpu.llm.transformers_engine.selfcheck import MOST_FACTOR, ROUNDING
 from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class DecodingChoice:
         elif (reason := obstacle_to(self._loaded, self._place, has_other=self._has_other)) is not None:
             log.log(logging.WARNING if self._wanted is True else logging.INFO, "no CUDA graphs: %s", reason)
         else:
-            self.use(lambda compiled: GraphRunner(self._loaded.device, self._replayed, compiled))
+            most = MOST_FACTOR * self._rounding
+            self.use(lambda compiled: GraphRunner(self._loaded.device, self._replayed, most, compiled))
 
     def use(self, make_runner: MakeRunner, backend: Backend = "inductor") -> graph_check.Verdict:
         """Make batches in slots by this runner, if its self-check allows it; the check's verdict.

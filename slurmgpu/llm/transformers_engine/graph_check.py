@@ -27,6 +27,7 @@ from slurmgpu.llm.transformers_engine.slots import (
     SlotRows,
     Slots,
     column_size,
+    logits_after,
     row_size,
 )
 
@@ -213,10 +214,11 @@ class _Replays:
             self._runner.run(frame, forward)
             return
         found = agreement(
-            lambda: _after(frame, lambda: frame.compute(forward)),
-            lambda: _after(frame, lambda: self._runner.run(frame, forward)),
+            lambda: logits_after(frame, lambda: frame.compute(forward)),
+            lambda: logits_after(frame, lambda: self._runner.run(frame, forward)),
             self._least,
         )
+        frame.logits.copy_(found.found)
         bound = bound_of(found.noise, self._least)
         self.flipped = max(self.flipped, found.most)
         if found.steady - bound >= self.off - self.bound:
@@ -231,12 +233,6 @@ class _Replays:
             yield
         finally:
             self._is_compared = False
-
-
-def _after(frame: Frame, work: Callable[[], None]) -> Tensor:
-    """The frame's logits after the work."""
-    work()
-    return frame.logits.clone()
 
 
 class _Halves:

@@ -28,9 +28,12 @@ class LastLayer:
             raise LookupError(f"it has no layers with {' or '.join(NAMES)}")
 
     @contextlib.contextmanager
-    def only(self, columns: Any, n_columns: int) -> Iterator[None]:
-        """Within, they compute these of `n_columns` columns, a slice or indices; the others get zeros."""
-        hooks = [hook for module in self._modules for hook in _hook(module, columns, n_columns)]
+    def only(self, columns: Any, n_columns: int, others: float = 0.0) -> Iterator[None]:
+        """Within, they compute these of `n_columns` columns, a slice or indices; the others get a number.
+
+        With NaN a model in which these columns read from others shows that, however little they read.
+        """
+        hooks = [hook for module in self._modules for hook in _hook(module, columns, n_columns, others)]
         try:
             yield
         finally:
@@ -38,14 +41,14 @@ class LastLayer:
                 hook.remove()
 
 
-def _hook(module: Any, columns: Any, n_columns: int) -> tuple[Any, Any]:
+def _hook(module: Any, columns: Any, n_columns: int, others: float) -> tuple[Any, Any]:
     def take(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
         [whole] = inputs
         return (whole[:, columns].contiguous(),)  # which a module may view in another shape
 
     def put(_: Any, inputs: Any, some: Tensor) -> Tensor:
         n_rows, _, size = some.shape
-        whole = some.new_zeros(n_rows, n_columns, size)
+        whole = some.new_full((n_rows, n_columns, size), others)
         whole[:, columns] = some
         return whole
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -201,7 +202,7 @@ class Prefill:
             found = LastLayer(model)
             with torch.inference_mode():
                 of_all = self.forward(ids, None, None, None, 0)
-                with found.only(list(PROBED), ids.shape[1]):
+                with found.only(list(PROBED), ids.shape[1], math.nan):
                     logits = self.forward(ids, None, None, None, torch.tensor(PROBED))
             off = _difference(logits, of_all[:, list(PROBED)], of_all)
             is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"

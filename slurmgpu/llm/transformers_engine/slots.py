@@ -7,6 +7,7 @@ columns x dimension numbers of a flat tensor.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,13 @@ class Frame:
     def compute(self, forward: Forward) -> None:
         """Set the logits by a forward pass, which may be done again: it writes the same keys and values."""
         self.logits.copy_(forward(*self.inputs)[:, -1])
+
+
+def logits_after(frame: Frame, work: Callable[[], None]) -> Tensor:
+    """A copy of the logits that the work sets in a frame; NaN where it sets none."""
+    frame.logits.fill_(math.nan)
+    work()
+    return frame.logits.clone()
 
 
 class Runner(Protocol):

@@ -15,9 +15,15 @@ def store_by_columns(model: Any) -> None:
 
     if not torch.backends.mkl.is_available():
         return
+    stored = set()
     for module in model.modules():
-        # Layers of peft, bitsandbytes and torchao, and weights with a class of their own, are left alone.
+        # Layers of bitsandbytes and torchao, and weights with a class of their own, are left alone.
         if type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter:
             weight = module.weight
             if weight.dtype == torch.float32 and weight.is_contiguous():
                 weight.data = weight.data.t().contiguous().t()
+                stored.add(weight)
+    # The others keep the whole checkpoint mapped, whose pages count as the task's.
+    for each in model.parameters() if stored else ():
+        if each not in stored and type(each) is torch.nn.Parameter:
+            each.data = each.data.clone()
