@@ -9,6 +9,7 @@ already, in a template.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -67,7 +68,12 @@ def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_s
     numbers = {name: value for name, value in attributes.items() if not isinstance(value, str)}
     kinds = tuple((name, type(value) if name in numbers else value) for name, value in attributes.items())
     with _lock:
-        return _open_file(tuple(regions), kinds, userblock_size).skeleton(numbers)
+        try:
+            return _open_file(tuple(regions), kinds, userblock_size).skeleton(numbers)
+        except BaseException:  # libhdf5 cannot go on with a file that it could not write, as after an interrupt
+            _open_file.cache_clear()
+            _template.cache_clear()
+            raise
 
 
 class _Memory:
@@ -139,7 +145,7 @@ class _OpenFile:
         self._memory, self._start = memory.copy(), userblock_size
         self._file = h5f.open(_FILE_NAME, h5f.ACC_RDWR, _access(self._memory))
         # Before Python ends: libhdf5 calls the memory's methods when it closes the file.
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, _close, self._file)
         placed = {r.path: r for r in (*before, *_create_datasets(self._file, filter(_varies, regions)))}
         self._regions = tuple(placed[region.path] for region in regions)
         names = (name for name, kind in kinds if not isinstance(kind, str))
@@ -157,6 +163,11 @@ class _OpenFile:
             start = region.offset + region.n_bytes
         metadata.append((start, self._memory.read_range(start, self._memory.size)))
         return Skeleton(self._regions, metadata, self._memory.size)
+
+
+def _close(file: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it cannot be closed after a failed write, and is of memory alone
+        file.close()
 
 
 _open_file = functools.lru_cache(maxsize=1)(_OpenFile)

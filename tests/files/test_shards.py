@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from slurmgpu.errors import ItemError
-from slurmgpu.shards import shard_file
+from slurmgpu.shards import hdf5_layout, shard_file
 from slurmgpu.shards.columns import Array, Ragged, Text, columns_from_json, convert_row
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.shard_file import (
@@ -191,6 +191,30 @@ def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path):
     assert first.read_bytes() == again.read_bytes() != second.read_bytes() == alone.read_bytes()
     with h5py.File(second) as file:
         assert (file.attrs["start"], file.attrs["stop"]) == (2**40, 2**40 + 4)
+
+
+@pytest.mark.parametrize("others", [{"columns": {"x": Array("int64")}, "rows": [{"x": np.int64(1)}] * 10}, {}])
+def test_an_interrupt_while_libhdf5_writes_costs_no_later_shard(tmp_path, monkeypatch, others):
+    n_writes, fails_at = 0, -1
+
+    def interrupted(memory, content):
+        nonlocal n_writes
+        n_writes += 1
+        if n_writes == fails_at:
+            raise KeyboardInterrupt
+        return original(memory, content)
+
+    original = hdf5_layout._Memory.write
+    monkeypatch.setattr(hdf5_layout._Memory, "write", interrupted)
+    write(tmp_path / "first.h5", **others)
+    n_writes = 0
+    expected = write(tmp_path / "whole.h5").read_bytes()
+    last = n_writes
+    write(tmp_path / "as first.h5", **others)
+    n_writes, fails_at = 0, last
+    with pytest.raises((KeyboardInterrupt, RuntimeError, SystemError)):  # it comes through libhdf5
+        write(tmp_path / "interrupted.h5")
+    assert write(tmp_path / "after.h5").read_bytes() == expected
 
 
 def test_the_directory_says_what_the_shard_holds(tmp_path):
