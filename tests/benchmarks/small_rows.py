@@ -13,6 +13,11 @@ from slurmgpu import Array, Text
 BATCH = 32
 
 
+def label(index, text):
+    """A text of 4 to 20 letters: shards whose texts are of the same length in all are made in less time."""
+    return text[: 4 + index % 17]
+
+
 class SmallRows:
     """A number and a short text for each item, in well under a microsecond."""
 
@@ -23,7 +28,7 @@ class SmallRows:
         pass
 
     def __call__(self, items):
-        return [{"score": item.index * 0.5, "label": item.data["text"][:20]} for item in items]
+        return [{"score": item.index * 0.5, "label": label(item.index, item.data["text"])} for item in items]
 
 
 def bare_loop(source, target):
@@ -36,7 +41,7 @@ def bare_loop(source, target):
         for index, line in enumerate(lines):
             data = json.loads(line)
             scores.append(index * 0.5)
-            labels.append(data["text"][:20])
+            labels.append(label(index, data["text"]))
     with h5py.File(target, "w") as file:
         file["index"] = np.arange(len(scores))
         file["score"] = np.array(scores, "float32")
