@@ -37,9 +37,10 @@ class Deaths:
         """These items are in flight from now on; of the batch that is prepared, `ahead` are shard and first item."""
         self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 
-    def put_down(self) -> None:
-        """No item is in flight."""
-        self._in_flight = self._ahead = None
+    def put_down(self, shard: int | None = None) -> None:
+        """No item is in flight, if one of this shard was: items of the next one may be, when it is published."""
+        if self._in_flight is not None and shard in (None, self._in_flight[0]):
+            self._in_flight = self._ahead = None
 
     def note_broken(self, message: str) -> None:
         """Record why the worker is going to die; the first message counts."""

@@ -308,7 +308,7 @@ class Task:
                 self._deaths.forgive_in_flight()
             case "published":
                 self._let_go(event["shard"])
-                self._deaths.put_down()
+                self._deaths.put_down(event["shard"])
                 self._deaths.forgive()
             case "log":
                 self._metrics.write(event["points"])

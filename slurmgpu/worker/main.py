@@ -108,6 +108,7 @@ class Worker:
 
     With a workload that `resumes`, it then also leaves the present shard, whose progress the workload saves;
     `on_resumable` is called once such a workload is loaded. `end_times` gets an end of the walltime that is known late.
+    With `reports_in_threads`, `report` may be called in any thread, several times at once.
     """
 
     run: Run
@@ -117,6 +118,7 @@ class Worker:
     group: Group = field(default_factory=Group)
     on_resumable: Callable[[], None] = lambda: None
     end_times: Sequence[float] = ()
+    reports_in_threads: bool = False
     slowest_s: float = 0.0
     _noted: dict[str, int] = field(default_factory=dict)
     _resume: list[int] = field(default_factory=list)
@@ -575,16 +577,27 @@ class Worker:
         """Publish a shard; while others are claimed ahead, in a thread, whose end `_end_writing` notes."""
         seconds = time.monotonic() - one.began
         if self._lookahead is None:
-            self._note_published(one, seconds, self._write_patiently(one, seconds))
+            won = self._write_patiently(one, seconds)
+            self._note_published(one, seconds)
+            self._report_published(one, seconds, won)
         else:
             self._end_writing()
-            self._writing = one, seconds, self._writer.begin(lambda: self._write_patiently(one, seconds))
+            self._writing = one, seconds, self._writer.begin(lambda: self._write_beside(one, seconds))
+
+    def _write_beside(self, one: Waiting, seconds: float) -> bool:
+        won = self._write_patiently(one, seconds)
+        if self.reports_in_threads:  # now: this process may die in the call that it is in
+            self._report_published(one, seconds, won)
+        return won
 
     def _end_writing(self, *, waits: bool = True) -> None:
         """Note that the last shard is published; without `waits`, if it is."""
         if self._writing is not None and (waits or self._writing[2].done()):
             (one, seconds, future), self._writing = self._writing, None
-            self._note_published(one, seconds, future.result())
+            won = future.result()
+            self._note_published(one, seconds)
+            if not self.reports_in_threads:
+                self._report_published(one, seconds, won)
 
     def _write_patiently(self, one: Waiting, seconds: float) -> bool:
         try:
@@ -596,14 +609,16 @@ class Worker:
                 class_of(error, FILES), f"shard {one.shard} cannot be written{where}: {error}"
             ) from error
 
-    def _note_published(self, one: Waiting, seconds: float, won: bool) -> None:
-        shard, computed = one.shard, one.computed
-        self._former.pop(shard, None)
+    def _note_published(self, one: Waiting, seconds: float) -> None:
+        self._former.pop(one.shard, None)
         self._is_synced = False
         if time.monotonic() - self._synced >= SYNC_S:
             self._sync_names()
         self._report_used()
         self.slowest_s = max(self.slowest_s, seconds)
+
+    def _report_published(self, one: Waiting, seconds: float, won: bool) -> None:
+        shard, computed = one.shard, one.computed
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
         how = "published" if won else "computed, and published by another task before"
         n_rows = len(computed.rows)
@@ -672,7 +687,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise WorkerFailedError("workload_error", str(error)) from error
         if group.leads:
             log.info("this worker is process %d of attempt %s", os.getpid(), assignment.attempt)
-        Worker(run, assignment, report, stopping, group, outlive_signals, end_times).work()
+        worker = Worker(run, assignment, report, stopping, group, outlive_signals, end_times, reports_in_threads=True)
+        worker.work()
         group.leave()
     except WorkerFailedError as error:
         log.error("%s: %s%s", error.kind, error, f"\n{error.trace}" if error.trace else "")

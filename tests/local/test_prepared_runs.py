@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import slurmgpu
 from slurmgpu import Merged
 from slurmgpu.run.directory import Run
 from slurmgpu.worker import main
+from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.main import Worker
-from tests.support.runs import datasets, records, report
+from tests.support.runs import datasets, records, report, wait_until
 
 WORKLOAD = """
 import os
@@ -96,6 +98,55 @@ def test_shards_that_are_claimed_read_and_published_beside_others_have_the_same_
     assert datasets(ahead) == expected
     assert sum(len(record["deaths"]) for record in records(ahead)) == 1
     assert sum(record["n_items"] for record in records(ahead)) == 40
+
+
+AFTER_THE_REPORT = """
+import time
+from pathlib import Path
+
+from slurmgpu import Array
+
+
+class After:
+    columns = {"x": Array("int64")}
+    batch_size = 4
+
+    def prepare(self, items):
+        return None
+
+    def __call__(self, items, prepared):
+        if items[0].index == 24:
+            Path("called").touch()
+            until = time.monotonic() + 60
+            while not Path("reported").exists():
+                assert time.monotonic() < until, "shard 5 is not reported"
+                time.sleep(0.01)
+        return [{"x": 1} for _ in items]
+"""
+
+
+def test_a_shard_that_is_published_while_the_next_is_computed_is_reported_at_once(project, slurmgpu, monkeypatch):
+    folder = make(project, "After", 4)
+    (folder / "workloads.py").write_text(AFTER_THE_REPORT)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    reported = []
+
+    def report(event: Mapping[str, Any]) -> None:
+        if event["event"] == "published":
+            reported.append((event["shard"], event["items"], event["errors"]))
+            if event["shard"] == 5:
+                (folder / "reported").touch()
+
+    def in_the_next_call(partial: Path, path: Path, **given: Any) -> bool:
+        if path.name == "00005.h5":
+            wait_until((folder / "called").exists, "the call of shard 6", 60)
+        return original(partial, path, **given)
+
+    original = main.publish
+    monkeypatch.setattr(main, "publish", in_the_next_call)
+    monkeypatch.setattr(main, "AHEAD_S", math.inf)
+    Worker(Run.open(folder / "run"), Assignment("job_0", "job_0.0"), report, reports_in_threads=True).work()
+    assert reported == [(shard, 4, {}) for shard in range(10)]
 
 
 def test_a_task_that_is_told_to_stop_gives_back_what_it_has_claimed_ahead(project, slurmgpu, monkeypatch):

@@ -62,6 +62,20 @@ def test_who_was_put_down_is_not_suspected(run):
     assert read_history(run.claims.folder, 0) == History()
 
 
+def test_items_of_the_next_shard_are_still_suspected_when_the_last_one_is_published(run):
+    deaths = Deaths(run, 1)
+    deaths.take_up(1, [44, 45], False, ahead=[1, 46])
+    deaths.put_down(0)
+    death, _ = deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
+    assert (death["shard"], death["items"]) == (1, [44, 45])
+    history = read_history(run.claims.folder, 1)
+    assert history.isolates([44, 45])
+    assert history.isolates([46, 47])
+    deaths.take_up(1, [44], True)
+    deaths.put_down(1)
+    assert "items" not in deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})[0]
+
+
 def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_that_has_it_once(run):
     claims = run.claims
     assert claims.take(0, ME)
