@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import time
 from datetime import datetime, timezone
 
 
@@ -16,13 +17,13 @@ class LogFormatter(logging.Formatter):
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
         """The time of a line."""
-        date, offset = _second(int(record.created))
+        date, offset = _second(int(record.created), time.tzname)
         return f"{date}.{int(record.msecs):03d}{offset}"
 
 
 @functools.lru_cache(maxsize=1)
-def _second(seconds: int) -> tuple[str, str]:
-    """A whole second's local date and time, and its offset from UTC."""
+def _second(seconds: int, _: tuple[str, str]) -> tuple[str, str]:
+    """A whole second's date and time in a time zone, which is the process's, and its offset from UTC."""
     text = datetime.fromtimestamp(seconds, timezone.utc).astimezone().isoformat()
     return text[:19], text[19:]
 

@@ -713,6 +713,7 @@ class Improving(Plain):
 def _one_at_an_epochs_end(monkeypatch):
     """Of the ends of epochs only the first is worth a checkpoint, however long the others take."""
     monkeypatch.setattr(pacing, "SHARE_AT_EPOCH_ENDS", 1e-9)
+    monkeypatch.setattr(pacing, "PARAMETER_BYTES", 0)
 
 
 def weights_of(path):
