@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.placement.needs import GRAPHS_BYTES
-from slurmgpu.llm.transformers_engine.selfcheck import agreement, bound_of
-from slurmgpu.llm.transformers_engine.slots import Forward, Frame, logits_after
+from slurmgpu.llm.transformers_engine.selfcheck import bound_of
+from slurmgpu.llm.transformers_engine.slots import Forward, Frame, compare_replay
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import Place
@@ -120,17 +120,12 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         self._record(graph, lambda: frame.compute(forward))
         self.held_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
-        found = agreement(
-            lambda: logits_after(frame, lambda: frame.compute(forward)),
-            lambda: logits_after(frame, graph.replay),
-            self._bound,
-        )
+        found = compare_replay(frame, forward, graph.replay, self._bound)
         if found.steady > bound_of(found.noise, self._bound) or found.most > self._most:
             raise ArithmeticError(
                 f"the graph of {frame.size[0]} rows misses the scores by {found.steady:.2g} of their range, at times "
                 f"by {found.most:.2g}, and these are off by {found.noise:.2g} where they are computed again"
             )
-        frame.logits.copy_(found.found)
         return graph
 
     def _warm_up(self, frame: Frame, forward: Forward) -> None:

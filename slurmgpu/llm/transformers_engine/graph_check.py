@@ -2,9 +2,9 @@
 
 Two things are compared, each by a bound of its own. A replay runs the kernels that a call of the forward pass runs in
 the same memory, so that both give the same scores but for what the model's own kernels leave open: where they differ,
-both are done again until they have agreed once. Slots and a cache
-that grows have other shapes and other kernels: they may differ as much as the same rows do in batches of half the size.
-One row is compared first; what is noise there, is noise in all sizes.
+both are done again until they have agreed once. Slots and a cache that grows have other shapes and other kernels: they
+may differ as much as the same rows do in batches of half the size. One row is compared first; what is noise there, is
+noise in all sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
-from slurmgpu.llm.transformers_engine.selfcheck import agreement, bound_of, miss
+from slurmgpu.llm.transformers_engine.selfcheck import bound_of, miss
 from slurmgpu.llm.transformers_engine.slots import (
     READ_SHARE,
     Forward,
@@ -27,7 +27,7 @@ from slurmgpu.llm.transformers_engine.slots import (
     SlotRows,
     Slots,
     column_size,
-    logits_after,
+    compare_replay,
     row_size,
 )
 
@@ -213,12 +213,7 @@ class _Replays:
         if not self._is_compared:
             self._runner.run(frame, forward)
             return
-        found = agreement(
-            lambda: logits_after(frame, lambda: frame.compute(forward)),
-            lambda: logits_after(frame, lambda: self._runner.run(frame, forward)),
-            self._least,
-        )
-        frame.logits.copy_(found.found)
+        found = compare_replay(frame, forward, lambda: self._runner.run(frame, forward), self._least)
         bound = bound_of(found.noise, self._least)
         self.flipped = max(self.flipped, found.most)
         if found.steady - bound >= self.off - self.bound:

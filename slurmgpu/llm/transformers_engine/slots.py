@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Load
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+from slurmgpu.llm.transformers_engine.selfcheck import Agreement, agreement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,11 +83,17 @@ class Frame:
         self.logits.copy_(forward(*self.inputs)[:, -1])
 
 
-def logits_after(frame: Frame, work: Callable[[], None]) -> Tensor:
-    """A copy of the logits that the work sets in a frame; NaN where it sets none."""
-    frame.logits.fill_(math.nan)
-    work()
-    return frame.logits.clone()
+def compare_replay(frame: Frame, forward: Forward, replay: Callable[[], None], bound: float) -> Agreement:
+    """How a replay's logits agree with those of a pass, which are NaN before either; the frame has the replay's."""
+
+    def after(work: Callable[[], None]) -> Tensor:
+        frame.logits.fill_(math.nan)
+        work()
+        return frame.logits.clone()
+
+    found = agreement(lambda: after(lambda: frame.compute(forward)), lambda: after(replay), bound)
+    frame.logits.copy_(found.found)
+    return found
 
 
 class Runner(Protocol):
