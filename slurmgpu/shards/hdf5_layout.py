@@ -5,12 +5,16 @@ leaving a file that libhdf5 can neither flush nor close. The file stays open in 
 same datasets, as mostly among the shards of a run, only the numbers among its attributes are written, which takes a
 tenth of the time. Where only texts or ragged arrays have other lengths, the other datasets and the attributes are there
 already, in a template.
+
+A small file is kept by libhdf5's core driver, which takes half the time of calls into Python. It has room for all
+datasets as well, so a large file is kept by a file object, which has only what libhdf5 writes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -21,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from h5py import h5a, h5d, h5f, h5fd, h5p, h5s, h5t
+from h5py import h5, h5a, h5d, h5f, h5fd, h5p, h5s, h5t
 
 from slurmgpu.shards.columns import Column, columns_to_json, stored_columns
 from slurmgpu.shards.numbers import OFFSET_DTYPE
@@ -32,9 +36,16 @@ Kinds = tuple[tuple[str, str | type[int]], ...]
 """Attributes by name: texts, and the types of numbers."""
 
 _LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 lacks the constant
-_FILE_NAME = b"slurmgpu-skeleton"
+_FILE_NAME = b"/dev/null/slurmgpu-skeleton"
+"""A path that exists nowhere: the core driver looks for a file of that name."""
+_SMALL_BYTES = 1 << 20
+"""The bytes of the user block and all datasets up to which libhdf5 keeps the file itself."""
+_HAS_IMAGES = h5.get_libversion() >= (2, 0)
+"""Before 2.0 the image of a file has a superblock with a wrong checksum (HDFGroup/hdf5 issue 1915)."""
+_INCREMENT_BYTES = 16 << 10
 _PAGE_BYTES = 4096
 _ALIGNMENT_BYTES = 8  # lets NumPy and Arrow use the bytes in place
+_Key = tuple[tuple[Region, ...], Kinds, int]
 
 
 class Skeleton(NamedTuple):
@@ -66,23 +77,70 @@ def file_attributes(file_format: str, columns: Mapping[str, Column], others: Att
 def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
     """The skeleton of a file. The same arguments give the same bytes."""
     numbers = {name: value for name, value in attributes.items() if not isinstance(value, str)}
-    kinds = tuple((name, type(value) if name in numbers else value) for name, value in attributes.items())
+    kinds: Kinds = tuple((name, value if isinstance(value, str) else type(value)) for name, value in attributes.items())
     with _lock:
         try:
-            return _open_file(tuple(regions), kinds, userblock_size).skeleton(numbers)
+            return _opened((tuple(regions), kinds, userblock_size)).skeleton(numbers)
         except BaseException:  # libhdf5 cannot go on with a file that it could not write, as after an interrupt
-            _open_file.cache_clear()
+            _last.clear()
             _template.cache_clear()
             raise
 
 
-class _Memory:
-    """A sparse file object in memory for libhdf5."""
+class _Image:
+    """A small file, of which libhdf5 keeps every byte. Two open files of one name are one to libhdf5's core driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, userblock_size: int, content: bytes = b"") -> None:
+        self._userblock_size, self._content = userblock_size, content
+
+    def create(self) -> Any:
+        return h5f.create(_next_name(), h5f.ACC_TRUNC, _file_creation(self._userblock_size), _core_access())
+
+    def open(self) -> Any:
+        access = _core_access().copy()
+        access.set_file_image(self._content)
+        return h5f.open(_next_name(), h5f.ACC_RDWR, access)
+
+    def take(self, file: Any) -> None:
+        """Take over what was changed in the open file."""
+        h5f.flush(file)
+        image = file.get_file_image()  # without the user block
+        self._content = bytes(self._userblock_size) + image
+
+    def copy(self) -> _Image:
+        return _Image(self._userblock_size, self._content)
+
+    @property
+    def size(self) -> int:
+        return len(self._content)
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        return self._content[start:stop]
+
+
+class _Memory:
+    """A large file: a sparse file object in memory for libhdf5."""
+
+    def __init__(self, userblock_size: int) -> None:
+        self._userblock_size = userblock_size
         self.size = 0
         self._position = 0
         self._pages: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(_PAGE_BYTES))
+
+    def create(self) -> Any:
+        return h5f.create(_FILE_NAME, h5f.ACC_TRUNC, _file_creation(self._userblock_size), self._access())
+
+    def open(self) -> Any:
+        return h5f.open(_FILE_NAME, h5f.ACC_RDWR, self._access())
+
+    def take(self, file: Any) -> None:
+        """Take over what was changed in the open file."""
+        h5f.flush(file)
+
+    def _access(self) -> Any:
+        access = _access()
+        access.set_fileobj_driver(h5fd.fileobj_driver, self)
+        return access
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._position = offset + (self.size if whence == os.SEEK_END else 0)
@@ -113,7 +171,7 @@ class _Memory:
         pass
 
     def copy(self) -> _Memory:
-        copied = _Memory()
+        copied = _Memory(self._userblock_size)
         copied.size = self.size
         copied._pages.update((number, page[:]) for number, page in self._pages.items())
         return copied
@@ -141,9 +199,10 @@ class _OpenFile:
     """
 
     def __init__(self, regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> None:
-        before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size)
+        is_small = _HAS_IMAGES and userblock_size + sum(region.n_bytes for region in regions) <= _SMALL_BYTES
+        before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size, is_small)
         self._memory, self._start = memory.copy(), userblock_size
-        self._file = h5f.open(_FILE_NAME, h5f.ACC_RDWR, _access(self._memory))
+        self._file = self._memory.open()
         # Before Python ends: libhdf5 calls the memory's methods when it closes the file.
         weakref.finalize(self, _close, self._file)
         placed = {r.path: r for r in (*before, *_create_datasets(self._file, filter(_varies, regions)))}
@@ -156,7 +215,7 @@ class _OpenFile:
         for name, value in numbers.items():
             content = np.array(value)
             self._numbers[name].write(content, mtype=_dtype(content.dtype.str))
-        h5f.flush(self._file)
+        self._memory.take(self._file)
         metadata, start = [], self._start
         for region in in_file_order(self._regions):
             metadata.append((start, self._memory.read_range(start, region.offset)))
@@ -170,8 +229,15 @@ def _close(file: Any) -> None:
         file.close()
 
 
-_open_file = functools.lru_cache(maxsize=1)(_OpenFile)
+_last: dict[_Key, _OpenFile] = {}
 _lock = threading.Lock()
+
+
+def _opened(key: _Key) -> _OpenFile:
+    if key not in _last:
+        _last.clear()  # first: libhdf5 takes the memory of a file that it closed for the next one
+        _last[key] = _OpenFile(*key)
+    return _last[key]
 
 
 def _varies(region: Region) -> bool:
@@ -180,29 +246,46 @@ def _varies(region: Region) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _template(regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> tuple[tuple[Region, ...], _Memory]:
+def _template(
+    regions: tuple[Region, ...], kinds: Kinds, userblock_size: int, is_small: bool
+) -> tuple[tuple[Region, ...], _Image | _Memory]:
     """A closed file with these datasets, and attributes whose numbers are 0: the part that most shards have alike."""
-    memory = _Memory()
-    file = h5f.create(_FILE_NAME, h5f.ACC_TRUNC, _file_creation(userblock_size), _access(memory))
+    memory = _Image(userblock_size) if is_small else _Memory(userblock_size)
+    file = memory.create()
     try:
         placed = _create_datasets(file, regions)
         for name, kind in kinds:
             _create_attribute(file, name, kind if isinstance(kind, str) else kind(0))
+        memory.take(file)
     finally:
         file.close()
     return placed, memory
 
 
-def _access(memory: _Memory) -> Any:
+def _access() -> Any:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
     access.set_alignment(1, _ALIGNMENT_BYTES)
     access.set_fclose_degree(h5f.CLOSE_STRONG)  # with its attributes
-    access.set_fileobj_driver(h5fd.fileobj_driver, memory)
     return access
 
 
+_numbers = itertools.count()
+
+
+def _next_name() -> bytes:
+    return b"%s-%d" % (_FILE_NAME, next(_numbers))
+
+
 # Descriptions for libhdf5 are made once: they took a third of a shard's skeleton.
+
+
+@functools.cache
+def _core_access() -> Any:
+    access = _access()
+    access.set_fapl_core(_INCREMENT_BYTES, False)
+    access.set_meta_block_size(0)  # no room between datasets for metadata to come
+    return access
 
 
 @functools.cache

@@ -183,7 +183,10 @@ def test_the_datasets_do_not_depend_on_who_made_them_and_the_file_on_nothing_els
     assert_same_datasets(datasets(other), datasets(first))
 
 
-def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path):
+@pytest.mark.parametrize("small", [1 << 20, -1], ids=["as a small file", "as a large file"])
+def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path, monkeypatch, small):
+    monkeypatch.setattr(hdf5_layout, "_SMALL_BYTES", small)
+    monkeypatch.setattr(hdf5_layout, "_last", {})
     rows = rows_of(0, 4)
     first, second, again = (write(tmp_path / f"{n}.h5", start, rows=rows) for n, start in enumerate((5, 2**40, 5)))
     write(tmp_path / "other.h5", 0, 9)
@@ -196,6 +199,8 @@ def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path):
 @pytest.mark.parametrize("others", [{"columns": {"x": Array("int64")}, "rows": [{"x": np.int64(1)}] * 10}, {}])
 def test_an_interrupt_while_libhdf5_writes_costs_no_later_shard(tmp_path, monkeypatch, others):
     n_writes, fails_at = 0, -1
+    monkeypatch.setattr(hdf5_layout, "_SMALL_BYTES", -1)  # it calls Python for a large file alone
+    monkeypatch.setattr(hdf5_layout, "_last", {})
 
     def interrupted(memory, content):
         nonlocal n_writes
