@@ -68,6 +68,7 @@ from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.logged_values import LoggedValues
 from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
+from slurmgpu.worker.preparing import only_for_calls
 from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
@@ -499,13 +500,13 @@ class Worker:
             rank=group.rank,
             world_size=group.world_size,
             local_rank=group.local_rank,
-            note=self._noted.__setitem__,
+            note=only_for_calls("task.note", self._note),
             stopping=self._shall_leave if group.leads else lambda: False,
-            progress=lambda text: self.report({"event": "progress", "text": str(text)}),
+            progress=only_for_calls("task.progress", self._report_progress),
             tell=lambda text: self.report({"event": "tell", "text": str(text)}),
             log=self._logged.log if group.leads else lambda step, **values: None,
             parts=plan.parts,
-            **({} if self._parts is None else {"divide": self._parts.divide}),
+            **({} if self._parts is None else {"divide": only_for_calls("task.divide", self._parts.divide)}),
         )
         try:
             workload = build(plan.workload, plan.settings, Path(plan.search_path))
@@ -520,6 +521,12 @@ class Worker:
                 class_of(error, LOADING), f"{type(error).__name__}: {error}", traceback.format_exc()
             ) from error
         return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
+
+    def _note(self, name: str, value: int) -> None:
+        self._noted[name] = value
+
+    def _report_progress(self, text: str) -> None:
+        self.report({"event": "progress", "text": str(text)})
 
     def _inject(self, workload: Adapted) -> Adapted:
         from slurmgpu.faults import parse_faults

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmgpu.util.side_thread import SideThread
 from slurmgpu.workload import Item
 
+T = TypeVar("T")
 Made = tuple[list[Item], Any]
 """The items of a call, with mappings of their own, and what `prepare` returned for them."""
+
+
+class _Thread(threading.local):
+    prepares = False
+
+
+_this_thread = _Thread()
 
 
 @dataclass
@@ -55,7 +65,26 @@ class Preparer:
 
     def _made(self, items: Sequence[Item]) -> Made:
         own = [item.copy() for item in items]
-        return own, self.prepare(own)
+        _this_thread.prepares = True
+        try:
+            return own, self.prepare(own)
+        finally:
+            _this_thread.prepares = False
+
+
+def only_for_calls(name: str, function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, which `prepare` may not call: it would do so in the middle of a call of other items.
+
+    `name` is what the workload calls it. A call by `prepare` raises a RuntimeError.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> T:
+        if _this_thread.prepares:
+            raise RuntimeError(f"`prepare` calls {name}, which is of the call that computes now; use it in __call__")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _wait(future: Future[Made]) -> None:

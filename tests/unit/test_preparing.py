@@ -10,6 +10,7 @@ from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.worker.computer import Computer, Failure
+from slurmgpu.worker.preparing import only_for_calls
 from slurmgpu.workload import Item, adapt
 
 LONG_S = 60.0
@@ -226,3 +227,17 @@ def test_a_call_that_takes_nothing_prepared_is_refused():
 
     with pytest.raises(SlurmGPUError, match=r"expected __call__\(self, items, prepared\)\. Rename `prepare`"):
         adapt(Own(), "Own").check()
+
+
+@pytest.mark.parametrize("batch_size", [2, 8], ids=["in its thread", "in the call's"])
+def test_prepare_may_not_call_what_is_of_the_call_that_computes(batch_size):
+    noted = {}
+    note = only_for_calls("task.note", noted.__setitem__)
+    workload = Doubling(
+        at_prepare=lambda items: note("prepared", 1) if 5 in [item.index for item in items] else None,
+        at_call=lambda items: note("called", len(items)),
+    )
+    done = compute(workload, batch_size=batch_size)
+    [(index, row)] = [(i, row) for i, row in done.rows.items() if isinstance(row, Failure)]
+    assert (index, set(noted)) == (5, {"called"})
+    assert "`prepare` calls task.note, which is of the call that computes now; use it in __call__" in row.message
