@@ -5,11 +5,7 @@ import torch
 
 from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.llm.interface.sampling import (
-    NOISE_ROWS,
     Rules,
-    _noise,
-    _splitmix,
-    _splitmix_tensor,
     choose,
     log_probabilities,
     mix,
@@ -34,14 +30,6 @@ def test_keys_of_samples_are_63_bits_and_all_differ():
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**63 for key in keys)
     assert max(keys) > 2**62
-
-
-def test_tensors_hash_as_python_does():
-    # The first numbers that the authors' splitmix64.c gives from the state 0 and from the one after it.
-    assert [_splitmix(0), _splitmix(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-    numbers = [0, 1, -1, 2**63 - 1, -(2**63), 123456789]
-    expected = [_splitmix(number % 2**64) for number in numbers]
-    assert [number % 2**64 for number in _splitmix_tensor(torch.tensor(numbers)).tolist()] == expected
 
 
 @pytest.mark.parametrize(
@@ -108,20 +96,6 @@ def test_a_row_does_not_depend_on_its_neighbours_or_their_rules():
     assert together.tolist() == [int(token) for token in alone]
     turned = choose(logits.flip(0), Rules.of(rules[::-1], [*range(6)][::-1]), positions.flip(0))
     assert turned.flip(0).tolist() == together.tolist()
-
-
-def test_few_rows_are_hashed_at_a_time_and_the_noise_is_the_same(monkeypatch):
-    keys, positions, n_tokens, n_hashed = torch.arange(70) * 7919, torch.arange(70), 1001, []
-
-    def see(numbers):
-        n_hashed.append(numbers.numel())
-        return _splitmix_tensor(numbers)
-
-    monkeypatch.setattr("slurmgpu.llm.interface.sampling._splitmix_tensor", see)
-    found = _noise(keys, positions, n_tokens)
-    assert max(n_hashed) == NOISE_ROWS * n_tokens
-    monkeypatch.setattr("slurmgpu.llm.interface.sampling.NOISE_ROWS", len(keys))
-    assert torch.equal(_noise(keys, positions, n_tokens), found)
 
 
 def test_greedy_rows_take_the_most_likely_token(logits):

@@ -2,7 +2,7 @@
 
 A sample is therefore the same in every batch, on every path and at every attempt. The choice is the Gumbel-max trick
 (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030): the greatest of logit + noise is distributed as
-softmax(logits). The noise of token t is a hash of (key, place, t) by SplitMix64 (Steele, Lea and Flood 2014).
+softmax(logits), see `noise`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,15 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from slurmgpu.llm.interface.engine import Sampling
+from slurmgpu.llm.interface.noise import GOLDEN, add_noise, splitmix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-MASK = 2**64 - 1
-NOISE_BITS = 40
-NOISE_ROWS = 32
-"""Rows that are hashed at a time, since intermediate results are several times larger."""
-GREATEST = 1 - 2.0**-24
-"""The largest float32 below 1, where the noise would be infinite."""
-
 
 def mix(key: int, sample: int) -> int:
     """The key (63 bits) of one of an item's samples, from the item's seed."""
-    return _splitmix(_splitmix(key) + (sample + 1) * GOLDEN) >> 1
-
-
-def _splitmix(number: int) -> int:
-    z = (number + GOLDEN) & MASK
-    z = ((z ^ (z >> 30)) * MIX_1) & MASK
-    z = ((z ^ (z >> 27)) * MIX_2) & MASK
-    return z ^ (z >> 31)
+    return splitmix(splitmix(key) + (sample + 1) * GOLDEN) >> 1
 
 
 @dataclass(frozen=True)
@@ -95,9 +81,7 @@ def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
         found = logits.clone()
         found[sampled] = perturb(logits[sampled], rules.select(sampled), positions[sampled])
         return found
-    found = _warp(logits, rules)
-    found += _noise(rules.keys, positions, logits.shape[-1])
-    return found
+    return add_noise(_warp(logits, rules), rules.keys, positions)
 
 
 def perturb_all(logits: Tensor, rules: Rules, positions: Tensor, *, narrows: bool) -> Tensor:
@@ -114,7 +98,7 @@ def perturb_all(logits: Tensor, rules: Rules, positions: Tensor, *, narrows: boo
         least = _least_of_top(warped, rules.top_k, rules.top_p)
         least = torch.maximum(least, warped.amax(-1, keepdim=True) + rules.min_p.log()[:, None])
         warped = warped.masked_fill(warped < least, -torch.inf)
-    return torch.where(greedy, logits, warped + _noise(rules.keys, positions, logits.shape[-1]))
+    return torch.where(greedy, logits, add_noise(warped, rules.keys, positions))
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -151,34 +135,3 @@ def _least_of_top(warped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     stays = (ranks < top_k) & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
     n_stay = stays.sum(-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, n_stay - 1)
-
-
-def _noise(keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
-    """Independent standard Gumbel numbers; float32: (row, token)."""
-    import torch
-
-    streams = _splitmix_tensor(_splitmix_tensor(keys) + positions * _signed(GOLDEN))
-    tokens = torch.arange(1, n_tokens + 1, device=keys.device) * _signed(GOLDEN)
-    found = torch.empty(len(keys), n_tokens, device=keys.device)
-    for some, streams_of_some in zip(found.split(NOISE_ROWS), streams.split(NOISE_ROWS), strict=True):
-        hashed = _splitmix_tensor(streams_of_some[:, None] + tokens)
-        # Small numbers are dense in float32, and numbers near 1 are not: small u wins.
-        u = ((_shift(hashed, 64 - NOISE_BITS).float() + 0.5) * 2.0**-NOISE_BITS).clamp(max=GREATEST)
-        some.copy_(u.neg_().log1p_().neg_().log_().neg_())
-    return found
-
-
-def _splitmix_tensor(numbers: Tensor) -> Tensor:
-    z = numbers + _signed(GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(MIX_1)
-    z = (z ^ _shift(z, 27)) * _signed(MIX_2)
-    return z ^ _shift(z, 31)
-
-
-def _shift(numbers: Tensor, n_bits: int) -> Tensor:
-    # PyTorch's >> keeps the sign, and SplitMix64 needs unsigned numbers.
-    return (numbers >> n_bits) & ((1 << (64 - n_bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
