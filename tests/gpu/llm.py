@@ -593,39 +593,71 @@ def _seconds(machine: Machine, work: Callable[..., object], *arguments: Any) -> 
     return seconds_of(lambda: work(*arguments), machine.device)
 
 
-@finding()
+@finding(limit_s=60)
 def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
-    """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step of 64 rows, and the CPU's tokens."""
+    """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step by a graph, and the CPU's tokens.
+
+    That is the sampling of static batches, behind the step. In continuous batches it is part of the step's graph, where
+    a top_p alone takes a sort, which is measured and not held to that.
+    """
     import torch
 
     from slurmgpu.llm.interface.engine import Sampling
-    from slurmgpu.llm.interface.sampling import Rules, choose
+    from slurmgpu.llm.interface.sampling import Rules, choose, perturb
 
     n_tokens, n_rows = machine.pick(N_LARGE, N_TOY_LARGE), machine.pick(64, 4)
-    logits = torch.randn(n_rows, n_tokens, generator=torch.Generator().manual_seed(0)) * 3
+    logits = (torch.randn(n_rows, n_tokens, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
     keys, positions = list(range(n_rows)), torch.arange(n_rows)
-    figures, chosen, seconds = [], [], 0.0
-    for top_p in (1.0, 0.9):
-        sampling = [Sampling(temperature=1.0, top_p=top_p)] * n_rows
+    there, at = logits.to(machine.device), positions.to(machine.device)
+
+    def greatest(logits: torch.Tensor, rules: Rules, positions: torch.Tensor) -> torch.Tensor:
+        return perturb(logits, rules, positions).argmax(-1)
+
+    figures, n_off, seconds = [], 0, 0.0
+    for settings in ({}, {"top_p": 0.9}, {"top_k": 50}):
+        sampling = [Sampling(temperature=0.8, **settings)] * n_rows
         on_cpu = choose(logits, Rules.of(sampling, keys), positions)
-        there, rules, at = (
-            logits.to(machine.device),
-            Rules.of(sampling, keys, machine.device),
-            positions.to(machine.device),
-        )
-        chosen.append(int((choose(there, rules, at).cpu() != on_cpu).sum()))
-        seconds = best_of(5, lambda a=there, b=rules, c=at: choose(a, b, c), machine.device)  # type: ignore[misc]
+        rules = Rules.of(sampling, keys, machine.device)
+        behind = functools.partial(choose, there, rules, at)
+        within, found = _replayed(machine, functools.partial(greatest, there, rules, at))
+        times = [best_of(5, work, machine.device) for work in (behind, within)]
+        differ = [int((tokens.cpu() != on_cpu).sum()) for tokens in (behind(), found)]
+        n_off, seconds = max(n_off, *differ), max(seconds, times[0])
         figures.append(
-            f"top_p {top_p:g}: {seconds * 1e3:.2f} ms, {chosen[-1]} of {n_rows} tokens differ from the CPU's"
+            f"{settings or 'all tokens'}: {times[0] * 1e3:.2f} ms, in a graph {times[1] * 1e3:.2f} ms, "
+            f"{differ[0]} and {differ[1]} of {n_rows} tokens differ from the CPU's"
         )
     model = _engine(machine, precision="bf16", batching=machine.pick("continuous", "static"))._loaded.model
     rows = torch.ones(n_rows, 1, dtype=torch.int64, device=machine.device)
     with torch.inference_mode():
         step = best_of(5, lambda: model(input_ids=rows, use_cache=False), machine.device)
     figures.append(f"a step of the model {step * 1e3:.2f} ms")
-    # With top_p a rounding at the edge of the kept tokens may change one.
-    good = chosen[0] == 0 and chosen[1] <= 1 and (seconds <= SAMPLER_SHARE * step or not machine.on_gpu)
-    return hold(good, "; ".join(figures))
+    verdict = _by_graphs(machine, "bf16")[1].verdict
+    assert verdict is not None  # else _by_graphs raises
+    if verdict.trials:
+        most = max(verdict.trials, key=lambda trial: trial.n_rows)
+        step = most.slots_s
+        figures.append(f"by a graph, of {most.n_rows} rows, {step * 1e3:.2f} ms")
+    # A rounding at the edge of what top_p keeps, or of two scores that nearly tie, may change a token.
+    return hold(n_off <= 1 and (seconds <= SAMPLER_SHARE * step or not machine.on_gpu), "; ".join(figures))
+
+
+def _replayed(machine: Machine, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """The work as a CUDA graph, and what it sets; without a GPU the work itself, and a result."""
+    import torch
+
+    if not machine.on_gpu:
+        return work, work()
+    stream = torch.cuda.Stream(machine.device)
+    stream.wait_stream(torch.cuda.current_stream(machine.device))
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream(machine.device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = work()
+    graph.replay()
+    return graph.replay, found
 
 
 # Variants and other engines

@@ -18,6 +18,7 @@ import torch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.interface.sampling import Kinds
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
 from slurmgpu.llm.transformers_engine.continuous import Needs
@@ -298,7 +299,7 @@ def test_a_manager_that_fails_on_the_way_costs_no_answer(kind, folders, opened, 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
 def test_answers_that_differ_are_found_before_they_are_used(folders, opened, caplog, monkeypatch, sampling):
     if sampling:
-        monkeypatch.setattr(continuous_sampling, "perturb_all", lambda logits, *_, **__: logits)
+        monkeypatch.setattr(continuous_sampling, "perturb", lambda logits, *_: logits)
     else:
         model_runner = pytest.importorskip("transformers.generation.continuous_batching.model_runner")
         sample = model_runner.ModelRunner._sample
@@ -416,7 +417,7 @@ def test_on_a_gpu_the_manager_knows_of_the_sampler_and_of_the_context(context, p
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     loaded = SimpleNamespace(model=OnAGPU(), context=context)
-    sampled = continuous.settings(Needs(sampled=True), 9, loaded, flash=True)
+    sampled = continuous.settings(Needs(Kinds(free=True)), 9, loaded, flash=True)
     greedy = continuous.settings(Needs(), 9, loaded, flash=False)
     assert (sampled["max_memory_percent"], sampled["max_blocks_per_request"]) == (0.8, pages)
     assert not {"max_memory_percent", "max_blocks_per_request"} & set(greedy)

@@ -1,16 +1,15 @@
+import dataclasses
+import functools
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 
 from slurmgpu.llm.interface.engine import Sampling
-from slurmgpu.llm.interface.sampling import (
-    Rules,
-    choose,
-    log_probabilities,
-    mix,
-    perturb,
-)
+from slurmgpu.llm.interface.noise import add_noise
+from slurmgpu.llm.interface.sampling import Kinds, Rules, choose, log_probabilities, mix, perturb, restrict
 
 N_TOKENS = 40
 
@@ -37,11 +36,14 @@ def test_keys_of_samples_are_63_bits_and_all_differ():
     [
         ({}, lambda logits: logits),
         ({"temperature": 0.7}, lambda logits: logits / 0.7),
-        ({"temperature": 2.0, "top_k": 5}, lambda logits: only(logits / 2, logits >= logits.sort().values[-5])),
+        ({"temperature": 2.0, "top_k": 5}, lambda logits: top_k(logits / 2, 5)),
         ({"top_p": 0.8}, lambda logits: only(logits, top_p(logits, 0.8))),
-        ({"min_p": 0.1}, lambda logits: only(logits, logits.softmax(-1) >= 0.1 * logits.softmax(-1).max())),
+        ({"top_p": 0.5}, lambda logits: only(logits, top_p(logits, 0.5))),
+        ({"top_k": 6, "top_p": 0.8}, lambda logits: only(logits, top_p(top_k(logits, 6), 0.8))),
+        ({"top_p": 0.9, "min_p": 0.05}, lambda logits: only(only(logits, top_p(logits, 0.9)), is_likely(logits, 0.05))),
+        ({"min_p": 0.1}, lambda logits: only(logits, is_likely(logits, 0.1))),
     ],
-    ids=["temperature 1", "temperature", "top_k", "top_p", "min_p"],
+    ids=["temperature 1", "temperature", "top_k", "top_p", "small top_p", "top_k, top_p", "top_p, min_p", "min_p"],
 )
 def test_tokens_are_distributed_as_the_softmax_of_what_is_left(logits, sampling, expected):
     n_draws = 20_000
@@ -58,6 +60,14 @@ def test_tokens_are_distributed_as_the_softmax_of_what_is_left(logits, sampling,
 
 def only(logits, left):
     return logits.masked_fill(~left, -torch.inf)
+
+
+def top_k(logits, k):
+    return only(logits, logits >= logits.sort().values[-k])
+
+
+def is_likely(logits, share):
+    return logits.softmax(-1) >= share * logits.softmax(-1).max()
 
 
 def top_p(logits, share):
@@ -96,6 +106,125 @@ def test_a_row_does_not_depend_on_its_neighbours_or_their_rules():
     assert together.tolist() == [int(token) for token in alone]
     turned = choose(logits.flip(0), Rules.of(rules[::-1], [*range(6)][::-1]), positions.flip(0))
     assert turned.flip(0).tolist() == together.tolist()
+
+
+def least_kept(logits, sampling):
+    """The least logit of one row that top_k, top_p and min_p keep, by a sort."""
+    ordered = np.sort(logits.numpy())[::-1]
+    kept = ordered[: sampling.top_k or None]
+    weights = np.exp((kept - kept[0]).astype(np.float64))
+    before = weights.cumsum() - weights
+    share = float(np.float32(sampling.top_p))
+    n_kept = len(kept) if share == 1 else max(1, int((before < share * weights.sum()).sum()))
+    least_likely = ordered[0] + np.log(np.float32(sampling.min_p)) if sampling.min_p else -np.inf
+    return max(kept[n_kept - 1], least_likely)
+
+
+def random_sampling(rng):
+    return Sampling(
+        temperature=rng.choice([0.0, 0.6, 1.0, 1.0, 2.0]),
+        top_k=rng.choice([0, 0, 0, 1, 3, 50, 3000]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.1, 1e-50]),  # the last is 0 in float32
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+    )
+
+
+def random_logits(rng, n_rows, n_tokens):
+    """Logits flat or steep, some with ties, and some with tokens that do not exist."""
+    numbers = torch.Generator().manual_seed(rng.getrandbits(32))
+    logits = torch.randn(n_rows, n_tokens, generator=numbers) * rng.choice([0.0, 0.5, 3.0, 10.0])
+    if rng.random() < 0.3:
+        logits = logits.round()
+    if rng.random() < 0.3:
+        logits[:, 1:].masked_fill_(torch.rand(n_rows, n_tokens - 1, generator=numbers) < 0.3, -torch.inf)
+    return logits.to(rng.choice([torch.float32, torch.float32, torch.bfloat16]))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_are_those_of_a_sort_in_each_way_to_choose_them(seed):
+    rng = random.Random(seed)
+    for n_tokens in (1, 2, 40, 1000, 5000):
+        for n_different in (1, 2, 12):
+            logits, n_rows = random_logits(rng, 12, n_tokens), 12
+            samplings = [random_sampling(rng) for _ in range(n_different)] * (n_rows // n_different)
+            keys, positions = [rng.getrandbits(63) for _ in range(n_rows)], torch.arange(n_rows)
+            allowed = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+            allowed[:, 0] = True
+            free, held = logits, logits.masked_fill(~allowed, -torch.inf)
+            for given, mask in ((free, None), (held, allowed)):
+                expected = [expected_token(*each) for each in zip(given, samplings, keys, positions, strict=True)]
+                rules = Rules.of(samplings, keys)
+                assert choose(logits, rules, positions, mask).tolist() == expected
+                assert perturb(restrict(logits, mask), rules, positions).argmax(-1).tolist() == expected
+
+
+def expected_token(logits, sampling, key, position):
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    warped = logits.float() / sampling.temperature
+    scores = add_noise(warped[None], torch.tensor([key]), position[None])[0]
+    return int(only(scores, warped >= least_kept(warped, sampling)).argmax())
+
+
+SETTINGS = [{"top_p": 0.9}, {"top_p": 1e-50}, {"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}, {}]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_what_is_no_number_and_what_ties_is_kept_on_both_ways(sampling):
+    logits = torch.randn(6, N_TOKENS, generator=torch.Generator().manual_seed(2))
+    logits[0], logits[1] = 0.0, -torch.inf  # all tokens tie; none is possible
+    logits[2, 7] = torch.nan
+    logits[3, 8] = torch.inf
+    logits[4, 10:] = logits[4, :10].max()  # most tokens tie for the first place
+    logits[5, 9] = -torch.inf
+    n_draws = 50
+    rules = Rules.of([Sampling(temperature=1.0, **sampling)] * 6 * n_draws, range(6 * n_draws))
+    rows, positions = logits.repeat(n_draws, 1), torch.arange(6 * n_draws)
+    tokens = choose(rows, rules, positions)
+    assert torch.equal(tokens, perturb(rows, rules, positions).argmax(-1))
+    of_row = tokens.view(n_draws, 6).T
+    assert len(of_row[0].unique()) > 20
+    assert [of_row[row].unique().tolist() for row in (1, 2, 3)] == [[0], [7], [8]]
+    assert len(of_row[4][of_row[4] >= 10].unique()) > 15
+    assert 9 not in of_row[5]
+
+
+def test_tokens_are_chosen_without_a_sort_and_scores_without_reading_a_value(monkeypatch):
+    samplings = [Sampling(temperature=temperature, **each) for temperature in (0.0, 0.7) for each in SETTINGS]
+    rules, positions = Rules.of(samplings, range(12)), torch.arange(12)
+    for device in ("cpu", "meta"):  # the latter has no values
+        there = rules.select(torch.arange(12)) if device == "cpu" else Rules.of(samplings, range(12), device)
+        scores = perturb(torch.randn(12, N_TOKENS, device=device), there, positions.to(device))
+        assert (scores.shape, scores.dtype) == ((12, N_TOKENS), torch.float32)
+    with pytest.raises(NotImplementedError):
+        choose(torch.randn(12, N_TOKENS, device="meta"), Rules.of(samplings, range(12), "meta"), positions.to("meta"))
+    for name in ("sort", "argsort", "cumsum"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    without_top_k = [each for each in samplings if not each.top_k]
+    assert len(choose(torch.randn(8, N_TOKENS), Rules.of(without_top_k, range(8)), positions[:8])) == 8
+
+
+def test_rules_know_what_their_rows_ask_for():
+    greedy, free, narrow = Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.9, min_p=0.1)
+    top_k = Sampling(temperature=1.0, top_k=5, top_p=0.9)
+    assert Kinds.of([greedy, Sampling(top_k=3, top_p=0.5, min_p=0.1)]) == Kinds(greedy=True)
+    assert not Kinds.of([greedy]).sampled
+    assert Kinds.of([free]) == Kinds(free=True)
+    assert Kinds.of([narrow]) == Kinds(nucleus=True, min_p=True, scaled=True)
+    assert Kinds.of([top_k, dataclasses.replace(top_k, top_k=9)]) == Kinds(top_k=9)
+    everything = [greedy, free, narrow, top_k]
+    joined = functools.reduce(Rules.join, [Rules.of([each], [key]) for key, each in enumerate(everything)])
+    assert joined.kinds == Kinds.of(everything) == Kinds(True, True, 5, True, True, True)
+    # Rows of which the others are left: their kinds may be more than they are.
+    logits = torch.randn(4, N_TOKENS, generator=torch.Generator().manual_seed(3))
+    for rows in ([0], [1], [2], [3], [0, 0], [3, 1]):
+        some = torch.tensor(rows)
+        exact = Rules.of([everything[row] for row in rows], rows)
+        for found in (
+            choose(logits[some], joined.select(some), some),
+            perturb(logits[some], joined.select(some), some).argmax(-1),
+        ):
+            assert found.tolist() == choose(logits[some], exact, some).tolist()
 
 
 def test_greedy_rows_take_the_most_likely_token(logits):

@@ -8,7 +8,7 @@ softmax(logits), see `noise`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from slurmgpu.llm.interface.engine import Sampling
@@ -24,9 +24,48 @@ def mix(key: int, sample: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The sampling of a batch's rows: tensors with one value for each row."""
+class Kinds:
+    """What some row of a batch may ask for, known without reading a tensor.
 
+    A row is `greedy`, or `free` of top_k and top_p, or has a top_k, of which `top_k` is the greatest, or top_p alone
+    (`nucleus`). Beside that, rows may have a min_p, and be `scaled` by a temperature that is not 1.
+    """
+
+    greedy: bool = False
+    free: bool = False
+    top_k: int = 0
+    nucleus: bool = False
+    min_p: bool = False
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling]) -> Kinds:
+        """What these rows ask for."""
+        sampled = [each for each in samplings if each.temperature > 0]
+        return cls(
+            greedy=len(sampled) < len(samplings),
+            free=any(each.top_k == 0 and each.top_p == 1 for each in sampled),
+            top_k=max((each.top_k for each in sampled), default=0),
+            nucleus=any(each.top_k == 0 and each.top_p < 1 for each in sampled),
+            min_p=any(each.min_p > 0 for each in sampled),
+            scaled=any(each.temperature != 1 for each in sampled),
+        )
+
+    def __or__(self, other: Kinds) -> Kinds:
+        """What some row of either asks for."""
+        return Kinds(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some row may be sampled."""
+        return self.free or self.top_k > 0 or self.nucleus
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The sampling of a batch's rows: tensors with one value for each row, and what their `kinds` are."""
+
+    kinds: Kinds
     keys: Tensor
     temperature: Tensor
     top_k: Tensor
@@ -39,6 +78,7 @@ class Rules:
         import torch
 
         return cls(
+            Kinds.of(samplings),
             torch.tensor(keys, dtype=torch.int64, device=device),
             torch.tensor([each.temperature for each in samplings], dtype=torch.float32, device=device),
             torch.tensor([each.top_k for each in samplings], dtype=torch.int64, device=device),
@@ -48,57 +88,63 @@ class Rules:
 
     def select(self, rows: Tensor) -> Rules:
         """The rules of the rows with these indices."""
-        return Rules(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return Rules(self.kinds, *(each[rows] for each in self._tensors()))
 
     def join(self, other: Rules) -> Rules:
         """The rules of these rows and then of others."""
         import torch
 
-        return Rules(*(torch.cat([getattr(each, field.name) for each in (self, other)]) for field in fields(self)))
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        return Rules(self.kinds | other.kinds, *(torch.cat(pair) for pair in pairs))
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.keys, self.temperature, self.top_k, self.top_p, self.min_p]
 
 
 def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
     """The next token of each row: (row,), from `logits`: (row, token).
 
     `positions` counts the tokens in the row's answer so far: 0 for the first. `allowed`, of the shape of `logits`,
-    marks the tokens that a structure allows; None allows all.
+    marks the tokens that a structure allows; None allows all. They are the tokens of the greatest scores of `perturb`,
+    found without its sort.
     """
-    return perturb(restrict(logits, allowed), rules, positions).argmax(-1)
+    logits = restrict(logits, allowed)
+    if not rules.kinds.greedy:
+        return _draw(logits, rules, positions)
+    tokens = logits.argmax(-1)
+    if rules.kinds.sampled:
+        sampled = (rules.temperature > 0).nonzero()[:, 0]
+        tokens[sampled] = _draw(logits[sampled], rules.select(sampled), positions[sampled])
+    return tokens
 
 
 def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:
     """The logits, -inf where a token is not allowed."""
-    return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))
+    import torch
+
+    return logits if allowed is None else torch.where(allowed, logits, float("-inf"))
 
 
 def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
-    """Scores whose greatest is the row's next token; float32: (row, token). Greedy rows keep their logits."""
-    logits = logits.float()
-    sampled = (rules.temperature > 0).nonzero()[:, 0]
-    if not len(sampled):
-        return logits
-    if len(sampled) < len(logits):
-        found = logits.clone()
-        found[sampled] = perturb(logits[sampled], rules.select(sampled), positions[sampled])
-        return found
-    return add_noise(_warp(logits, rules), rules.keys, positions)
+    """Scores whose greatest is the row's next token; float32: (row, token). Greedy rows keep their logits.
 
-
-def perturb_all(logits: Tensor, rules: Rules, positions: Tensor, *, narrows: bool) -> Tensor:
-    """The scores of `perturb`, computed without reading any value, for CUDA graphs.
-
-    `narrows` says whether top_k, top_p or min_p of any row excludes tokens.
+    It is computed without reading any value, for CUDA graphs, and so in the same steps whatever the values are: where a
+    row has top_p alone, a sort. To halve the range of its least kept logit 32 times would read as much as the sort.
     """
     import torch
 
-    logits = logits.float()
-    greedy = (rules.temperature == 0)[:, None]
-    warped = logits / torch.where(greedy, 1.0, rules.temperature[:, None])
-    if narrows:
-        least = _least_of_top(warped, rules.top_k, rules.top_p)
-        least = torch.maximum(least, warped.amax(-1, keepdim=True) + rules.min_p.log()[:, None])
-        warped = warped.masked_fill(warped < least, -torch.inf)
-    return torch.where(greedy, logits, add_noise(warped, rules.keys, positions))
+    if not rules.kinds.sampled:
+        return logits.float()
+    kinds, warped = rules.kinds, _warp(logits, rules)
+    scores = add_noise(warped, rules.keys, positions)
+    if kinds.top_k > 0 or kinds.nucleus:
+        n_greatest = warped.shape[-1] if kinds.nucleus else kinds.top_k
+        least = _least_of_top(warped, rules.top_k, rules.top_p, n_greatest)
+        is_free = (rules.top_k == 0) & (rules.top_p >= 1)
+        scores.masked_fill_(warped < least.masked_fill(is_free[:, None], -torch.inf), -torch.inf)
+    if kinds.min_p:
+        scores.masked_fill_(warped < _least_of_min_p(warped, rules.min_p), -torch.inf)
+    return torch.where((rules.temperature == 0)[:, None], logits, scores) if kinds.greedy else scores
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -108,30 +154,86 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return found
 
 
-def _warp(logits: Tensor, rules: Rules) -> Tensor:
-    """Logits after temperature, top_k, top_p and min_p, in this order; -inf for excluded tokens."""
+def _draw(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
+    """The next token of each row, none of which is greedy: (row,)."""
     import torch
 
-    warped = logits / rules.temperature[:, None]
-    least = torch.full_like(warped[:, :1], -torch.inf)
-    narrow = ((rules.top_k > 0) | (rules.top_p < 1)).nonzero()[:, 0]
-    if len(narrow):
-        least[narrow] = _least_of_top(warped[narrow], rules.top_k[narrow], rules.top_p[narrow])
+    kinds, warped = rules.kinds, _warp(logits, rules)
+    scores = add_noise(warped, rules.keys, positions)
+    if kinds.min_p:
+        scores.masked_fill_(warped < _least_of_min_p(warped, rules.min_p), -torch.inf)
+    if kinds.top_k > 0:
+        rows = (rules.top_k > 0).nonzero()[:, 0] if kinds.free or kinds.nucleus else slice(None)
+        least = torch.full_like(warped[:, :1], -torch.inf)
+        least[rows] = _least_of_top(warped[rows], rules.top_k[rows], rules.top_p[rows], kinds.top_k)
+        scores.masked_fill_(warped < least, -torch.inf)
+    if not kinds.nucleus:
+        return scores.argmax(-1)
+    if not kinds.free and kinds.top_k == 0:
+        return _draw_of_nucleus(scores, warped, rules.top_p)
+    tokens = scores.argmax(-1)
+    rows = ((rules.top_k == 0) & (rules.top_p < 1)).nonzero()[:, 0]
+    tokens[rows] = _draw_of_nucleus(scores[rows], warped[rows], rules.top_p[rows])
+    return tokens
+
+
+def _draw_of_nucleus(scores: Tensor, warped: Tensor, top_p: Tensor) -> Tensor:
+    """The token of the greatest score among those that top_p keeps, for each row: (row,).
+
+    A token is kept if the tokens of greater logits have less than top_p of the mass. If the greatest score is not that
+    of a kept token, none of a smaller or equal logit is kept, and the greatest of the others is the next candidate.
+    Where the kept ones have the share m of the mass, at most -ln(m) candidates are refused on average: token i of the
+    others, of the share q, is one with the chance q / (m + all shares between).
+    """
+    import torch
+
+    weights = (warped - warped.amax(-1, keepdim=True)).exp_()
+    limits = top_p * weights.sum(-1, dtype=torch.float64)
+    tokens = scores.argmax(-1)
+    found, rows = tokens, torch.arange(len(tokens), device=tokens.device)
+    while True:
+        logits = warped.gather(-1, tokens[:, None])
+        before = weights.masked_fill(warped <= logits, 0).sum(-1, dtype=torch.float64)
+        refused = ((before >= limits) & (before > 0)).nonzero()[:, 0]
+        if not len(refused):
+            return found
+        rows, weights, limits, warped = rows[refused], weights[refused], limits[refused], warped[refused]
+        scores = scores[refused].masked_fill_(warped <= logits[refused], -torch.inf)
+        tokens = scores.argmax(-1)
+        found[rows] = tokens
+
+
+def _warp(logits: Tensor, rules: Rules) -> Tensor:
+    """The logits divided by their row's temperature, those of greedy rows by 1; float32."""
+    import torch
+
+    if not rules.kinds.scaled:
+        return logits.float()
+    return logits / torch.where(rules.temperature > 0, rules.temperature, 1)[:, None]
+
+
+def _least_of_min_p(warped: Tensor, min_p: Tensor) -> Tensor:
+    """The least logit that min_p keeps in each row: (row, 1)."""
     # p / max(p) is the exponential of a difference of logits; log(0) excludes nothing.
-    least = torch.maximum(least, warped.amax(-1, keepdim=True) + rules.min_p.log()[:, None])
-    return warped.masked_fill(warped < least, -torch.inf)
+    return warped.amax(-1, keepdim=True) + min_p.log()[:, None]
 
 
-def _least_of_top(warped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit that each row keeps: (row, 1). Ties with it are kept, too."""
+def _least_of_top(warped: Tensor, top_k: Tensor, top_p: Tensor, n_greatest: int) -> Tensor:
+    """The least logit that top_k and top_p keep in each row: (row, 1). Ties with it are kept, too.
+
+    It is one of the `n_greatest` greatest.
+    """
     import torch
 
     n_tokens = warped.shape[-1]
-    ordered = warped.sort(-1, descending=True).values
-    ranks = torch.arange(n_tokens, device=warped.device)
-    top_k = torch.where(top_k > 0, top_k, n_tokens)[:, None]
-    probabilities = ordered.masked_fill(ranks >= top_k, -torch.inf).softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    stays = (ranks < top_k) & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
-    n_stay = stays.sum(-1, keepdim=True).clamp(min=1)
+    if n_greatest < n_tokens:
+        ordered = warped.topk(n_greatest, -1).values
+    else:
+        n_greatest, ordered = n_tokens, warped.sort(-1, descending=True).values
+    in_top_k = torch.arange(n_greatest, device=warped.device) < torch.where(top_k > 0, top_k, n_tokens)[:, None]
+    # In float64 it makes no difference to a token in which order a device adds.
+    weights = (ordered - ordered[:, :1]).exp_().masked_fill_(~in_top_k, 0)
+    before = weights.cumsum(-1, dtype=torch.float64)
+    limits = torch.where(top_p < 1, top_p * before[:, -1], torch.inf)[:, None]
+    n_stay = (in_top_k & (before.sub_(weights) < limits)).sum(-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, n_stay - 1)

@@ -13,11 +13,12 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.batching import free_memory
 from slurmgpu.llm.interface.engine import EngineOptions, Place
+from slurmgpu.llm.interface.sampling import Kinds
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.grammars import Grammars
@@ -51,8 +52,7 @@ SAMPLING_SHARE = 0.8
 class Needs:
     """The features that a manager needs."""
 
-    sampled: bool = False
-    narrows: bool = False
+    kinds: Kinds = field(default_factory=Kinds)
     stops: bool = False
     logprobs: bool = False
     structured: bool = False
@@ -61,11 +61,12 @@ class Needs:
     def of(cls, requests: Sequence[Encoded]) -> Needs:
         """The needs of these requests."""
         all_sampling = [each.request.sampling for each in requests]
+        kinds = Kinds.of(all_sampling)
+        if kinds.sampled:
+            # Rows that pad a batch are greedy; and another manager would cost more than the others ever do.
+            kinds |= Kinds(greedy=True, free=True, scaled=True)
         return cls(
-            sampled=any(each.temperature > 0 for each in all_sampling),
-            narrows=any(
-                each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in all_sampling
-            ),
+            kinds,
             stops=any(each.stop for each in all_sampling),
             logprobs=any(each.logprobs for each in all_sampling),
             structured=any(each.structure is not None for each in all_sampling),
@@ -73,8 +74,17 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         """The needs of both."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Needs(*(mine or theirs for mine, theirs in pairs))
+        return Needs(
+            self.kinds | other.kinds,
+            stops=self.stops or other.stops,
+            logprobs=self.logprobs or other.logprobs,
+            structured=self.structured or other.structured,
+        )
+
+    @property
+    def changes(self) -> bool:
+        """Whether tokens are not chosen by the model's own scores alone."""
+        return self.kinds.sampled or self.structured
 
 
 def _is_8bit(model: Any) -> bool:
@@ -102,7 +112,7 @@ def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool, graphs:
         wanted["num_blocks"] = -(-max(CPU_TOKENS, 4 * longest) // CPU_PAGE)
         wanted["max_batch_tokens"] = CPU_BATCH_TOKENS
         return wanted
-    if needs.sampled or needs.structured:
+    if needs.changes:
         wanted["max_memory_percent"] = SAMPLING_SHARE
     if flash:
         wanted["max_blocks_per_request"] = -(-min(loaded.context, MOST_PAGED) // PAGE) + 1
@@ -401,16 +411,16 @@ class Continuous:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
         graphs = self._options.cuda_graphs is not False
         wanted = settings(needs, longest, self._loaded, flash=self._flash is not None, graphs=graphs)
-        known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+        known = {each.name for each in dataclasses.fields(ContinuousBatchingConfig)}
         if "page_size" in known:
             wanted.pop("block_size", None)
         manager = self._loaded.model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known}),
         )
-        if needs.sampled or needs.structured:
+        if needs.changes:
             grammars = self._grammars if needs.structured else None
-            manager.logit_processor = continuous_sampling.sampler(grammars, MOST_REQUESTS, narrows=needs.narrows)
+            manager.logit_processor = continuous_sampling.sampler(grammars, MOST_REQUESTS, needs.kinds)
         manager.warmup()
         # Each stop of the manager collects garbage; frozen objects are skipped.
         gc.collect()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.sampling import Rules, perturb_all, restrict
+from slurmgpu.llm.interface.sampling import Kinds, Rules, perturb, restrict
 from slurmgpu.llm.prompts.codec import Encoded
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher, unpack
 
@@ -77,11 +77,10 @@ class Masks:
         return scores if self._bits is None else restrict(scores, unpack(self._bits[: len(scores)], scores.shape[-1]))
 
 
-def sampler(grammars: Grammars | None, n_rows: int, *, narrows: bool) -> Any:
+def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
     """The manager's `logit_processor`: the greatest score is the request's next token.
 
-    With `grammars`, requests may have structures, in batches of at most `n_rows`. `narrows` says whether any request
-    has top_k, top_p or min_p; if not, nothing is sorted.
+    With `grammars`, requests may have structures, in batches of at most `n_rows`. `kinds` is what they may ask for.
     """
     import torch
     from transformers import LogitsProcessorList
@@ -113,7 +112,7 @@ def sampler(grammars: Grammars | None, n_rows: int, *, narrows: bool) -> Any:
         def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
             rules, positions = _unpack(logits_processor_args[:, : scores.shape[0]])
             allowed = scores if masks is None else masks.apply(scores)
-            return perturb_all(allowed, rules, positions, narrows=narrows)
+            return perturb(allowed, rules, positions)
 
     def _pack(states: list[Any]) -> Tensor:
         rows = [(state, state.logit_processor_kwargs.get(ARGUMENT, (0, 0, 0.0, 0, 1.0, 0.0))) for state in states]
@@ -126,6 +125,6 @@ def sampler(grammars: Grammars | None, n_rows: int, *, narrows: bool) -> Any:
     def _unpack(lanes: Tensor) -> tuple[Rules, Tensor]:
         keys = lanes[:2].T.contiguous().view(torch.int64)[:, 0]
         temperature, top_p, min_p = (lanes[place].contiguous().view(torch.float32) for place in (4, 5, 6))
-        return Rules(keys, temperature, lanes[3].long(), top_p, min_p), lanes[2].long()
+        return Rules(kinds, keys, temperature, lanes[3].long(), top_p, min_p), lanes[2].long()
 
     return Sampler()
