@@ -5,10 +5,16 @@ The number of token t is a hash of (key, place, t) by SplitMix64 (Steele, Lea an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Kernel = Callable[["Tensor", "Tensor"], "Tensor"]
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = 2**64 - 1
@@ -18,6 +24,25 @@ GREATEST = 1 - 2.0**-24
 TILE = 1 << 15
 """Numbers that a CPU's core computes at a time, 20 bytes each: more would not stay in its cache."""
 GPU_TILE = 1 << 22
+KERNEL = """
+template <typename T> T gumbel_of_two(T stream, T pair) {
+  unsigned long long found = 0;
+  for (int i = 0; i < 2; ++i) {
+    unsigned long long steps = 2 * (unsigned long long)pair + i + 2;
+    unsigned long long z = (unsigned long long)stream + steps * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z = (z ^ (z >> 31)) >> 24;
+    float u = fminf(((float)z + 0.5f) * 0x1p-40f, 0x1.fffffep-1f);
+    found |= (unsigned long long)__float_as_uint(-logf(-log1pf(-u))) << (32 * i);
+  }
+  return (T)found;
+}
+"""
+"""The numbers of two tokens for a stream, in C++ for CUDA. T is int64: all that PyTorch passes is of one type."""
+OFF = 1e-5
+"""How far they may be from those of PyTorch's own operations: logarithms round."""
+_kernels: dict[Any, Kernel | None] = {}
 
 
 def splitmix(number: int) -> int:
@@ -35,16 +60,78 @@ def add_noise(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """
     import torch
 
-    n_rows, n_tokens = logits.shape
     streams = _splitmix(_splitmix(keys) + positions * _signed(GOLDEN))
+    kernel = _kernel_of(logits.device)
+    if kernel is None:
+        return _add_in_tiles(logits, streams)
+    found = _by_kernel(kernel, streams, logits.shape[-1])
+    return torch.add(logits, found, out=found)
+
+
+def prepare(device: Any) -> None:
+    """Compile and check the kernel of a device, which no capture of a CUDA graph may do."""
+    if device.type == "cuda" and device not in _kernels:
+        _kernels[device] = _checked(_make_kernel, device)
+
+
+def _kernel_of(device: Any) -> Kernel | None:
+    """What computes the noise in one pass on this device, if that is possible."""
+    import torch
+
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        prepare(device)
+    return _kernels.get(device)
+
+
+def _make_kernel() -> Kernel:
+    """KERNEL, compiled by NVRTC, which is part of PyTorch with CUDA, and needs no compiler and no Triton."""
+    from torch.cuda.jiterator import _create_jit_fn
+
+    made: Kernel = _create_jit_fn(KERNEL)
+    return made
+
+
+def _checked(make: Callable[[], Kernel], device: Any) -> Kernel | None:
+    """A kernel whose numbers are those of PyTorch's own operations; None, and a line in the log, if there is none."""
+    import torch
+
+    streams = _splitmix(torch.arange(8, device=device))
+    n_tokens = 4097
+    try:
+        kernel = make()
+        found = _by_kernel(kernel, streams, n_tokens)
+        off = float((found - _add_in_tiles(torch.zeros_like(found), streams)).abs().max())
+    except Exception as error:  # NVRTC's, or that of a PyTorch with another interface
+        log.warning("random numbers take many kernels: %s", f"{type(error).__name__}: {str(error)[-200:].strip()}")
+        return None
+    if not off <= OFF:
+        log.warning("random numbers take many kernels: those of one are off by %.2g", off)
+        return None
+    log.info("random numbers by one kernel, %s", f"off by {off:.2g}" if off else "with the same bits")
+    return kernel
+
+
+def _by_kernel(kernel: Kernel, streams: Tensor, n_tokens: int) -> Tensor:
+    import torch
+
+    pairs = torch.arange((n_tokens + 1) // 2, device=streams.device)
+    return kernel(streams[:, None], pairs[None]).view(torch.float32)[:, :n_tokens]
+
+
+def _add_in_tiles(logits: Tensor, streams: Tensor) -> Tensor:
+    """The sum by PyTorch's own operations, in place, on so many numbers at a time as a cache holds."""
+    import torch
+
+    n_rows, n_tokens = logits.shape
+    device = logits.device
     # Token t is hashed from the state (t + 1) * GOLDEN behind its stream's, to which SplitMix64 adds another one.
-    steps = torch.arange(2, n_tokens + 2, device=keys.device) * _signed(GOLDEN)
-    found = torch.empty(n_rows, n_tokens, device=keys.device)
-    size = TILE * torch.get_num_threads() if keys.device.type == "cpu" else GPU_TILE
+    steps = torch.arange(2, n_tokens + 2, device=device) * _signed(GOLDEN)
+    found = torch.empty(n_rows, n_tokens, device=device)
+    size = TILE * torch.get_num_threads() if device.type == "cpu" else GPU_TILE
     width = max(1, min(n_tokens, size))
     height = max(1, min(n_rows, size // width))
-    memory = torch.empty(2, height * width, dtype=torch.int64, device=keys.device)
-    floats = torch.empty(height * width, device=keys.device)
+    memory = torch.empty(2, height * width, dtype=torch.int64, device=device)
+    floats = torch.empty(height * width, device=device)
     for first in range(0, n_rows, height):
         rows = slice(first, first + height)
         for start in range(0, n_tokens, width):

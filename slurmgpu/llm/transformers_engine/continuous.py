@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slurmgpu.llm.interface import noise
 from slurmgpu.llm.interface.batching import free_memory
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.interface.sampling import Kinds
@@ -420,6 +421,7 @@ class Continuous:
         )
         if needs.changes:
             grammars = self._grammars if needs.structured else None
+            noise.prepare(self._loaded.model.device)
             manager.logit_processor = continuous_sampling.sampler(grammars, MOST_REQUESTS, needs.kinds)
         manager.warmup()
         # Each stop of the manager collects garbage; frozen objects are skipped.
