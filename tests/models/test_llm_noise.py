@@ -88,17 +88,18 @@ CALLER = """
 #include <cstring>
 static unsigned __float_as_uint(float number) { unsigned bits; std::memcpy(&bits, &number, 4); return bits; }
 %s
-extern "C" void compute(long n_rows, long n_pairs, const long long* streams, const long long* pairs, long long* found) {
+typedef long long T;
+extern "C" void compute(long n_rows, long n_pairs, const T* keys, const T* positions, const T* pairs, T* found) {
   for (long row = 0; row < n_rows; ++row)
     for (long at = 0; at < n_pairs; ++at)
-      found[row * n_pairs + at] = gumbel_of_two<long long>(streams[row], pairs[at]);
+      found[row * n_pairs + at] = gumbel_of_two<T>(keys[row], positions[row], pairs[at]);
 }
 """
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    """The kernel as PyTorch calls it: int64 (row, 1) and (1, pair) give int64 (row, pair)."""
+    """The kernel as PyTorch calls it: int64 (row, 1), (row, 1) and (1, pair) give int64 (row, pair)."""
     folder = tmp_path_factory.mktemp("kernel")
     (folder / "kernel.cpp").write_text(CALLER % noise.KERNEL)
     command = [
@@ -114,12 +115,12 @@ def kernel(tmp_path_factory):
     subprocess.run(command, cwd=folder, check=True)
     compiled = ctypes.CDLL(str(folder / "kernel.so")).compute
 
-    def compute(streams, pairs):
-        assert (streams.dtype, pairs.dtype, streams.shape[1], pairs.shape[0]) == (torch.int64, torch.int64, 1, 1)
-        found = np.empty((streams.shape[0], pairs.shape[1]), np.int64)
-        arrays = [np.ascontiguousarray(streams.numpy()), np.ascontiguousarray(pairs.numpy()), found]
-        addresses = [ctypes.c_void_p(each.ctypes.data) for each in arrays]
-        compiled(ctypes.c_long(found.shape[0]), ctypes.c_long(found.shape[1]), *addresses)
+    def compute(keys, positions, pairs):
+        found = np.empty((len(keys), pairs.shape[1]), np.int64)
+        given = keys.expand(len(keys), 1), positions.expand(len(keys), 1), pairs.expand(1, -1)
+        assert {each.dtype for each in given} == {torch.int64}
+        arrays = [*(np.ascontiguousarray(each.numpy()) for each in given), found]
+        compiled(*map(ctypes.c_long, found.shape), *(ctypes.c_void_p(each.ctypes.data) for each in arrays))
         return torch.from_numpy(found)
 
     return compute
@@ -145,13 +146,13 @@ def test_a_kernel_is_used_if_its_numbers_are_right(caplog, kernel):
     caplog.set_level(logging.INFO)
     assert noise._checked(lambda: kernel, CPU) is kernel
     assert "random numbers by one kernel" in caplog.text
-    right = lambda streams, pairs: by_pytorch(streams, 2 * pairs.shape[1]).view(torch.int64)  # noqa: E731
+    right = lambda keys, positions, pairs: by_pytorch(keys, positions, 2 * pairs.shape[1])  # noqa: E731
     assert noise._checked(lambda: right, CPU) is right
     assert "random numbers by one kernel, with the same bits" in caplog.text
 
 
-def by_pytorch(streams, n_tokens):
-    return noise._add_in_tiles(torch.zeros(len(streams), n_tokens), streams[:, 0])
+def by_pytorch(keys, positions, n_tokens):
+    return noise._add_in_tiles(torch.zeros(len(keys), n_tokens), keys[:, 0], positions[:, 0]).view(torch.int64)
 
 
 def no_compiler():
@@ -162,8 +163,8 @@ def no_compiler():
     ("make", "reason"),
     [
         (no_compiler, "RuntimeError: Error in dlopen: libnvrtc.so.13: cannot open"),
-        (lambda: lambda streams, pairs: streams + pairs, "those of one are off by"),
-        (lambda: lambda streams, pairs: (0 * (streams + pairs)).double().fill_(torch.nan), "those of one are off by"),
+        (lambda: lambda keys, positions, pairs: keys + pairs, "those of one are off by"),
+        (lambda: lambda keys, positions, pairs: (keys + pairs).double().fill_(torch.nan), "those of one are off by"),
     ],
     ids=["no NVRTC", "other numbers", "no numbers"],
 )

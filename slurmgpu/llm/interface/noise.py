@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Kernel = Callable[["Tensor", "Tensor"], "Tensor"]
+Kernel = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = 2**64 - 1
@@ -25,21 +25,26 @@ TILE = 1 << 15
 """Numbers that a CPU's core computes at a time, 20 bytes each: more would not stay in its cache."""
 GPU_TILE = 1 << 22
 KERNEL = """
-template <typename T> T gumbel_of_two(T stream, T pair) {
-  unsigned long long found = 0;
+template <typename T> T splitmix(T number) {
+  T z = number + 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+template <typename T> T gumbel_of_two(T key, T position, T pair) {
+  typedef unsigned long long U;
+  const U golden = 0x9E3779B97F4A7C15ull;
+  const U stream = splitmix(splitmix((U)key) + (U)position * golden);
+  U found = 0;
   for (int i = 0; i < 2; ++i) {
-    unsigned long long steps = 2 * (unsigned long long)pair + i + 2;
-    unsigned long long z = (unsigned long long)stream + steps * 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z = (z ^ (z >> 31)) >> 24;
-    float u = fminf(((float)z + 0.5f) * 0x1p-40f, 0x1.fffffep-1f);
-    found |= (unsigned long long)__float_as_uint(-logf(-log1pf(-u))) << (32 * i);
+    U number = splitmix(stream + (2 * (U)pair + i + 1) * golden) >> 24;
+    float u = fminf(((float)number + 0.5f) * 0x1p-40f, 0x1.fffffep-1f);
+    found |= (U)__float_as_uint(-logf(-log1pf(-u))) << (32 * i);
   }
   return (T)found;
 }
 """
-"""The numbers of two tokens for a stream, in C++ for CUDA. T is int64: all that PyTorch passes is of one type."""
+"""The numbers of two tokens, in C++ for CUDA. T is int64: all that PyTorch passes is of one type."""
 OFF = 1e-5
 """How far they may be from those of PyTorch's own operations: logarithms round."""
 _kernels: dict[Any, Kernel | None] = {}
@@ -60,11 +65,10 @@ def add_noise(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """
     import torch
 
-    streams = _splitmix(_splitmix(keys) + positions * _signed(GOLDEN))
     kernel = _kernel_of(logits.device)
     if kernel is None:
-        return _add_in_tiles(logits, streams)
-    found = _by_kernel(kernel, streams, logits.shape[-1])
+        return _add_in_tiles(logits, keys, positions)
+    found = _by_kernel(kernel, keys, positions, logits.shape[-1])
     return torch.add(logits, found, out=found)
 
 
@@ -95,12 +99,11 @@ def _checked(make: Callable[[], Kernel], device: Any) -> Kernel | None:
     """A kernel whose numbers are those of PyTorch's own operations; None, and a line in the log, if there is none."""
     import torch
 
-    streams = _splitmix(torch.arange(8, device=device))
-    n_tokens = 4097
+    keys, n_tokens = torch.arange(8, device=device), 4097
     try:
         kernel = make()
-        found = _by_kernel(kernel, streams, n_tokens)
-        off = float((found - _add_in_tiles(torch.zeros_like(found), streams)).abs().max())
+        found = _by_kernel(kernel, keys, 7 * keys, n_tokens)
+        off = float((found - _add_in_tiles(torch.zeros_like(found), keys, 7 * keys)).abs().max())
     except Exception as error:  # NVRTC's, or that of a PyTorch with another interface
         log.warning("random numbers take many kernels: %s", f"{type(error).__name__}: {str(error)[-200:].strip()}")
         return None
@@ -111,19 +114,20 @@ def _checked(make: Callable[[], Kernel], device: Any) -> Kernel | None:
     return kernel
 
 
-def _by_kernel(kernel: Kernel, streams: Tensor, n_tokens: int) -> Tensor:
+def _by_kernel(kernel: Kernel, keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
     import torch
 
-    pairs = torch.arange((n_tokens + 1) // 2, device=streams.device)
-    return kernel(streams[:, None], pairs[None]).view(torch.float32)[:, :n_tokens]
+    pairs = torch.arange((n_tokens + 1) // 2, device=keys.device)
+    return kernel(keys[:, None], positions[:, None], pairs[None]).view(torch.float32)[:, :n_tokens]
 
 
-def _add_in_tiles(logits: Tensor, streams: Tensor) -> Tensor:
+def _add_in_tiles(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """The sum by PyTorch's own operations, in place, on so many numbers at a time as a cache holds."""
     import torch
 
     n_rows, n_tokens = logits.shape
     device = logits.device
+    streams = _splitmix(_splitmix(keys) + positions * _signed(GOLDEN))
     # Token t is hashed from the state (t + 1) * GOLDEN behind its stream's, to which SplitMix64 adds another one.
     steps = torch.arange(2, n_tokens + 2, device=device) * _signed(GOLDEN)
     found = torch.empty(n_rows, n_tokens, device=device)
