@@ -5,7 +5,8 @@
 A task is timed whole, from the start of its process to its end: Submitit's `_submit`, which is what srun starts on a
 node, the task, its worker, every claim and every fsync. The workload makes a number and a short text for each item; the
 fraction of a microsecond that it takes for an item is counted in. Baseline: a bare loop over the same items in one
-process, which writes one file with h5py at its end.
+process, which writes one file with h5py at its end. Beside it stands what the operations on files of a shard take
+alone: a claim, a file of as many bytes with its fsync, its link, and the removal of its first name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     sizes, n_rounds = (QUICK_SIZES, 1) if arguments.quick else (SIZES, N_ROUNDS)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        measured = [measure(Path(folder), *size, n_rounds) for size in sizes]
+        alone: list[float] = []
+        measured = [measure(Path(folder), *size, n_rounds, alone) for size in sizes]
     print(f"seconds, median of {n_rounds}")
     rows = [
         (f"{n_shards:,} shards, {n_items:,} items", f"{task:.2f}", f"{bare:.2f}", f"{task / bare:.1f}")
@@ -54,16 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print_table(("run", "array task", "bare loop", "ratio"), rows)
     met = judge_fit(sizes, [task for task, _ in measured])
+    print(f"the operations on files of a shard alone: {statistics.median(alone) * 1e3:.2f} ms, {_span(alone)} by round")
     return 0 if met else 1
 
 
-def measure(folder: Path, n_shards: int, n_items: int, n_rounds: int) -> tuple[float, float]:
-    """Seconds of the array task and of the bare loop: medians of runs in turns."""
+def measure(folder: Path, n_shards: int, n_items: int, n_rounds: int, alone: list[float]) -> tuple[float, float]:
+    """Seconds of the array task and of the bare loop: medians of runs in turns.
+
+    Adds to `alone` the seconds that the operations on files of a shard take in each round.
+    """
     rounds = []
     for number in range(n_rounds):
         project = folder / f"{n_shards}-{n_items}-{number}"
         run_file = write_project(project, n_items, f"{SMALL_ROWS}:SmallRows", shard_items=n_items // n_shards)
         rounds.append((array_task(run_file), bare_loop(project)))
+        alone.append(
+            operations_on_files(project / "alone", next((project / "run" / "shards").iterdir()).stat().st_size)
+        )
     tasks, loops = zip(*rounds, strict=True)
     return statistics.median(tasks), statistics.median(loops)
 
@@ -84,6 +93,29 @@ def check(run: Run) -> None:
     [record] = run.attempts()
     if len(run.published()) != run.plan.n_shards or record["deaths"] or record["n_errors"]:
         raise RuntimeError(f"the run was not computed as it should: {record}")
+
+
+def operations_on_files(folder: Path, n_bytes: int, n_shards: int = 200) -> float:
+    """Seconds of a shard's operations on files without anything that computes: mean of so many shards."""
+    content = os.urandom(n_bytes)
+    for name in ("claims", "shards"):
+        (folder / name).mkdir(parents=True)
+    start = time.perf_counter()
+    for shard in range(n_shards):
+        claim = os.open(folder / "claims" / str(shard), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.write(claim, b" " * 1024)
+        os.close(claim)
+        partial = folder / "shards" / f"{shard}.partial"
+        with open(partial, "wb", buffering=0) as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        partial.with_suffix(".h5").hardlink_to(partial)
+        partial.unlink()
+    return (time.perf_counter() - start) / n_shards
+
+
+def _span(seconds: Sequence[float]) -> str:
+    return f"{min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
 
 
 def bare_loop(project: Path) -> float:
