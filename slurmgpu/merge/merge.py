@@ -214,10 +214,12 @@ def _partials(run: Run) -> dict[str, tuple[int, int]]:
 def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Joined | None, check: Check) -> None:
     """Remove unfinished shards that did not change during the merge, and damaged ones that were replaced."""
     aside = set() if joined is None else {path.stem for path, _ in joined.aside}
+    files = run.shard_files()
     for name in checked(list_names(run.shards), check):
         stem = name.removesuffix(".txt").removesuffix(".damaged")
         which = run.revision_of(f"{stem}.h5") if ".damaged" in name else None
-        if joined and which and which[0] in joined.shards and stem not in aside:
+        is_replaced = which is not None and max(files.get(which[0], [0])) >= which[1]
+        if joined and which and which[0] in joined.shards and is_replaced and stem not in aside:
             with contextlib.suppress(IsADirectoryError, PermissionError):  # not our file
                 remove(run.shards / name)
     unchanged = _partials(run)

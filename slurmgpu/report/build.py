@@ -108,6 +108,7 @@ class _Later(TypedDict, total=False):
     summary: Mapping[str, Any] | None
     not_finite: dict[str, dict[str, int]] | None
     damaged_records: list[str]
+    damaged_revisions: dict[str, str]
     unreadable_records: list[str]
     ledger: Ledger | None
     resubmit_failed: str | None
@@ -187,6 +188,7 @@ def build_report(
         "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
         "attempts": attempts,
         "damaged_records": [name for name, why in left_out.items() if why is Unread.DAMAGED],
+        "damaged_revisions": run.damaged_revisions(),
         "unreadable_records": [name for name, why in left_out.items() if why is Unread.UNREADABLE],
         "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
         "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),

@@ -366,15 +366,24 @@ class Run:
 
     def damaged(self) -> dict[int, str]:
         """Shards that a merge set aside and that were not computed since, with what was wrong with them."""
-        found = {}
+        return {shard: why for (shard, revision), why in self._set_aside().items() if not revision}
+
+    def damaged_revisions(self) -> dict[str, str]:
+        """The same of files with items that were computed again: by their names."""
+        found = sorted(self._set_aside().items())
+        return {self.revision_path(*numbers).name: why for numbers, why in found if numbers[1]}
+
+    def _set_aside(self) -> dict[tuple[int, int], str]:
+        """What was wrong with files that a merge set aside, by shard and revision; without those replaced since."""
+        found, files = {}, self.shard_files()
         for name in list_names(self.shards):
             numbers = self.revision_of(name.removesuffix(".damaged.txt") + ".h5")
-            if name.endswith(".damaged.txt") and numbers is not None and not numbers[1]:
-                number, _ = numbers
+            if name.endswith(".damaged.txt") and numbers is not None:
+                shard, revision = numbers
                 with contextlib.suppress(OSError):  # it cannot be read, or is gone
-                    if not exists(self.revision_path(number, 0)):
-                        found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
-        return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
+                    if max(files.get(shard, [-1])) < revision:
+                        found[shard, revision] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
+        return {numbers: why.decode("utf-8", "replace").strip() for numbers, why in found.items()}
 
     def attempts(self) -> list[Record]:
         """The records of attempts, by start; without those that cannot be used."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from slurmgpu import results
+from slurmgpu.cli.views.tables import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.executors.submission import merge_by_hand
 from slurmgpu.merge import join as joins
@@ -313,7 +314,7 @@ def test_failed_items_are_computed_again_and_no_others(run):
     assert (by["attempt"], by["revisions"][0]["items"]) == ("local1_0.0", [[6, 7], [8, 9]])
 
 
-def test_a_revision_that_is_damaged_leaves_the_former_rows(run):
+def test_a_revision_that_is_damaged_leaves_the_former_rows_and_is_named(run, capsys):
     publish_all(run)
     publish(run, 1, failed={6})
     write_recompute(run.folder, failed_again(run, 2))
@@ -323,8 +324,15 @@ def test_a_revision_that_is_damaged_leaves_the_former_rows(run):
     report = merge(run)
     assert (report["complete"], report["n_errors"]) == (True, 1)
     assert not path.exists()
-    assert merged_rows(run) == {**ALL_GOOD, 6: None}
+    for _ in range(2):
+        assert merged_rows(run) == {**ALL_GOOD, 6: None}
+        assert list(report["damaged_revisions"]) == ["00001.r1.h5"]
+        show_report(report)
+        assert "damaged: shards/00001.r1.h5, of items that were computed again: " in capsys.readouterr().out
+        report = merge(run)
     assert failed_again(run, 3).shards == {1: Again(1, [(6, 7)])}
+    publish_again(run, 2)
+    assert merge(run)["damaged_revisions"] == {}
 
 
 def test_a_second_publication_of_a_revision_changes_nothing(run):

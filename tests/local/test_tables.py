@@ -224,6 +224,7 @@ def test_gpus_of_a_tasks_other_nodes_count(tmp_path, capsys):
 
 OF_LATER_REPORTS = (
     *("summary", "damaged_records", "unreadable_records", "ledger", "image", "not_finite", "computed_with"),
+    "damaged_revisions",
 )
 OF_LATER_ATTEMPTS = (
     *("state", "updated", "shard", "progress", "n_nodes", "usage", "idle_gpu", "bad_node", "phases", "shards"),

@@ -147,6 +147,9 @@ def show_report(report: Report) -> None:
     _show_holes(console, report)
     _show_errors(console, report)
     _show_attempts(console, report)
+    for name, why in (report.get("damaged_revisions") or {}).items():
+        result(f"damaged: shards/{plain(name)}, of items that were computed again: {plain(why)}")
+        result("  Their rows are those of before, unless merged.h5 had the new ones.")
     for name in report.get("damaged_records") or ():
         result(f"record damaged: tasks/{name}.json; the work of attempt {name} is unknown")
     for name in report.get("unreadable_records") or ():
