@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
 from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.selection import Selection, Source
@@ -60,15 +60,29 @@ class BesideItems:
                     values = {**dict(zip(own, row, strict=True)), **{f"{PREFIX}{k}": v for k, v in data.items()}}
                     yield tuple(values.get(name) for name in self.columns)
 
+    def refuse_unknown_fields(self) -> None:
+        """Raise SlurmGPUError if no chosen item has a field that was asked for.
+
+        All are read where the first ones lack it.
+        """
+        wanted = [name.removeprefix(PREFIX) for name in self.columns if name.startswith(PREFIX)]
+        known = set[str]()
+        for fields in self._fields_met() if wanted else ():
+            known.update(fields)
+            if known.issuperset(wanted):
+                return
+        if known and (unknown := next((name for name in wanted if name not in known), None)) is not None:
+            raise SlurmGPUError(f"No item has the field {unknown!r}.{did_you_mean(unknown, known)}")
+
     def _fields(self) -> list[str]:
         """The fields of all chosen items, in the order in which they are met."""
-        found: dict[str, None] = {}
+        return list(dict.fromkeys(name for fields in self._fields_met() for name in fields))
+
+    def _fields_met(self) -> Iterator[Iterable[str]]:
         indices = (row[0] for row in Selection(self.source, ["index"], self.where).plain_rows())
         with open_items(self.run) as read:
             while some := list(islice(indices, _AT_ONCE)):
-                for data in _data(read, some):
-                    found |= dict.fromkeys(data)
-        return list(found)
+                yield from _data(read, some)
 
 
 def refuse_bare_fields(run: Run, names: Sequence[str], known: Collection[str]) -> None:

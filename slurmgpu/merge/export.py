@@ -235,6 +235,7 @@ def _written_in_lines(rows: RunRows | FileRows, write: Callable[[PlainRows], int
     if isinstance(rows, FileRows):
         raise SlurmGPUError("A merged file alone has no items: export the run directory.")
     selection = BesideItems(rows, rows.run, chosen.columns, chosen.where)
+    selection.refuse_unknown_fields()
     return _exported(rows, write(selection), selection)
 
 

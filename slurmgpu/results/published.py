@@ -4,9 +4,9 @@
     for row in rows.rows(10, 20):       # the items 10 to 19, in input order, without those that have no row yet
         print(row.index, row.error or row["text"])
 
-`blocks` has the same rows as ranges of open files, for those that read columns. `open_shard` opens one shard, for those
-that wait for it. Every byte is verified before it is returned. A damaged shard counts as missing until a merge or
-another task replaces it, and is named in `problems`.
+`blocks` has the same rows as ranges of open files, for those that read columns. Every byte is verified before it is
+returned. A damaged shard counts as missing until a merge or another task replaces it, and is named in `problems`; of
+one that was computed again, merged.h5 or the revision before it is read in its place.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RunRows:
         return n_rows
 
     def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-        """The items from `start` to `stop` - 1 that have a row, as spans; a damaged shard is not known yet."""
+        """The items from `start` to `stop` - 1 that have a row, as spans; a damaged shard that was not read counts."""
         first, last = self._among_runs(start, stop)
         size, found = self.run.plan.shard_items, list[tuple[int, int]]()
         for is_there, group in groupby(
@@ -180,18 +180,43 @@ class RunRows:
 
     def _shard_blocks(self, shard: int, start: int, stop: int, n_bytes: int) -> Iterator[Block]:
         first, last = self.run.plan.bounds(shard)
-        newest, *older = self._files[shard][::-1]
-        file = open_shard(self.run, shard, newest, self.problems, self._verified)
+        *older, newest = self._files[shard]
+        damaged: list[str] = []
+        file = self._open(shard, newest, damaged)
         if file is None and self.merged is not None:
             places = np.searchsorted(self._items, (first, last))
             if places[0] < places[1]:
+                self._add_problems(damaged, "the rows in merged.h5 take its place")
                 yield from self._merged_blocks(max(start, first), last, stop, n_bytes)
                 return
-        for revision in older:
-            file = file or open_shard(self.run, shard, revision, self.problems, self._verified)
-        if file is not None:
-            with file:
-                yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
+        for revision in reversed(older):
+            file = file or self._open(shard, revision, damaged)
+        if file is None:
+            self._kinds[shard] = _MISSING
+            self._add_problems(damaged, "its rows count as missing")
+            return
+        self._add_problems(damaged, "the rows from before its items were computed again take its place")
+        with file:
+            yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
+
+    def _open(self, shard: int, revision: int, damaged: list[str]) -> Merged | None:
+        """A published shard whose every byte is verified; None if it is missing, or damaged, which `damaged` gets."""
+        path = self.run.revision_path(shard, revision)
+        try:
+            _verify(path, self.run, shard, self._verified)
+            return Merged(path)
+        except FileNotFoundError:
+            return None  # set aside by a merge meanwhile
+        except DamagedShardError as error:
+            damaged.append(f"{path.name} is damaged ({error})")
+            return None
+        except OSError as error:
+            raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
+
+    def _add_problems(self, damaged: Sequence[str], instead: str) -> None:
+        for problem in damaged:
+            if (sentence := f"{problem}, and {instead}.") not in self.problems:
+                self.problems.append(sentence)
 
 
 class FileRows:
@@ -218,31 +243,6 @@ class FileRows:
         after = int(index[-1]) + 1 if len(index) else 0
         first, last = np.searchsorted(index, slice(start, stop).indices(after)[:2]).tolist()
         return first, last
-
-
-def open_shard(
-    run: Run,
-    shard: int,
-    revision: int = 0,
-    problems: list[str] | None = None,
-    verified: dict[Path, Identity] | None = None,
-) -> Merged | None:
-    """A published shard whose every byte is verified; None if it is missing, or damaged, which `problems` gets.
-
-    Files in `verified` are not verified again; those that are get into it.
-    """
-    path = run.revision_path(shard, revision)
-    try:
-        _verify(path, run, shard, {} if verified is None else verified)
-        return Merged(path)
-    except FileNotFoundError:
-        return None  # set aside by a merge meanwhile
-    except DamagedShardError as error:
-        if problems is not None:
-            problems.append(f"{path.name} is damaged, and its rows count as missing: {error}")
-        return None
-    except OSError as error:
-        raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _verify(path: Path, run: Run, shard: int, verified: dict[Path, Identity]) -> None:

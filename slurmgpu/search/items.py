@@ -32,10 +32,9 @@ from slurmgpu.search.excerpts import (
     pick,
     workers_of,
 )
+from slurmgpu.util.item_ranges import ranges_said
 from slurmgpu.util.shared_files import exists
 
-N_RANGES = 8
-"""The most ranges of a look's items that are named."""
 N_NAMED = 10
 """The most lines that are shown for an item with a row."""
 
@@ -70,9 +69,7 @@ def story_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Story:
     """The outcome of an item and its place in the logs, during the run and after."""
     plan = run.plan
     if plan.place(index) is None:
-        has = ", ".join(f"{start} to {stop - 1}" for start, stop in plan.ranges[:N_RANGES])
-        has += ", …" * (len(plan.ranges) > N_RANGES)
-        raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items {has}.")
+        raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items {ranges_said(plan.ranges)}.")
     return _Search(run, index, max_lines).story()
 
 

@@ -33,6 +33,12 @@ def parse_item_ranges(text: str, n_items: int, of: str, *, clip: bool = False) -
     return found
 
 
+def ranges_said(ranges: Sequence[tuple[int, int]], most: int = 8) -> str:
+    """Ranges (start, stop) as words, such as `1, 5 to 6`; of many the first ones."""
+    said = ", ".join(str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in ranges[:most])
+    return said + ", …" * (len(ranges) > most)
+
+
 def _range(text: str, n_items: int, of: str, *, clip: bool) -> tuple[int, int]:
     if (match := re.fullmatch(r"\s*(?:(\d*):(\d*)|(\d+))\s*", text, re.ASCII)) is None:
         raise SlurmGPUError(f"--items {text!r}: expected items and ranges of them, such as 10:20,35 or 90: or :10.")

@@ -6,7 +6,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.merge import merge
-from slurmgpu.results.published import RunRows, open_shard
+from slurmgpu.results.published import RunRows
 from slurmgpu.shards.columns import Array, Text
 from slurmgpu.shards.userblock import Reader, read_userblock
 from tests.support.published_runs import publish, published_run
@@ -67,8 +67,12 @@ def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
     indices, _, problems = told(run)
     assert indices == [*range(10), *range(20, 23)]
     assert [problem[:8] for problem in problems] == ["00002.h5", "00003.h5"]
-    assert open_shard(run, 2) is None
     assert "belongs to another plan" in problems[1]
+    with RunRows(run) as rows:
+        assert (len(rows), rows.present()) == (23, [(0, 23)])
+        for _ in range(2):
+            assert len(list(rows.rows())) == 13
+        assert (len(rows), rows.present(), len(rows.problems)) == (13, [(0, 10), (20, 23)], 2)
 
 
 def test_a_run_without_rows_has_none_and_a_foreign_merged_file_is_refused(tmp_path):

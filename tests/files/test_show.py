@@ -6,6 +6,7 @@ import pytest
 
 from slurmgpu.merge.merge import merge
 from slurmgpu.shards.columns import Array, Json, Text
+from slurmgpu.shards.shard_file import FailedRow
 from tests.support.published_runs import publish, published_run
 from tests.support.terminals import Terminal
 
@@ -96,6 +97,7 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
         (("a.csv", "--columns", "score,text"), "There is no column 'text'; the field of the items is item.text."),
         (("a.parquet", "--with-items"), "are for jsonl and csv"),
         (("a.csv", "--with-items", "--columns", "score"), "name item.FIELD among --columns"),
+        (("a.csv", "--columns", "item.txet"), "No item has the field 'txet'. Did you mean 'text'?"),
         (("a.csv", "--columns", "item.id,item.id"), "'item.id' is asked for twice"),
         (("a",), "a has no suffix that tells its format"),
         (("a.csv", "-o", "b.csv"), "Name one file to write"),
@@ -119,8 +121,37 @@ def test_what_is_missing_and_what_is_damaged_is_said_on_stderr(slurmgpu, run):
         "index  error",
         "   14  item 14 is too dark",
     ]
-    assert "10 items without a row" in done.stderr
-    assert "00003.h5 is damaged, and its rows count as missing" in done.stderr
+    assert "15 items without a row" in done.stderr
+    assert "00003.h5 is damaged (" in done.stderr
+    assert "), and its rows count as missing." in done.stderr
+    found = shown(slurmgpu, run)
+    assert (found["n_missing"], len(found["damaged"])) == (10, 0)  # its first ten rows lie before
+    found = shown(slurmgpu, run, "-n", "99")
+    assert (found["n_missing"], len(found["damaged"]), len(found["rows"])) == (15, 1, 15)
+    for seed in range(3):
+        found = shown(slurmgpu, run, "--random", "15", "--seed", seed)
+        assert (indices(found), found["n_missing"], len(found["damaged"])) == (list(range(15)), 15, 1)
+
+
+def test_what_a_failed_item_keeps_is_shown_with_its_error(slurmgpu, tmp_path):
+    columns = {"id": Json(), "score": Array("float32")}
+    rows = [{"id": "a", "score": 0.5}, FailedRow("too dark", {"id": b'"b"'})]
+    run = published_run(tmp_path / "run", columns, rows)
+    assert slurmgpu("show", run.folder, expect=0).stdout.splitlines() == [
+        "index  id  score  error",
+        "    0  a     0.5",
+        "    1  b       –  too dark",
+    ]
+    done = slurmgpu("show", run.folder, "--failed", "--columns", "id", expect=0)
+    assert done.stdout.splitlines()[1].split() == ["1", "b", "too", "dark"]
+
+
+def test_items_that_a_look_lacks_are_refused_by_name(slurmgpu, tmp_path):
+    chosen = {"format": "jsonl", "files": [], "columns": None, "n_items": 4, "stride": 1, "ranges": [[1, 2], [5, 8]]}
+    run = published_run(tmp_path / "run", COLUMNS, [row(index) for index in range(4)], look="look", input=chosen)
+    assert indices(shown(slurmgpu, run.folder, "--items", "0:6")) == [1, 5]
+    said = slurmgpu("show", run.folder, "--items", "2:4", expect=2).stderr
+    assert f"--items 2:4: {run.folder} has the items 1, 5 to 7." in said
 
 
 def test_a_run_without_rows_says_so(slurmgpu, tmp_path):

@@ -8,7 +8,10 @@ from tests.support.runs import planned_run
 
 
 def published_run(folder, columns, rows, shards=None, shard_items=5, input_file=None, **values):
-    """A run of these rows, of which only `shards` are published; a text in place of a row is the item's error."""
+    """A run of these rows, of which only `shards` are published.
+
+    A text or an ItemError in place of a row is the item's error.
+    """
     empty = {"format": "jsonl", "files": [], "columns": None, "n_items": len(rows), "stride": 1}
     index = folder.parent / f"{folder.name}.idx"
     if input_file is not None:
@@ -26,5 +29,11 @@ def published_run(folder, columns, rows, shards=None, shard_items=5, input_file=
 
 def publish(run, shard, rows, revision=0):
     columns = columns_from_json(run.plan.columns)
-    stored = [ItemError(row) if isinstance(row, str) else convert_row(columns, row) for row in rows]
+    stored = [_stored(columns, row) for row in rows]
     return publish_rows(run, shard, revision, columns, stored, {}, {})
+
+
+def _stored(columns, row):
+    if isinstance(row, ItemError):
+        return row
+    return ItemError(row) if isinstance(row, str) else convert_row(columns, row)

@@ -11,13 +11,13 @@ from typing import Any
 from slurmgpu.cli.commands.export import tell_missing
 from slurmgpu.cli.console import result_json, say
 from slurmgpu.cli.views.rows import show_rows
-from slurmgpu.errors import ItemError
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import open_items
 from slurmgpu.merge.item_names import find_item
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
-from slurmgpu.util.item_ranges import parse_item_ranges
+from slurmgpu.util.item_ranges import parse_item_ranges, ranges_said
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.plurals import count_of
 
@@ -50,8 +50,7 @@ def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
     with RunRows(run) as rows:
         selection, limit = Selection(rows, ("index", "error", *names), wanted.where, spans, wanted.failed), wanted.n
         if wanted.n_random is not None:
-            drawn = selection.draw(wanted.n_random, wanted.seed)
-            selection.spans, limit = [(index, index + 1) for index in drawn], len(drawn)
+            selection.spans, limit = _drawn(selection, wanted.n_random, wanted.seed), wanted.n_random
         plain = list(islice(selection.plain_rows(), limit)) if as_json else []
         found = [] if as_json else list(islice(selection.rows(), limit))
         indices = [row[0] for row in plain] or [row.index for row in found]
@@ -75,9 +74,25 @@ def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
 def _spans_of(run: Run, items: str, stop: int) -> list[tuple[int, int]]:
     """The items of `10:20,35`, or the one that has this name by the run's key, `q17` or `id=q17`."""
     if _RANGES.fullmatch(items) or (run.plan.key is None and "=" not in items):
-        return parse_item_ranges(items, stop, "run", clip=True)
+        spans, plan = parse_item_ranges(items, stop, "run", clip=True), run.plan
+        if not any(plan.n_before(stop) - plan.n_before(start) for start, stop in spans):
+            raise SlurmGPUError(f"--items {items}: {run.folder} has the items {ranges_said(plan.ranges)}.")
+        return spans
     index = find_item(run, items)
     return [(index, index + 1)]
+
+
+def _drawn(selection: Selection, n: int, seed: int) -> list[tuple[int, int]]:
+    """The items of `n` rows, drawn at random; none of a shard that turns out to be damaged."""
+    spans = selection.spans
+    while True:
+        present, selection.spans = selection.source.present(), spans
+        drawn = [(index, index + 1) for index in selection.draw(n, seed)]
+        selection.spans = drawn
+        for _ in selection.blocks():  # which finds what is damaged
+            pass
+        if selection.source.present() == present:
+            return drawn
 
 
 def _as_json(names: Sequence[str], row: Sequence[Any], data: Mapping[int, Any]) -> dict[str, Any]:

@@ -41,9 +41,11 @@ def _texts(row: Row, columns: Mapping[str, Column], items: Mapping[int, Any]) ->
         data = items[row.index]
         fields = data.items() if isinstance(data, Mapping) else [("", data)]
         found |= {f"item {name}".rstrip(): text_of(value) for name, value in fields}
-    if row.error is not None:
-        return found | {"error": text_of(row.error)}
-    return found | {name: text_of(row[name], column.dtype) for name, column in columns.items()}
+    values = {name: text_of(row[name], column.dtype) for name, column in columns.items()}
+    if row.error is None:
+        return found | values
+    kept = {name: text for name, text in values.items() if row[name] is not None}
+    return found | kept | {"error": text_of(row.error)}
 
 
 def text_of(value: Any, dtype: np.dtype[Any] | None = None) -> str:
