@@ -56,6 +56,8 @@ class Retry(Exception):  # noqa: N818 - not an error yet: the items may still ge
     `retries` in the run file says; then `message` is their error. ConnectionError and TimeoutError count the same.
     """
 
+    after: float = 0.0  # also of a subclass whose `__init__` does not call this one
+
     def __init__(self, message: str = "", *, after: float | None = None) -> None:
         super().__init__(message)
         self.after = 0.0 if after is None else float(after)

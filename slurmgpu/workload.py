@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.util.exceptions import described, message_of
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -559,7 +560,7 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Ada
     try:
         workload = adapt(cls(**settings), full_name)
     except (ValueError, TypeError, ItemError) as error:
-        raise SlurmGPUError(f"{title_of(full_name)} refuses its settings: {error}") from error
+        raise SlurmGPUError(f"{title_of(full_name)} refuses its settings: {message_of(error)}") from error
     _ = workload.columns  # raises if missing
     return workload
 
@@ -619,7 +620,7 @@ def at_planning(full_name: str) -> Iterator[None]:
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name is None:
             raise SlurmGPUError(
-                f"{title_of(full_name)}: {_users_line(error)}, has {type(error).__name__}: {error}. "
+                f"{title_of(full_name)}: {_users_line(error)}, has {described(error)}. "
                 f"Correct it there, and submit again."
             ) from error
         raise SlurmGPUError(

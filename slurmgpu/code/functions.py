@@ -30,6 +30,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.shared_files import UnusableFileError, read_own
@@ -234,7 +235,7 @@ def _dumps(value: Any, codes: list[CodeType] | None = None) -> bytes:
     except _CannotPackError:
         raise
     except Exception as error:  # any that the user's objects raise
-        raise _CannotPackError(f"cannot be pickled ({type(error).__name__}: {error})") from error
+        raise _CannotPackError(f"cannot be pickled ({described(error)})") from error
     return file.getvalue()
 
 
@@ -365,7 +366,7 @@ def _check() -> None:
         pickle.loads(sys.stdin.buffer.read())
         answer: dict[str, Any] = {"modules": own_modules(sys.modules.keys() - before)}
     except Exception as error:  # any that the user's modules raise
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        answer = {"error": described(error)}
     print("\n" + json.dumps(answer), flush=True)  # noqa: T201 - the answer
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.plurals import count_of
 
 PREFIX = "hf://"
@@ -61,11 +62,11 @@ def download(named: str, *, newest: bool = False) -> list[Path]:
             raise refusal from error
         if newest and (found := _cached(library, dataset)):
             return found
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(described(error).split())[:300]
         raise SlurmGPUError(
             f"{dataset} is not whole in the hub's cache, and the hub was not reached. `slurmgpu check --fetch` on a "
             f"machine with network downloads it; HF_HOME must be the same there and here. "
-            f"({type(error).__name__}: {said})"
+            f"({said})"
         ) from error
     finally:
         logger.setLevel(level)

@@ -16,6 +16,7 @@ from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.piece_table import Pieces, lead_bytes
 from slurmgpu.shards.shard_file import rows_from
 from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import PATIENCE_S
 
 
@@ -37,7 +38,7 @@ class FormerRows:
         except BaseException as error:
             self._reader.close()
             if isinstance(error, (KeyError, TypeError, ValueError)):
-                raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
+                raise DamagedShardError(f"its directory is invalid ({described(error)})") from error
             raise
         self._columns = columns
         self._numbers = {region.path: number for number, region in enumerate(self._pieces.regions)}

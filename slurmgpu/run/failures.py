@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from slurmgpu.errors import GPUFaultError, NodeError
 from slurmgpu.util.atomic_files import FULL
+from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.shared_files import is_transient
 
@@ -74,7 +75,7 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _is_gpu_fault(error: BaseException) -> bool:
-    return any(text in str(error) for text in GPU_FAULT_TEXTS)
+    return any(text in message_of(error) for text in GPU_FAULT_TEXTS)
 
 
 GPU_FAULT_TEXTS = (

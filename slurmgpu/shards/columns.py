@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.shards.numbers import as_array, as_lists, cast, checked_shape, scalar_bounds, stored_dtype
+from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.plugins import Plugins
 
 RESERVED_NAMES = ("index", "error")
@@ -197,7 +198,7 @@ class Json(Text, kind="json"):
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {error}") from error
+            raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {message_of(error)}") from error
         return super().convert(text)
 
     def read(self, stored: Sequence[bytes]) -> list[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.exceptions import message_of
 
 OFFSET_DTYPE = np.dtype("<i8")
 
@@ -77,7 +78,7 @@ def as_array(value: Any) -> npt.NDArray[Any]:
         found: npt.NDArray[Any] = np.asarray(value)
     # Tensors that need .cpu(), .detach() or .float() raise one of several errors that say so.
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {error}") from error
+        raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {message_of(error)}") from error
     if found.dtype.kind not in "biufcSU":
         raise ValueError(f"found {type(value).__name__} (dtype {found.dtype}), expected numbers or bytes")
     return found

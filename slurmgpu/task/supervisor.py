@@ -12,7 +12,6 @@ import os
 import queue
 import signal
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,6 +36,7 @@ from slurmgpu.task.telemetry import sampler_of
 from slurmgpu.task.worker_process import EXIT_STOPPED, PARTING_S, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.early_signals import SIGNUMS
+from slurmgpu.util.exceptions import described, trace_of
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.parts import Parts
@@ -101,7 +101,7 @@ class Task:
             return self._finish(self._guarded(self._work_here))
         except BaseException as error:  # Ctrl-C, or the end of the debugger
             failure = "cancelled" if isinstance(error, KeyboardInterrupt) else "crash"
-            self._fail(failure, f"{type(error).__name__}: {error}")
+            self._fail(failure, described(error))
             self._finish(1)
             raise
 
@@ -123,10 +123,10 @@ class Task:
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
         except OSError as error:
-            return self._fail(class_of(error, FILES), str(error), traceback.format_exc())
+            return self._fail(class_of(error, FILES), str(error), trace_of(error))
         except Exception as error:
             # A bug of slurmgpu: it is recorded, and the claims are given back, before the task ends.
-            return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
+            return self._fail("crash", described(error), trace_of(error))
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
         policy = POLICIES[failure]

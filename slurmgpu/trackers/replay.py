@@ -26,6 +26,7 @@ from slurmgpu.run.metric_log import Logged, MetricReader
 from slurmgpu.run.records import Unread
 from slurmgpu.run.submissions import ENDS
 from slurmgpu.trackers.interface import TrackedRun, Tracker
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import list_names
 
@@ -209,7 +210,7 @@ class Replay:
             log.debug("%s", destination, exc_info=True)
             self.failed.setdefault(
                 destination,
-                f"{destination} failed with {type(error).__name__}: {error}. The run keeps what was logged, and the "
+                f"{destination} failed with {described(error)}. The run keeps what was logged, and the "
                 f"same command goes on where the tracker is.",
             )
 

@@ -16,6 +16,7 @@ import torch
 
 from slurmgpu.training.states import random_state, set_random_state
 from slurmgpu.util.cgroups import memory_left
+from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class _Tries:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.error = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.error = message_of(error).strip().partition("\n")[0] or type(error).__name__
             return False
         finally:
             # The traceback, which holds the tensors, is gone only here.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.exceptions import message_of
 
 T = TypeVar("T")
 Told = tuple[str, int | None, str]
@@ -44,10 +45,12 @@ class Place:
 def together(place: Place, action: Callable[[], T]) -> list[T]:
     """The results of `action` on all ranks, in rank order; raises on all ranks if it raises on any."""
     value: T | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         value = action()
-    except Exception as found:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as found:  # the other ranks must hear of it
         error = found
     own = value, None if error is None else _tell(error)
     outcomes: list[Any] = [own] * place.world_size
@@ -66,9 +69,9 @@ def led(place: Place, action: Callable[[], T]) -> T:
     return together(place, lambda: action() if place.leads else None)[0]  # type: ignore[return-value]
 
 
-def _tell(error: Exception) -> Told:
+def _tell(error: BaseException) -> Told:
     kind = next((name for name, each in KINDS.items() if isinstance(error, each)), type(error).__name__)
-    return kind, error.errno if isinstance(error, OSError) else None, str(error)
+    return kind, error.errno if isinstance(error, OSError) else None, message_of(error)
 
 
 def _retell(rank: int, told: Told) -> Exception:

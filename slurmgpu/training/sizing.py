@@ -19,6 +19,7 @@ from slurmgpu.training.optimizing import make_optimizer
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.throughput import Throughput
+from slurmgpu.util.exceptions import described
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def flops_per_sample(mode: Mode, batch: Any, n: int) -> float:
         with mode.rehearsal():
             return count_flops(lambda: mode.plain(batch).backward()) / n
     except Exception as error:  # models may do anything, and counting must not fail a training
-        log.warning("mfu: the model's operations cannot be counted: %s", error)
+        log.warning("mfu: the model's operations cannot be counted: %s", described(error))
         return float("nan")
 
 

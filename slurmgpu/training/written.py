@@ -20,6 +20,7 @@ import torch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.ansi import without_escapes
 from slurmgpu.util.atomic_files import fsync_dir
+from slurmgpu.util.exceptions import message_of
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def other_model(error: BaseException) -> SlurmGPUError:
     """The error for a checkpoint that does not fit the model."""
     return SlurmGPUError(
         "the checkpoint is of another model or optimizer than the training class makes now: "
-        f"{' '.join(str(error).split())} Submit the changed class as a new run."
+        f"{' '.join(message_of(error).split())} Submit the changed class as a new run."
     )
 
 
@@ -148,7 +149,7 @@ def _check_plain(state: Mapping[str, Any]) -> None:
         torch.save(_mapped(state, _without_tensors), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        lines = [line.strip() for line in without_escapes(str(error)).splitlines() if line.strip()]
+        lines = [line.strip() for line in without_escapes(message_of(error)).splitlines() if line.strip()]
         reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), (lines or [""])[0])
         raise SlurmGPUError(
             "the training's state cannot be kept in a checkpoint, which supports tensors, numbers, strings, lists and "

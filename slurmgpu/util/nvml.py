@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slurmgpu.util.exceptions import described
+
 log = logging.getLogger(__name__)
 
 THROTTLE_REASONS = {
@@ -118,7 +120,7 @@ def open_cards(ids: Sequence[str] | None) -> Cards | None:
         nvml.nvmlInit()
     except Exception as error:
         # ImportError, or one of the module's own; none of them is a reason to stop a task.
-        log.debug("no GPU telemetry: %s: %s", type(error).__name__, error)
+        log.debug("no GPU telemetry: %s", described(error))
         return None
     handles = _handles(nvml, ids)
     if not handles:
@@ -156,5 +158,5 @@ def _try(call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except Exception as error:
         # NVMLError, and AttributeError for a function that this version of the module lacks.
-        log.debug("NVML: %s: %s", type(error).__name__, error)
+        log.debug("NVML: %s", described(error))
         return None

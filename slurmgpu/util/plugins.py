@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -77,9 +78,7 @@ class Plugins:
             raise self._unusable(name, error, f"{cls.__module__}:{cls.__qualname__}") from error
 
     def _unusable(self, name: str, error: Exception, full_name: str) -> SlurmGPUError:
-        return SlurmGPUError(
-            f"The {self.what} {name!r} cannot be loaded from {full_name}: {type(error).__name__}: {error}"
-        )
+        return SlurmGPUError(f"The {self.what} {name!r} cannot be loaded from {full_name}: {described(error)}")
 
     def _installed(self) -> EntryPoints:
         from importlib.metadata import entry_points  # takes 15 ms, which most runs do not need

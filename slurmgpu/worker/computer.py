@@ -20,6 +20,8 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.shards.shard_file import FailedRow
+from slurmgpu.util.early_signals import EndedBySignalError
+from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.preparing import Preparer
@@ -186,7 +188,7 @@ class Computer:
         good = []
         for item in items:
             if not isinstance(item, Item):
-                found.rows[item[0]] = Failure("input_error", str(item[1]))
+                found.rows[item[0]] = Failure("input_error", message_of(item[1]))
                 continue
             found.rows[item.index] = _PENDING  # keeps the order of the shard
             if self.key is not None and (name := name_by(self.key, item.data)) is not None:
@@ -197,7 +199,7 @@ class Computer:
                 check_kept(self.kept, item.data)
                 good.append(item)
             except ItemError as error:
-                found.rows[item.index] = Failure("item_error", str(error))
+                found.rows[item.index] = Failure("item_error", message_of(error))
         if (key := self.workload.sort_key) is not None:
             good.sort(key=lambda item: (key(item), item.index))
         found.batches = [good[cut : cut + self.batch_size] for cut in range(0, len(good), self.batch_size)]
@@ -392,17 +394,19 @@ class Computer:
             return [], _may_pass(error)
         except WorkerBrokenError:
             raise
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, EndedBySignalError):
+            raise
+        except BaseException as error:  # also a panic of a library in Rust, and asyncio's CancelledError
             check_debugger_left(error)
             kind = class_of(error, ITEM)
             if isinstance(error, NodeError | GPUFaultError):
-                return [], Failure(kind, str(error))
+                return [], Failure(kind, message_of(error))
             if POLICIES[kind].node_at_fault:
                 return [], _failure(error, kind, self.folder)
             if logged := POLICIES[kind].logged:
                 return [], _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
             if is_broken_cuda(error):
-                raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
+                raise WorkerBrokenError(described(error)) from error
             of_files = class_of(error, FILES)
             if self.workload.resumes and POLICIES[of_files].ends_task:
                 kind = of_files
@@ -438,7 +442,7 @@ class Computer:
             rows = [{**row, **self._kept_of[item.index]} for item, row in zip(items, rows, strict=True)]
         try:
             converted = convert_rows(self.columns, rows)
-        except ValueError:
+        except Exception:  # a value of a user's class may raise any; `_check` says which
             return False
         done.rows.update(zip((item.index for item in items), converted, strict=True))
         return True
@@ -456,11 +460,13 @@ class Computer:
             if self.kept:
                 row = {**row, **self._kept_of[item.index]}
             return convert_row(self.columns, row)
-        except ValueError as error:
-            message = f"{title_of(self.name, 'workload')}, item {item.index}: {error}"
-            if (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
+        except Exception as error:  # a row or a value of a user's class may raise any
+            is_misfit = isinstance(error, ValueError)
+            said = message_of(error) if is_misfit else described(error)
+            message = f"{title_of(self.name, 'workload')}, item {item.index}: {said}"
+            if is_misfit and (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
                 message += f". {more}"
-            failure = Failure("item_error", message, ("row", str(error)))
+            failure = Failure("item_error", message, ("row", said))
             self._log(item.index, failure)
             return failure
 
@@ -499,25 +505,26 @@ def check_debugger_left(error: BaseException) -> None:
 def is_broken_cuda(error: BaseException) -> bool:
     """Whether the CUDA context is lost, e.g. by a device-side assert: all later calls in this process fail."""
     return type(error).__name__ == "AcceleratorError" or (
-        isinstance(error, RuntimeError) and str(error).startswith("CUDA error:")
+        isinstance(error, RuntimeError) and message_of(error).startswith("CUDA error:")
     )
 
 
 def _of_item(error: ItemError) -> Failure:
-    """The failure that an ItemError stands for; a user's subclass may use the name `failure` for something else."""
-    is_class = isinstance(error.failure, str) and error.failure in POLICIES
-    return Failure(error.failure if is_class else "item_error", str(error), error.way)
+    """The failure that an ItemError stands for; a user's subclass may use its attributes for something else."""
+    kind = error.failure if isinstance(error.failure, str) and error.failure in POLICIES else "item_error"
+    is_way = isinstance(error.way, tuple) and all(isinstance(each, str) for each in error.way)
+    return Failure(kind, message_of(error), error.way if is_way else None)
 
 
 def _may_pass(error: BaseException) -> Failure:
     """The failure of an item that is computed again; `way` is that of the message."""
-    after = error.after if isinstance(error, Retry) else 0.0
-    message = str(error) or type(error).__name__
+    after = error.after if isinstance(error, Retry) and isinstance(error.after, int | float) else 0.0
+    message = message_of(error) or type(error).__name__
     return Failure("item_error", message, ("retry", message), retry_after=max(0.0, after))
 
 
 def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:
-    said = str(error).strip().partition("\n")[0]
+    said = message_of(error).strip().partition("\n")[0]
     if is_alone and said:  # larger batches are retried in halves; an item's error needs the details
         message += f": {said[:LINE_LENGTH]}"
     return Failure(kind, message, (kind,))
@@ -526,11 +533,11 @@ def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool)
 def _failure(error: BaseException, kind: str, folder: str) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    first, end, more = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n")
+    first, end, more = described(error).partition("\n")
     own = [frame for frame in frames if folder and _lies_below(frame.filename, folder)]
     place = own[-1] if own else last
     message = f"{first} ({Path(place.filename).name}, line {place.lineno}){end}{more}"
-    trace = "".join(traceback.format_exception(error))
+    trace = trace_of(error)
     return Failure(kind, message, (type(error).__name__, last.filename, str(last.lineno)), trace)
 
 

@@ -23,7 +23,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,7 +45,9 @@ from slurmgpu.shards.names import partial_name
 from slurmgpu.shards.shard_file import DamagedShardError, publish, sync_names, write_shard
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import FULL, working_folder
+from slurmgpu.util.early_signals import EndedBySignalError
 from slurmgpu.util.env_info import describe, used
+from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.util.plurals import count_of
@@ -514,12 +515,12 @@ class Worker:
         except SlurmGPUError as error:
             if error.__cause__ is not None:
                 log.info("what led to it:", exc_info=error.__cause__)
-            raise WorkerFailedError(class_of(error, LOADING), str(error)) from error
-        except (Exception, SystemExit) as error:
+            raise WorkerFailedError(class_of(error, LOADING), message_of(error)) from error
+        except (KeyboardInterrupt, EndedBySignalError):
+            raise
+        except BaseException as error:  # also a panic of a library in Rust
             check_debugger_left(error)
-            raise WorkerFailedError(
-                class_of(error, LOADING), f"{type(error).__name__}: {error}", traceback.format_exc()
-            ) from error
+            raise WorkerFailedError(class_of(error, LOADING), described(error), trace_of(error)) from error
         return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
 
     def _note(self, name: str, value: int) -> None:
@@ -707,9 +708,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 70
     except Exception as error:
         # The workload's errors were caught at its calls, so this is a bug of slurmgpu.
-        trace = traceback.format_exc()
+        trace = trace_of(error)
         kind = class_of(error, FILES)
-        report({"event": "failed", "class": kind, "message": f"{type(error).__name__}: {error}", "traceback": trace})
+        report({"event": "failed", "class": kind, "message": described(error), "traceback": trace})
         raise
     return 0
 

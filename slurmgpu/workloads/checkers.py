@@ -15,6 +15,7 @@ from slurmgpu import workload
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.final_answers import Number, marked, number_in, reference_number
 from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
+from slurmgpu.util.exceptions import described
 from slurmgpu.workloads.sandbox import Sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
@@ -224,7 +225,7 @@ class Function(Checker):
         except ItemError:
             raise
         except Exception as error:
-            raise ItemError(f"checker {self.name} raised {type(error).__name__}: {error}") from error
+            raise ItemError(f"checker {self.name} raised {described(error)}") from error
 
 
 def open_checker(

@@ -18,6 +18,7 @@ from slurmgpu.errors import WorkerBrokenError
 from slurmgpu.llm.interface.engine import Output, Request
 from slurmgpu.llm.interface.exchange import digest_of, from_json, to_json
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.shared_files import make_folder, read_bytes
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class KeptAnswers:
             # Nothing is fsynced: with the machine, the attempt is lost as well.
             write_bytes(self._path, content, durable=False)
         except Exception as error:  # whatever it is, the worker's own error is that of its engine
-            log.warning("%d answers are not kept, and will be computed again: %s", len(kept), error)
+            log.warning("%d answers are not kept, and will be computed again: %s", len(kept), message_of(error))
         else:
             log.info("%d answers are kept for the next worker", len(kept))
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.out_of_memory import is_out_of_memory
 
 OURS = str(Path(__file__).parents[1])
@@ -26,8 +27,8 @@ def located(what: str, file: str, advice: str) -> Iterator[None]:
     except Exception as error:  # the user's code may raise any
         if is_out_of_memory(error):
             raise
-        said = error.msg if isinstance(error, SyntaxError) else error
-        raise SlurmGPUError(f"{_place(file, error)}: {what} raised {type(error).__name__}: {said}. {advice}") from error
+        said = f"{type(error).__name__}: {error.msg}" if isinstance(error, SyntaxError) else described(error)
+        raise SlurmGPUError(f"{_place(file, error)}: {what} raised {said}. {advice}") from error
 
 
 def _place(file: str, error: Exception) -> str:

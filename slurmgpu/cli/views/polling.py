@@ -15,6 +15,7 @@ from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.report.queued import Job, Queue
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import open_file
 
 LOOK_S = 1.0
@@ -145,7 +146,7 @@ class Lookout:
             try:
                 self._queue = queued_jobs(self.run, last=self._queue)
             except Exception as error:
-                logging.getLogger(__name__).warning("the queue is unknown: %s", error)
+                logging.getLogger(__name__).warning("the queue is unknown: %s", described(error))
             self._answered.set()
             self._stopped.wait(QUEUE_S)
 

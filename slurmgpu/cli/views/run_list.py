@@ -27,6 +27,7 @@ from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.slurm.queue import in_short
 from slurmgpu.util.amounts import share_of, span_of
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
 
@@ -238,7 +239,7 @@ def _age(folder: Path, now: float) -> float | None:
 def _why(error: Exception) -> str:
     if isinstance(error, SlurmGPUError):
         return str(error)
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" …")
+    return textwrap.shorten(described(error), 160, placeholder=" …")
 
 
 def show_list(value: RunList) -> None:

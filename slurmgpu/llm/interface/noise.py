@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from slurmgpu.util.exceptions import message_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -105,7 +107,9 @@ def _checked(make: Callable[[], Kernel], device: Any) -> Kernel | None:
         found = _by_kernel(kernel, keys, 7 * keys, n_tokens)
         off = float((found - _add_in_tiles(torch.zeros_like(found), keys, 7 * keys)).abs().max())
     except Exception as error:  # NVRTC's, or that of a PyTorch with another interface
-        log.warning("random numbers take many kernels: %s", f"{type(error).__name__}: {str(error)[-200:].strip()}")
+        log.warning(
+            "random numbers take many kernels: %s", f"{type(error).__name__}: {message_of(error)[-200:].strip()}"
+        )
         return None
     if not off <= OFF:
         log.warning("random numbers take many kernels: those of one are off by %.2g", off)

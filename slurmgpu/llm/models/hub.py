@@ -12,6 +12,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import FULL
+from slurmgpu.util.exceptions import described
 
 MODEL_CONFIG = "config.json"
 
@@ -123,8 +124,8 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
     if "HFValidationError" in kinds:
         return SlurmGPUError(f"{beginning}: the name is not valid; {expected}")
     # Hub errors have paragraphs and URLs.
-    said = " ".join(str(error).split())[:300]
+    said = " ".join(described(error).split())[:300]
     return UnreachedError(
         f"{beginning}: the cache is {cache_folder()}, and the hub was not reached. {FETCH}; HF_HOME must be the same "
-        f"there and here. ({type(error).__name__}: {said})"
+        f"there and here. ({said})"
     )

@@ -28,6 +28,7 @@ from slurmgpu.llm.interface.engine import (
 from slurmgpu.llm.prompts.images import place_of_images
 from slurmgpu.llm.prompts.structures import Reasoning
 from slurmgpu.llm.prompts.truncation import shorten
+from slurmgpu.util.exceptions import message_of
 
 log = logging.getLogger(__name__)
 
@@ -287,11 +288,13 @@ class Codec:
             text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
         except Exception as error:  # a template may raise any error
             if [each.get("role") for each in messages[:2]] != ["system", "user"]:
-                raise PromptError(f"the chat template refuses the messages: {error}") from error
+                raise PromptError(f"the chat template refuses the messages: {message_of(error)}") from error
             joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], more=more)
             if not self._joins_system:
-                log.info("the chat template takes no system message (%s); it goes before the user's first", error)
+                log.info(
+                    "the chat template takes no system message (%s); it goes before the user's first", message_of(error)
+                )
                 self._joins_system = True
         return text
 

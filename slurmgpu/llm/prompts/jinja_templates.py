@@ -8,6 +8,7 @@ from typing import Any, Literal
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Composed
 from slurmgpu.llm.prompts.templates import NOTHING, Fillable, Template, text_of
+from slurmgpu.util.exceptions import described
 
 TemplateFormat = Literal["f-string", "jinja2"]
 
@@ -74,7 +75,7 @@ class JinjaTemplate:
         except ItemError:
             raise
         except Exception as error:  # a template computes, and may raise any error
-            raise ItemError(f"the prompt's template: {type(error).__name__}: {error}") from error
+            raise ItemError(f"the prompt's template: {described(error)}") from error
         return _composed(marked)
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Composed:

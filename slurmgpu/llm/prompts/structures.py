@@ -19,6 +19,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import STRUCTURE_ENGINES, Structure
+from slurmgpu.util.exceptions import message_of
 
 EXTRA = "slurmgpu[structured]"
 
@@ -156,7 +157,7 @@ def _as_lark(grammar: str) -> str:
     try:
         return any_to_lark(grammar)
     except Exception as error:  # a converter, which may raise any error
-        raise SlurmGPUError(f"grammar is neither Lark nor GBNF; llguidance says: {error}") from error
+        raise SlurmGPUError(f"grammar is neither Lark nor GBNF; llguidance says: {message_of(error)}") from error
 
 
 def _read_schema(schema: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.transformers_engine.selfcheck import miss
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ class Compiled:
         try:
             off = miss(expected, self._function(*frame.inputs)[:, -1])
         except Exception as error:  # the compiler's, Triton's or a C compiler's: of any kind
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return described(error).partition("\n")[0]
         if off > self._bound:
             return f"with {frame.size[0]} rows scores are off by {off:.2g} of their range"
         return None

@@ -24,6 +24,7 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.selfcheck import agree, difference, probes
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from slurmgpu.llm.transformers_engine.loading import Loaded
@@ -148,7 +149,7 @@ def flash_attention(model: Any) -> str | None:
             if "flash" in found:
                 return found
         except Exception as error:  # a kernel from the hub can raise any error
-            log.info("%s cannot be used: %s", name, error)
+            log.info("%s cannot be used: %s", name, described(error))
         finally:
             model.set_attn_implementation(own)
     return None
@@ -296,7 +297,7 @@ class Continuous:
         try:
             reason = difference(self._loaded.model, self._grammars, expected, found, self._options.precision)
         except Exception as error:
-            raise _FailedError(f"it could not be compared: {type(error).__name__}: {error}", error) from error
+            raise _FailedError(f"it could not be compared: {described(error)}", error) from error
         if reason is not None:
             # All ranks have the same tokens, and so the same result.
             raise _FailedError(f"it disagrees with static batches: {reason}", common=True)
@@ -319,7 +320,7 @@ class Continuous:
             self.release()
             # Errors of the model, the version or the image are the same on all ranks.
             common = isinstance(error, ValueError | TypeError | AttributeError | NotImplementedError | ImportError)
-            raise _FailedError(f"{type(error).__name__}: {error}", error, common=common) from error
+            raise _FailedError(described(error), error, common=common) from error
         # Sorted, so that neighbours share prefixes.
         waiting = deque(sorted(requests, key=lambda each: each.tokens))
         pending: dict[str, Encoded] = {}
@@ -446,5 +447,5 @@ def _length(encoded: Encoded) -> int:
 def _look_after(manager: Any) -> None:
     error = manager.background_thread_status.fatal_error
     if error is not None or not manager.is_running():
-        reason = f"{type(error).__name__}: {error}" if error else "its thread ended before all answers"
+        reason = described(error) if error else "its thread ended before all answers"
         raise _FailedError(reason, error)

@@ -17,6 +17,7 @@ from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.graph_marks import Marks
 from slurmgpu.llm.transformers_engine.selfcheck import MOST_FACTOR, ROUNDING
 from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions
@@ -147,7 +148,7 @@ class DecodingChoice:
             with torch.inference_mode():
                 verdict = graph_check.check(checked)
         except Exception as error:
-            verdict = graph_check.Verdict(f"{type(error).__name__}: {_first_line(error)}")
+            verdict = graph_check.Verdict(described(error).partition("\n")[0])
         if verdict.reason is not None:
             self.raise_if_lost(verdict.reason)
         free_memory()
@@ -226,7 +227,3 @@ def _versions() -> tuple[str, str]:
     import transformers
 
     return str(torch.__version__), str(transformers.__version__)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

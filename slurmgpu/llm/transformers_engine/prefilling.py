@@ -21,6 +21,7 @@ from slurmgpu.llm.transformers_engine import caches, packing
 from slurmgpu.llm.transformers_engine.last_layer import LastLayer
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.packing import Pack, Text
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,7 +208,7 @@ class Prefill:
             off = _difference(logits, of_all[:, list(PROBED)], of_all)
             is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
         except Exception as error:  # a model with its own code can raise any error
-            is_right, said = False, f"{type(error).__name__}: {error}"
+            is_right, said = False, described(error)
         if is_right:
             return found
         log.info("%s: its last layer is computed for all tokens: %s", type(model).__name__, said)
@@ -238,7 +239,7 @@ class Prefill:
                 off = _difference(torch.cat(found), torch.stack(expected), of_long)
             is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
         except Exception as error:  # a model with its own code can raise any error
-            is_right, said = False, f"{type(error).__name__}: {error}"
+            is_right, said = False, described(error)
         if not is_right:
             log.info("%s: texts are padded, not read one behind the other: %s", type(model).__name__, said)
         return is_right

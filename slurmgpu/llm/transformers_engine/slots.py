@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from slurmgpu.llm.interface.batching import MOST_ROWS, Load
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
 from slurmgpu.llm.transformers_engine.selfcheck import Agreement, agreement
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -311,4 +312,4 @@ def _guarded(work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        raise SlotsError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        raise SlotsError(described(error).partition("\n")[0]) from error

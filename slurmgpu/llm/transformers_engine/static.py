@@ -22,6 +22,7 @@ from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
+from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +110,7 @@ class StaticBatches:
         except Exception as error:
             # A fault of a replay is an error of whatever waits for the GPU next.
             if self._decodings.uses_slots:
-                self._decodings.raise_if_lost(f"{type(error).__name__}: {error}".partition("\n")[0])
+                self._decodings.raise_if_lost(described(error).partition("\n")[0])
             raise
 
     def _redo(self, work: _Work) -> list[Encoded]:

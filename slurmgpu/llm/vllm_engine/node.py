@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import shared_memory
+from slurmgpu.util.exceptions import message_of
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,9 @@ def start_with_port(make: Callable[[], T], place: NodePlace) -> T:
             # Where processes of the engine fail, only their log says why.
             if start + 1 == N_STARTS or not (_says_in_use(error) or not is_free(port)):
                 raise
-            log.warning("another process has taken port %d of the engine, which is started again: %s", port, error)
+            log.warning(
+                "another process has taken port %d of the engine, which is started again: %s", port, message_of(error)
+            )
     raise AssertionError("the last start returns or raises")
 
 
@@ -127,7 +130,7 @@ def is_free(port: int) -> bool:
 
 def _says_in_use(error: BaseException | None) -> bool:
     while error is not None:
-        if getattr(error, "errno", None) == errno.EADDRINUSE or "address already in use" in str(error).lower():
+        if getattr(error, "errno", None) == errno.EADDRINUSE or "address already in use" in message_of(error).lower():
             return True
         error = error.__cause__ or error.__context__
     return False

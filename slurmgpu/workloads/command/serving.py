@@ -6,11 +6,11 @@ import inspect
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from slurmgpu.errors import Retry
+from slurmgpu.util.exceptions import described, message_of, trace_of
 
 BROKEN = "CUDA error:"
 """What PyTorch says when the GPU is lost to this process; in a new one it works."""
@@ -39,10 +39,10 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
                 seed = {"seed": item["seed"]} if takes_seed else {}
                 answer = json.dumps({**function(item["data"], **seed), "index": item["index"]}, default=_plain)
             except Exception as error:
-                if type(error).__name__ == "AcceleratorError" or str(error).startswith(BROKEN):
+                if type(error).__name__ == "AcceleratorError" or message_of(error).startswith(BROKEN):
                     raise
-                traceback.print_exc()
-                said = str(error) if isinstance(error, Retry) else f"{type(error).__name__}: {error}"
+                sys.stderr.write(trace_of(error))
+                said = message_of(error) if isinstance(error, Retry) else described(error)
                 answer = json.dumps({"index": item["index"], "error": said or type(error).__name__, **_retry(error)})
             _write(answers, answer)
 

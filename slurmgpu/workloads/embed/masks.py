@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from slurmgpu.util.exceptions import described
+
 log = logging.getLogger(__name__)
 
 
@@ -34,5 +36,5 @@ def takes_masks(model: Any, batch: Mapping[str, Any]) -> bool:
             for given, padded in ((batch, True), (alone, False))
         )
     except Exception as error:  # a model of whatever code, which takes no such mask
-        log.debug("the masks are left to the model: %s", error)
+        log.debug("the masks are left to the model: %s", described(error))
         return False

@@ -18,6 +18,7 @@ from slurmgpu.training.modes import join
 from slurmgpu.training.ranks import Place, led, together
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import seed_everything
+from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.gpus import visible_ids
 from slurmgpu.util.nvml import Cards, open_cards
 from slurmgpu.workload import Row, TaskContext
@@ -82,7 +83,7 @@ def _advised(settings: TrainingSettings) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        said = str(error).partition("\n")[0]
+        said = message_of(error).partition("\n")[0]
         raise torch.OutOfMemoryError(
             f'batch_size = {settings.batch_size} needs more memory than the GPU has: set batch_size = "auto", or a '
             f"smaller one with more accumulation, or gradient_checkpointing = true. {said}"

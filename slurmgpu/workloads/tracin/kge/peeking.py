@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.exceptions import described
 
 PLAIN = {"builtins", "collections", "torch"}
 """Packages some of whose classes `torch.load(weights_only=True)` reads; it refuses all others."""
@@ -56,7 +57,7 @@ def peek(path: str | Path) -> Mapping[str, Any] | None:
     except SlurmGPUError:
         raise
     except Exception as error:  # a pickle that is cut off or overwritten can raise any
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged(path, described(error)) from error
     if not isinstance(content, Mapping):
         found = "tensor" if isinstance(content, Shape) else type(content).__name__
         raise SlurmGPUError(refusal(path, f"a {found}"))
