@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
+from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.report.build import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.results.views import without_value
@@ -59,7 +61,10 @@ class Side:
 
 @dataclass
 class ColumnDifference:
-    """How many rows differ in a column, and for numbers by how much at most; None if no number differs."""
+    """How many rows differ in a column, and for numbers by how much at most; None if no number differs.
+
+    Of integers `largest` is an int, which is exact.
+    """
 
     n_rows: int = 0
     largest: float | None = None
@@ -86,6 +91,8 @@ class Comparison:
     n_different: int = 0
     columns: dict[str, ColumnDifference] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
+    dtypes: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = field(default_factory=dict, repr=False)
+    """How both sides store a column."""
 
     @property
     def equal(self) -> bool:
@@ -96,6 +103,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The keys of `slurmgpu compare --json`."""
         found = {"format": COMPARISON_FORMAT, "version": COMPARISON_VERSION, "equal": self.equal, **asdict(self)}
+        del found["dtypes"]
         found["differences"] = [
             {**each._asdict(), "columns": {name: json_value(pair) for name, pair in each.columns.items()}}
             for each in self.differences
@@ -126,6 +134,7 @@ def compare(
         found = Comparison(Side(str(a)), Side(str(b)), key, tolerance)
         names = _common(found, one, other, columns)
         found.columns = {name: ColumnDifference() for name in names}
+        found.dtypes = {name: (one.columns[name].dtype, other.columns[name].dtype) for name in names if name != "error"}
         pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
         for name_of_pair, row, its in pairs:
             for side, each, partner in ((found.a, row, its), (found.b, its, row)):
@@ -183,57 +192,12 @@ def _compare_rows(
             differing[name] = one, other
             column = found.columns[name]
             column.n_rows += 1
-            if (distance := _distance(one, other)) is not None:
-                column.largest = max(distance, column.largest or 0.0)
+            if (distance := distance_of(one, other)) is not None:
+                column.largest = max(distance, column.largest or 0)
     if differing:
         found.n_different += 1
         if len(found.differences) < n_examples:
             found.differences.append(Difference(row.index, its.index, key, differing))
-
-
-def is_same(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether two values are the same, numbers in them within the tolerance; see `compare`."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape == other.shape and bool(_are_close(one, other, tolerance).all())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(is_same(x, y, tolerance) for x, y in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_same(one[name], other[name], tolerance) for name in one)
-    if isinstance(one, bool) or isinstance(other, bool) or not (_is_number(one) and _is_number(other)):
-        return type(one) is type(other) and bool(one == other)
-    if one == other or (one != one and other != other):
-        return True
-    return tolerance > 0 and bool(abs(one - other) <= tolerance * max(1.0, abs(one), abs(other)) < math.inf)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | complex)
-
-
-def _are_close(one: npt.NDArray[Any], other: npt.NDArray[Any], tolerance: float) -> npt.NDArray[np.bool_]:
-    same: npt.NDArray[np.bool_] = np.asarray(one == other)
-    if one.dtype.kind not in "iufc" or other.dtype.kind not in "iufc":
-        return same
-    with np.errstate(all="ignore"):
-        wide, its = (each.astype(np.complex128 if each.dtype.kind == "c" else np.float64) for each in (one, other))
-        bound = tolerance * np.maximum(1.0, np.maximum(abs(wide), abs(its)))
-        near = (abs(wide - its) <= bound) & np.isfinite(bound) if tolerance else np.zeros_like(same)
-    close: npt.NDArray[np.bool_] = same | near | (np.isnan(wide) & np.isnan(its))
-    return close
-
-
-def _distance(one: Any, other: Any) -> float | None:
-    """The largest difference of numbers or arrays of one shape; None for other values, and without a finite one."""
-    if isinstance(one, bool) or not (_is_number(one) or isinstance(one, np.ndarray)):
-        return None
-    if isinstance(other, bool) or np.shape(one) != np.shape(other) or np.asarray(other).dtype.kind not in "biufc":
-        return None
-    if (values := np.asarray(one)).dtype.kind not in "biufc":
-        return None
-    with np.errstate(all="ignore"):
-        distances = np.abs(values.astype(np.complex128) - np.asarray(other).astype(np.complex128))
-    finite = distances[np.isfinite(distances)]
-    return float(finite.max()) if finite.size else None
 
 
 Pair = tuple[str | None, Row | None, Row | None]
@@ -321,7 +285,18 @@ def _of_input(source: Source, key: str, indices: Sequence[int]) -> list[Any]:
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None else value if isinstance(value, str) else str(json_value(value))
+    """A key as text, the same for equal numbers, such as 1 and 1.0; None for null, and for NaN."""
+    plain = _with_integers(json_value(value))
+    return plain if plain is None or isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, sort_keys=True)
+
+
+def _with_integers(plain: Any) -> Any:
+    """A JSON value in which whole numbers are integers."""
+    if isinstance(plain, dict):
+        return {name: _with_integers(inner) for name, inner in plain.items()}
+    if isinstance(plain, list):
+        return list(map(_with_integers, plain))
+    return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
 
 
 def _table_of(

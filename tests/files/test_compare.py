@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import slurmgpu as package
+from slurmgpu.cli.views.comparison import texts_apart
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.merge.compare import is_same
+from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.merge.merge import merge
 from slurmgpu.shards.columns import Array, Json, Ragged, Text
 from tests.support.published_runs import publish, published_run
@@ -171,8 +172,125 @@ def test_a_damaged_file_is_refused_and_a_missing_one_too(tmp_path, one):
         (np.array([math.inf]), np.array([1.0]), 1, False),
         (np.array([b"a"]), np.array([b"b"]), 1, False),
         (np.array([True]), np.array([False]), 1, False),
+        (2**53 + 1, 2.0**53, 0, False),
+        (2**60, 2**60 + 1, 1e-20, False),
+        (2**60, 2.0**60 + 256, 1e-15, True),
+        (10**400, 10**400 + 1, 1e-9, True),
+        (10**400, math.inf, 1, False),
+        (10**400, 1.0, 1e-9, False),
+        (complex(1.7e308, 1.7e308), 1 + 1j, 1e-9, False),
+        (np.array([2**53 + 1]), np.array([2.0**53]), 0, False),
+        (np.array([2**60]), np.array([2**60 + 1]), 1e-20, False),
+        (np.array([2**64 - 1], "u8"), np.array([-1]), 0, False),
+        (np.array([2**64 - 1], "u8"), np.array([2**64 - 1], "u8"), 0, True),
+        (np.array([1, 2]), np.array([1.0, 2.0], "f4"), 0, True),
     ],
 )
 def test_values_are_the_same_within_the_tolerance(x, y, tolerance, same):
     assert is_same(x, y, tolerance) is same
     assert is_same(y, x, tolerance) is same
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "distance"),
+    [
+        (2**60, 2**60 + 1, 1),
+        (2**64 - 1, -(2**63), 2**64 + 2**63 - 1),  # of 65 bits
+        (2**53 + 1, 2.0**53, 1),
+        (3, 2.5, 0.5),
+        (1.0, 1 + 1e-10, 1 + 1e-10 - 1),
+        (3 + 4j, 0j, 5.0),
+        (math.inf, 1, None),
+        (math.nan, 1.0, None),
+        (10**400, 1.5, None),
+        (10**400 + 2, 10**400, 2),
+        (True, 1, None),
+        ("a", 1, None),
+        (np.array([2**63 - 1, 0]), np.array([-(2**63), 0]), 2**64 - 1),
+        (np.array([2**64 - 1, 0], "u8"), np.array([-(2**63), 0]), 2**64 + 2**63 - 1),
+        (np.array([2**53 + 1, 0]), np.array([2.0**53, 0.25]), 1),
+        (np.array([1, 2], "i1"), np.array([-128, 2], "i1"), 129),
+        (np.array([1.0, math.inf], "f4"), np.array([0.5, 0.0]), 0.5),
+        (np.array([math.nan]), np.array([1.0]), None),
+        (np.array([3 + 4j, 0]), np.array([0.0, 0.0]), 5.0),
+        (np.array([1, 2]), np.array([1, 2, 3]), None),
+        (np.array([b"a"]), np.array([b"b"]), None),
+        (np.array([], "i8"), np.array([], "i8"), None),
+    ],
+)
+def test_the_distance_of_integers_is_exact(x, y, distance):
+    for found in (distance_of(x, y), distance_of(y, x)):
+        assert found == distance
+        assert type(found) is type(distance)
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "dtype", "texts"),
+    [
+        (1.0, 1.0000000001, "f8", ["1.0", "1.0000000001"]),
+        (float(np.float32(0.1)), float(np.float32(0.2)), "f4", ["0.1", "0.2"]),
+        (float(np.float32(0.1)), float(np.nextafter(np.float32(0.1), np.float32(1))), "f4", ["0.1", "0.10000001"]),
+        (2**60, 2**60 + 1, "i8", [str(2**60), str(2**60 + 1)]),
+        (1 + 1j, 1 + 1.00000000001j, "c16", ['"(1+1j)"', '"(1+1.00000000001j)"']),
+        ([1, 1.0], [1, 1.0000000001], None, ["[1, 1.0]", "[1, 1.0000000001]"]),
+        ("1", 1, None, ['"1"', "1"]),
+        (None, "null", None, ["null", '"null"']),
+        ("a b", "a  b", None, ['"a b"', '"a  b"']),
+        ("a\x00", "a\x01", None, ['"a\\u0000"', '"a\\u0001"']),
+        ("a\u200e", "a\u200f", None, ['"a\\u200e"', '"a\\u200f"']),
+        (LONG + "a", LONG + "b", None, ["…" + "x" * 60 + each for each in "ab"]),
+        ("a" + LONG, "b" + LONG, None, [each + "x" * 299 + "…" for each in "ab"]),
+        (np.array([1.0, 2.0]), np.array([1.0, 2.0000000001]), "f8", ["[1. 2.]", "[1. 2.0000000001]"]),
+        (np.array([0.1, 1], "f4"), np.array([0.2, 1], "f4"), "f4", ["[0.1 1. ]", "[0.2 1. ]"]),
+    ],
+)
+def test_values_that_differ_are_shown_so_that_they_can_be_told_apart(x, y, dtype, texts):
+    assert texts_apart((x, y), (dtype and np.dtype(dtype),) * 2) == texts
+
+
+def test_values_of_other_dtypes_and_places_are_told_apart_too():
+    short = float(np.float32(0.1)), 0.1
+    assert texts_apart(short, (np.dtype("f4"), np.dtype("f8"))) == ["0.10000000149011612", "0.1"]
+    arrays = np.array([0.1], "f4"), np.array([0.1])
+    assert texts_apart(arrays, (np.dtype("f4"), np.dtype("f8"))) == ["[0.10000000149011612]", "[0.1]"]
+    long, other = np.zeros(4096, "f4"), np.zeros(4096, "f4")
+    other[2000] = 0.25
+    one, its = texts_apart((long, other))
+    assert "0.25" in its
+    assert "0.25" not in one
+    assert len(its) < 310
+
+
+def test_large_integers_differ_by_what_they_differ_and_are_shown_in_full(slurmgpu, tmp_path):
+    columns = {"n": Array("int64"), "u": Array("uint64"), "x": Array("float64"), "parts": Ragged("int64")}
+    rows = [
+        {"n": 2**60 + shift, "u": 2**64 - 1 - shift, "x": 1 + shift * 1e-10, "parts": [2**60 + shift]}
+        for shift in (0, 1)
+    ]
+    one, other = (published_run(tmp_path / name, columns, [each]).folder for name, each in zip("ab", rows, strict=True))
+    found = json.loads(slurmgpu("compare", one, other, "--json", expect=1).stdout)["columns"]
+    assert {name: found[name]["largest"] for name in ("n", "u", "parts")} == {"n": 1, "u": 1, "parts": 1}
+    lines = [line.split() for line in slurmgpu("compare", one, other, expect=1).stdout.splitlines()]
+    assert ["n", "1", "1"] in lines
+    assert ["n", "A", str(2**60)] in lines
+    assert ["B", str(2**60 + 1)] in lines
+    assert ["x", "A", "1.0"] in lines
+    assert ["B", "1.0000000001"] in lines
+
+
+def test_keys_that_are_equal_numbers_are_the_same_key(tmp_path):
+    def of(name, column, values):
+        rows = [{"id": value, "v": number} for number, value in enumerate(values)]
+        return published_run(tmp_path / name, {"id": column, "v": Array("int8")}, rows).folder
+
+    floats = of("floats", Array("float64"), [1.0, 2.0, math.nan])
+    integers = of("integers", Array("int64"), [1, 2, 3])
+    found = package.compare(floats, integers, key="id")
+    assert (found.n_common, found.a.n_only, found.b.n_only, found.a.n_without_key) == (2, 1, 1, 1)
+    nested = of("nested", Json(), [[1.0, {"b": 2.0, "a": 1}], None])
+    assert package.compare(nested, of("its", Json(), [[1, {"a": 1, "b": 2}], 7]), key="id").n_common == 1
+    large = package.compare(of("p", Array("float64"), [2.0**53]), of("q", Array("int64"), [2**53 + 1]), key="id")
+    assert (large.n_common, large.a.n_only, large.b.n_only) == (0, 1, 1)

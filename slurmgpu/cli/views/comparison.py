@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -13,6 +16,7 @@ from slurmgpu.cli.views.rows import text_of
 from slurmgpu.cli.views.state_words import plain
 from slurmgpu.merge.compare import Comparison
 from slurmgpu.report.summaries import summary_of
+from slurmgpu.util.ansi import harmless
 from slurmgpu.util.plurals import count_of
 
 MAX_VALUES = 40
@@ -20,6 +24,8 @@ MAX_VALUES = 40
 MAX_ROWS, MAX_COLUMNS = 20, 8
 """The most of a table in a summary."""
 VALUE_CHARACTERS = 300
+BEFORE = 60
+"""Characters before the first difference of long values."""
 
 
 def show_comparison(found: Comparison) -> None:
@@ -36,18 +42,15 @@ def show_comparison(found: Comparison) -> None:
     if differing := {name: each for name, each in found.columns.items() if each.n_rows}:
         table = _table("column", "rows that differ", "largest difference")
         for name, each in differing.items():
-            table.add_row(
-                escape(plain(name)), f"{each.n_rows:,}", "" if each.largest is None else f"{each.largest:.6g}"
-            )
+            table.add_row(escape(plain(name)), f"{each.n_rows:,}", _distance(each.largest))
         wide_console().print(table)
     for row in found.differences:
         where = f"item {row.a_index}" if row.a_index == row.b_index else f"items {row.a_index} and {row.b_index}"
         result(f"\n{where}{'' if row.key is None else f', {found.key} {plain(row.key)}'}")
         width = max(len(plain(name)) for name in row.columns)
         for name, values in row.columns.items():
-            for letter, value in zip("AB", values, strict=True):
-                text = f"{value:.9g}" if isinstance(value, float) else " ".join(text_of(value).split())
-                text = text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}…"
+            dtypes = (None, None) if name == "error" else found.dtypes[name]
+            for letter, text in zip("AB", texts_apart(values, dtypes), strict=True):
                 result(f"  {plain(name) if letter == 'A' else '':<{width}}  {letter}  {text}")
     for name, side, other in (("A", found.a, "B"), ("B", found.b, "A")):
         if side.n_only:
@@ -55,6 +58,57 @@ def show_comparison(found: Comparison) -> None:
             result(f"\n{count_of(side.n_only, 'row')} of {name} alone, without a partner in {other}: items {some}")
         for problem in side.damaged:
             say(f"{name}: {problem}")
+
+
+DType: TypeAlias = "np.dtype[Any] | None"
+
+
+def texts_apart(values: tuple[Any, Any], dtypes: tuple[DType, DType] = (None, None)) -> list[str]:
+    """Two values that differ, as texts of one line that differ: with as many digits, and of long ones that part."""
+    shown: list[str] = []
+    for text_for in (_briefly, _wholly, _exactly):
+        one, other = map(text_for, values, dtypes)
+        shorter = min(len(one), len(other))
+        start = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+        shown = [_part(one, start), _part(other, start)]
+        if shown[0] != shown[1]:
+            break
+    return shown
+
+
+def _briefly(value: Any, dtype: DType) -> str:
+    """Texts without quotes, numbers with the digits of their dtype, long arrays by their ends."""
+    if isinstance(value, str):
+        text = harmless(value)
+    else:
+        text = _wholly(value, dtype) if isinstance(value, list | dict) else text_of(value, dtype)
+    return " ".join(text.split())
+
+
+def _wholly(value: Any, dtype: DType) -> str:
+    """All elements, with the digits of their dtype, and blanks as they are."""
+    if isinstance(value, np.ndarray):
+        text = np.array2string(value, threshold=sys.maxsize, floatmode="unique", max_line_width=sys.maxsize)
+        return " ".join(text.split())
+    return harmless(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _exactly(value: Any, dtype: DType) -> str:
+    """Numbers with the digits of float64, and texts in ASCII."""
+    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=str)
+
+
+def _part(text: str, start: int) -> str:
+    """The beginning, or if what is at `start` lies behind it, that with what stands before it."""
+    first = 0 if start < VALUE_CHARACTERS - BEFORE else start - BEFORE
+    part = text[first : first + VALUE_CHARACTERS]
+    return f"{'…' if first else ''}{part}{'…' if first + len(part) < len(text) else ''}"
+
+
+def _distance(largest: float | None) -> str:
+    if largest is None:
+        return ""
+    return str(largest) if isinstance(largest, int) and largest < 1 << 65 else f"{largest:.6g}"
 
 
 def _show_sides(found: Comparison) -> None:
