@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import os
 import platform
 import re
 import subprocess
@@ -271,11 +272,19 @@ class _Tracer:
         self.add_module(top, needed=False)
         place = self.where.locate(top)
         for folder in place.folders if place else ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                parts = path.relative_to(folder).with_suffix("").parts
-                parts = parts[:-1] if parts[-1] == "__init__" else parts
-                if all(part.isidentifier() for part in parts):
-                    yield ".".join((top, *parts))
+            for where, _, names in os.walk(folder, onerror=self._leave_out):
+                for name in names:
+                    parts = Path(where, name).relative_to(folder).with_suffix("").parts
+                    parts = parts[:-1] if parts[-1] == "__init__" else parts
+                    if name.endswith(".py") and all(part.isidentifier() for part in parts):
+                        yield ".".join((top, *parts))
+
+    def _leave_out(self, error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):  # no folder, no modules
+            return
+        said = f"{error.filename} cannot be listed: modules in it are not in the snapshot: {error.strerror}."
+        if said not in self._left_out:
+            self._left_out.append(said)
 
 
 class _Imports(ast.NodeVisitor):

@@ -13,9 +13,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import hub
 from slurmgpu.inputs.formats import format_of, recognised
 from slurmgpu.util.amounts import size_of
+from slurmgpu.util.globs import matches
 from slurmgpu.util.plurals import count_of
 
-_MOST_LOOKS = 5
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -65,24 +65,27 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         path = base / pattern
         return data_set_files(path) if is_data_set(path) else [path]
-    matches = globbed(pattern, base)
+    found = sorted(map(Path, globbed(pattern, base)))
     # Directories matched by `**` are skipped; one named like data (`parts.csv/`) is refused later.
-    found = sorted(base / match for match in matches)
-    paths = [path for path in found if not path.is_dir() or recognised(path)]
+    # Not Path.is_dir, which raises for a link into a folder that may not be entered.
+    paths = [path for path in found if not os.path.isdir(path) or recognised(path)]  # noqa: PTH112
     if not paths:
         raise SlurmGPUError(f"Input {pattern!r} matches no file. Relative patterns start at {base}.")
     return paths
 
 
 def globbed(pattern: str, base: Path) -> set[str]:
-    """The matches of a glob, confirmed by a second look: glob skips folders that cannot be listed at the moment."""
-    # Not Path.glob, which takes no absolute pattern. A set, since `**` may find a file twice.
-    found = set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
-    for _ in range(_MOST_LOOKS):
-        before, found = found, set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
-        if found == before:
-            break
-    return found
+    """The paths that a glob matches, absolute; SlurmGPUError for a folder on the way that cannot be listed."""
+    try:
+        return matches(pattern, base)
+    except OSError as error:
+        raise unlisted(error) from error
+
+
+def unlisted(error: OSError) -> SlurmGPUError:
+    """The refusal of a folder that cannot be listed: its files would be missing without a word."""
+    name = os.fsencode(str(error.filename)).decode("utf-8", "backslashreplace")
+    return SlurmGPUError(f"Input {name} cannot be listed: {error.strerror}. Let it be read, or leave it out.")
 
 
 def is_data_set(path: Path) -> bool:

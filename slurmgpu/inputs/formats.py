@@ -34,6 +34,13 @@ FORMATS = Plugins(
 )
 """Input formats by the name that plans give them."""
 
+_OF_TABS = (
+    " Its columns are separated by tabs: write it with commas, in Python "
+    "pandas.read_csv(path, sep='\\t').to_csv('items.csv', index=False)."
+)
+_CONVERTED = {".tsv": _OF_TABS, ".tab": _OF_TABS}
+"""What is said about files whose suffix is like that of a format, which another name would not make them."""
+
 CHUNK_BYTES = 1 << 20
 """How much of a file is read at once for indexing."""
 
@@ -171,10 +178,10 @@ def format_of(paths: Sequence[Path]) -> Format:
             names = [name for name in _names() if named(name).recognises(Path(f"x.{name}"))]
             *others, last = (f".{name}" for name in names)
             suffix = without_suffix(path).suffix
+            advice = _CONVERTED.get(suffix.lower()) or did_you_mean(suffix.lower().removeprefix("."), names)
             raise SlurmGPUError(
-                f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}."
-                f"{did_you_mean(suffix.lower().removeprefix('.'), names)} If each file is an item, write 'files:' "
-                f"before the path or the pattern.{_query_of(path, suffix)}"
+                f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}.{advice} If each file "
+                f"is an item, write 'files:' before the path or the pattern.{_query_of(path, suffix)}"
             )
         if is_compressed(path, found) and not found.may_be_compressed:
             raise SlurmGPUError(

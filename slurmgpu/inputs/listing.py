@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import databases, hub
-from slurmgpu.inputs.finding import globbed, is_data_set
+from slurmgpu.inputs.finding import globbed, is_data_set, unlisted
 from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
 from slurmgpu.inputs.lines import Lines, json_object
 from slurmgpu.util.amounts import size_of
@@ -73,6 +73,11 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
     SlurmGPUError where one is named with the other, or where a folder leaves open which is meant.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
+    if empty := [pattern for pattern in patterns if not pattern.removeprefix(PREFIX)]:
+        raise SlurmGPUError(
+            f"The input is {empty[0]!r}, which names nothing, as where a variable of the shell is not set: expected a "
+            f"path, a list of paths, or a glob. The working folder is {empty[0] + '.'!r}."
+        )
     found = [_listed(pattern, base.absolute()) for pattern in patterns]
     held = [pattern for pattern, listed in zip(patterns, found, strict=True) if listed is None]
     if len(held) == len(patterns):
@@ -202,8 +207,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
         if not is_explicit and recognised(Path(name)):
             return None
         root = _before_magic(path)
-        matches = (str(base / match) for match in globbed(name, base))
-        paths = sorted((match for match in matches if not os.path.isdir(match)), key=_parts)  # noqa: PTH112
+        paths = sorted((match for match in globbed(name, base) if not os.path.isdir(match)), key=_parts)  # noqa: PTH112
         if paths and not is_explicit and MEDIA.isdisjoint(map(_suffix, paths)):
             return None
     if not paths:
@@ -227,9 +231,7 @@ def _walked(folder: str) -> Iterator[str]:
 
 
 def _raise(error: OSError) -> None:
-    """Refuse a folder that cannot be listed: its files would be missing without a word."""
-    name = as_text(str(error.filename))
-    raise SlurmGPUError(f"Input {name} cannot be listed: {error.strerror}. Let it be read, or leave it out.") from error
+    raise unlisted(error) from error
 
 
 def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:

@@ -244,14 +244,14 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     retried(make)
 
 
-def list_entries(folder: Path) -> list[os.DirEntry[str]]:
+def list_entries(folder: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> list[os.DirEntry[str]]:
     """The entries of a folder, as this machine sees it, in no order; a transient error is tried again."""
 
     def scan() -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
 
-    return retried(scan)
+    return retried(scan, patience_s)
 
 
 def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:

@@ -84,6 +84,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
         ("*.csv", "parts.csv is a directory"),
         ("de*", "matches no file"),
         ("a.json", r"a.json has the suffix '.json': expected .jsonl, .* Did you mean 'jsonl'\?"),
+        ("a.tsv", r"'.tsv': expected .* separated by tabs: write it with commas, .* If each"),
         ("a.db", r"'.db': expected .* Of a database write a query: 'sqlite:.*/a.db\?SELECT … ORDER BY …'\."),
         ("a.parquet.gz", "compressed as a whole"),
         (["a.txt", "b.jsonl"], r"mixes formats, txt \(.*a.txt\) and jsonl \(.*b.jsonl\)"),
@@ -97,7 +98,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
     ],
 )
 def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[str], words: str) -> None:
-    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="")
+    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="", a_tsv="")
     (folder / "a.parquet.gz").write_bytes(b"")
     (folder / "parts.csv").mkdir()
     (folder / "deep").mkdir()

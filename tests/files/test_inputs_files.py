@@ -163,6 +163,18 @@ def test_with_the_prefix_every_file_is_an_item_and_without_it_a_format_is_read(t
         find("mols/*", tmp_path)
 
 
+@pytest.mark.parametrize("named", ["", "files:", ["a.jpg", ""]])
+def test_an_empty_name_as_of_a_variable_that_is_not_set_is_not_the_working_folder(
+    tmp_path: Path, named: str | list[str]
+) -> None:
+    make(tmp_path, "a.jpg")
+    with pytest.raises(
+        SlurmGPUError, match=r"names nothing, as where a variable .* The working folder is '(files:)?\.'"
+    ):
+        list_files(named, tmp_path)
+    assert keys(".", tmp_path) == ["a"]
+
+
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "in", "a.jpg", "shut/b.jpg")
     listed = os.scandir

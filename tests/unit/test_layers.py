@@ -230,6 +230,22 @@ def test_nothing_outside_executors_compares_their_names():
     ]
 
 
+FINDS_FILES = ("inputs", "code", "workloads", "llm.models")
+"""Rooms that find the files of inputs, of models and of code."""
+
+
+def test_no_input_model_or_code_is_found_by_a_glob_that_hides_errors():
+    """`glob` takes a folder that cannot be listed for an empty one; `slurmgpu.util.globs` raises."""
+    found = [
+        f"{dotted(path)}: {ast.unparse(node)}"
+        for path in modules()
+        if dotted(path).startswith(FINDS_FILES)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("glob", "iglob", "rglob")
+    ]
+    assert found == []
+
+
 def loaded_after(code):
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"], capture_output=True, text=True

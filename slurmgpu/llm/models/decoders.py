@@ -6,7 +6,7 @@ import re
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
-from slurmgpu.llm.models.source import VOCABULARIES, ModelSource, read_json
+from slurmgpu.llm.models.source import VOCABULARIES, ModelSource, named_in, read_json
 
 GENERATES = re.compile(r"CausalLM|LMHead|ConditionalGeneration|Decoder")
 """Parts of the names of classes that generate text."""
@@ -87,7 +87,7 @@ def check_takes_images(source: ModelSource) -> None:
 def check_tokenizer(source: ModelSource) -> None:
     """Refuse a folder without a tokenizer."""
     folder = source.folder
-    if any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+    if named_in(folder, VOCABULARIES):
         return
     own = read_json(folder / "tokenizer_config.json")
     if "auto_map" in own or own.get("tokenizer_class") in WITHOUT_VOCABULARY:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.util.cgroups import memory_left
+from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ FRESH_S = 600.0
 def read_ahead(folder: Path) -> None:
     """Read the safetensors files of a folder unless a process on this node just did; never fails."""
     try:
-        files = sorted(path.resolve() for path in folder.glob("*.safetensors"))
+        names = [name for name in list_names(folder) if name.endswith(".safetensors")]
+        files = sorted((folder / name).resolve() for name in names)
         if files and _fits(files):
             with _turn(folder) as lock:
                 _read_once(files, lock)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.models.source import ModelSource, read_json
+from slurmgpu.llm.models.source import ModelSource, named_in, read_json
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -196,7 +196,7 @@ def weights_of(source: ModelSource) -> Weights:
     estimate = _estimate(text_config(source.config))
     if names:
         return Weights(estimate.numbers, estimate.stored_bytes, missing, True)
-    pickled = [path.stat().st_size for path in source.folder.glob("pytorch_model*.bin")]
+    pickled = [path.stat().st_size for path in named_in(source.folder, ["pytorch_model*.bin"])]
     if not pickled:
         return Weights(estimate.numbers, estimate.stored_bytes, (SINGLE,), True)
     # The total is known, the groups are estimated; for an unknown architecture all count as linear.

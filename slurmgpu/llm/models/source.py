@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
+from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
+from slurmgpu.util.shared_files import list_names
 
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
 """Suffixes of a model's name, after a hyphen."""
@@ -135,7 +138,10 @@ def _in_package(name: str) -> Path:
     if spec is None:
         raise SlurmGPUError(f"there is no package {name!r} here; install it, or use the name for `import`.")
     roots = spec.submodule_search_locations or ()
-    configs = [path for root in roots for path in Path(root).rglob("config.json")]
+    try:
+        configs = [Path(path) for root in roots for path in matches("**/config.json", root)]
+    except OSError as error:
+        raise _unlisted(error) from error
     folders = sorted(str(path.parent) for path in configs if "model_type" in read_json(path))
     if len(folders) != 1:
         raise SlurmGPUError(
@@ -143,6 +149,26 @@ def _in_package(name: str) -> Path:
             f"model to the path of a folder."
         )
     return Path(folders[0])
+
+
+def named_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """The entries of a model's folder whose names match one of the patterns, in order; none if there is no folder.
+
+    SlurmGPUError if it cannot be listed: `Path.glob` takes such a folder for an empty one.
+    """
+    try:
+        names = list_names(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unlisted(error) from error
+    return [folder / name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _unlisted(error: OSError) -> SlurmGPUError:
+    return SlurmGPUError(
+        f"{error.filename}, where a model is looked for, cannot be listed: {error.strerror}. Let it be read."
+    )
 
 
 def read_json(path: Path) -> Any:
@@ -221,13 +247,13 @@ def _is_whole(folder: Path) -> bool:
     """Whether a snapshot has weights and a tokenizer; incomplete files are not in it."""
     indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
     listed = next((set(read_json(path).get("weight_map", {}).values()) for path in indices if path.is_file()), set())
-    single = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
+    single = named_in(folder, ("*.safetensors", "pytorch_model*.bin"))
     has_weights = all((folder / name).is_file() for name in listed) and bool(listed or single)
-    return has_weights and any(next(folder.glob(pattern), None) for pattern in VOCABULARIES)
+    return has_weights and bool(named_in(folder, VOCABULARIES))
 
 
 def _size(folder: Path) -> str:
-    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size_bytes = sum(path.stat().st_size for path in map(Path, matches("**", folder)) if path.is_file())
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
@@ -240,7 +266,7 @@ def digests_of(source: ModelSource) -> dict[str, str] | None:
         return None
     if source.folder.is_file():
         return {source.folder.name: digest_of(source.folder)}
-    paths = sorted({path for pattern in MATTERS for path in source.folder.glob(pattern) if path.is_file()})
+    paths = [path for path in named_in(source.folder, MATTERS) if path.is_file()]
     with ThreadPoolExecutor(N_READERS) as readers:
         return {path.name: digest for path, digest in zip(paths, readers.map(digest_of, paths), strict=True)}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
@@ -101,8 +102,14 @@ def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in [model] if isinstance(model, str) else model:
         path = Path(name).expanduser()
-        matches = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)  # noqa: PTH207 - of any root
-        files = [match for match in matches if Path(match).is_file()]
+        try:
+            named = [str(path)] if path.is_file() else [str(Path(match)) for match in matches(str(path), ".")]
+        except OSError as error:
+            raise SlurmGPUError(
+                f"model: {error.filename} cannot be listed: {error.strerror}. Let it be read, or leave it out of "
+                f"{name!r}."
+            ) from error
+        files = [match for match in named if Path(match).is_file()]
         if not files:
             what = "no file matches" if glob.has_magic(name) else "there is no file"
             raise SlurmGPUError(

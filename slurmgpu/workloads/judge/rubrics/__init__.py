@@ -12,6 +12,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
 from slurmgpu.llm.prompts.jinja_templates import template_class
+from slurmgpu.util.shared_files import list_names
 
 FOLDER = Path(__file__).parent
 METHODS = ("parse", "score")
@@ -90,7 +91,7 @@ def check_choices(choices: Sequence[str], reader: Reader, rubric: Rubric) -> Non
 
 def shipped() -> list[str]:
     """The names of the rubrics that come with slurmgpu."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return [Path(name).stem for name in list_names(FOLDER) if name.endswith(".toml")]
 
 
 def read_rubric(rubric: str | Mapping[str, Any], template_format: str | None = None) -> Rubric:

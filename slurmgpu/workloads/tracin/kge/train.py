@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, read_dictionary, read_triples
 from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer, summary
@@ -67,7 +68,13 @@ def train(
 
 def refuse_to_mix(folder: Path) -> None:
     """SlurmGPUError for a folder with checkpoints: one glob would match those of two trainings."""
-    there = sorted(path.name for path in folder.glob("checkpoint-*.pt"))
+    try:
+        there = sorted(Path(path).name for path in matches("checkpoint-*.pt", folder))
+    except OSError as error:
+        raise SlurmGPUError(
+            f"{folder} cannot be listed: {error.strerror}, and may have checkpoints of another training. Let it be "
+            f"read, or choose another folder with -o."
+        ) from error
     if there:
         raise SlurmGPUError(
             f"{folder} has {there[0]} of another training; influences are summed over one training's checkpoints. "

@@ -1,0 +1,112 @@
+"""The matches of a glob, where every error is raised.
+
+`glob.glob` and `Path.glob` take a folder that cannot be listed for an empty one: what lies in it would be missing from
+an input without a word.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import glob
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, list_entries, retried
+
+_NO_SUCH = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+"""What a name that is not there answers, one in a file, and one behind a link to itself: each is no match."""
+_ANY_DEPTH = "**"
+
+_T = TypeVar("_T")
+
+
+def matches(pattern: str, folder: os.PathLike[str] | str) -> set[str]:
+    """The paths that a glob matches below `folder`, or anywhere if it is absolute; empty if there is no such folder.
+
+    `**` is any depth, links are followed (none in a circle), and names with a dot in front match a dot alone, as with
+    `glob.glob`. OSError, with the name of the folder, for one on the way that cannot be listed or entered.
+    """
+    parts = PurePosixPath(pattern).parts
+    found = {os.fspath(folder)}
+    for number, part in enumerate(parts):
+        is_last = number == len(parts) - 1
+        found = {path for each in found for path in _step(each, part, is_last)}
+    return found - {os.fspath(folder)}
+
+
+def _step(folder: str, part: str, is_last: bool) -> Iterator[str]:
+    """What a part of the pattern matches in a folder; only folders if another part follows."""
+    if part == _ANY_DEPTH:
+        return _below(folder, is_last, frozenset())
+    if glob.has_magic(part):
+        return _named(folder, part, is_last)
+    path = os.path.join(folder, part)  # noqa: PTH118 - the pattern may have a million matches
+    return iter([path] if _is_there(path, folder, is_last) else [])
+
+
+def _named(folder: str, part: str, is_last: bool) -> Iterator[str]:
+    is_meant = re.compile(fnmatch.translate(part)).match
+    for entry in _entries(folder):
+        if not is_meant(entry.name) or (_is_hidden(entry) and not part.startswith(".")):
+            continue
+        if is_last or _is_folder(entry):
+            yield entry.path
+
+
+def _below(folder: str, is_last: bool, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """The folder and those below, with their files if `is_last`; `above` are the folders that it lies in."""
+    status = _look(lambda: os.stat(folder))  # noqa: PTH116 - as above
+    if status is None or (status.st_dev, status.st_ino) in above:
+        return
+    above |= {(status.st_dev, status.st_ino)}
+    yield folder
+    for entry in _entries(folder):
+        if _is_hidden(entry):
+            continue
+        if _is_folder(entry):
+            yield from _below(entry.path, is_last, above)
+        elif is_last:
+            yield entry.path
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        return list_entries(folder, BRIEF_PATIENCE_S)
+    except OSError as error:
+        if error.errno in _NO_SUCH:
+            return []
+        raise
+
+
+def _is_hidden(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith(".")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one; OSError where a link leads to what may not be looked at."""
+    return bool(_look(entry.is_dir))
+
+
+def _is_there(path: str, folder: str, is_last: bool) -> bool:
+    """Whether a name is there, and is a folder unless it is the last one of the pattern."""
+    try:
+        status = _look(lambda: os.lstat(path) if is_last else os.stat(path))  # noqa: PTH116 - as above
+    except OSError as error:
+        error.filename = folder  # it may not be entered
+        raise
+    return status is not None and (is_last or stat.S_ISDIR(status.st_mode))
+
+
+def _look(operation: Callable[[], _T]) -> _T | None:
+    """What `operation` returns; None for a name that is not there."""
+    try:
+        return retried(operation, BRIEF_PATIENCE_S)
+    except OSError as error:
+        if error.errno in _NO_SUCH:
+            return None
+        raise
