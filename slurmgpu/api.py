@@ -49,6 +49,7 @@ from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import exists, remove, status_of
 
@@ -352,7 +353,7 @@ def compute_probe(
                 report = wait_for(run, on_status) if on_status is not None else cast(Report, handle.wait())
             return run, report
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
+            if isinstance(error, INTERRUPTS) and small.run_dir.exists():
                 run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
             if run is not None and executor.queues:
                 liveness.cancel(run)

@@ -35,6 +35,8 @@ def main() -> None:
     standard_streams.open_missing()
     if sys.argv[1:2] == ["task"]:
         early_signals.remember()
+    else:
+        early_signals.end_by_exception()
     from slurmgpu.cli.app import app
     from slurmgpu.cli.console import complain
     from slurmgpu.cli.streams import prepare_streams

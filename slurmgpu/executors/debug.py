@@ -13,6 +13,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.submissions import Submission, job_here
+from slurmgpu.util.early_signals import ended_by_exception
 
 
 class Debug(Here):
@@ -38,7 +39,7 @@ class Debug(Here):
         attempt = Attempt(job, 0, 0, number, self.name, submission.gpus_per_task, submission.device)
 
         def work(on_tick: Callable[[], None]) -> Lives:
-            with beating(run.folder, attempt.name, attempt.job):
+            with ended_by_exception(then_killed=True), beating(run.folder, attempt.name, attempt.job):
                 Task(run, attempt).run_in_process()
             return {}
 

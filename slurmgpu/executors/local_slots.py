@@ -25,6 +25,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
+from slurmgpu.util.early_signals import ended_by_exception
 from slurmgpu.util.forks import Fork
 from slurmgpu.util.shared_files import retried
 
@@ -103,30 +104,16 @@ def _ignoring_sigint() -> Iterator[None]:
 def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
     """Wait for the slots. Any exception stops them, and they give their shards back.
 
-    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
+    SIGTERM and SIGHUP raise EndedBySignalError, once: a terminal that is closed sends several.
     """
-    try:
-        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+    with ended_by_exception():
+        try:
             while not all(job.done() for job in jobs):
                 on_tick()
                 time.sleep(0.1)
-    except BaseException:
-        stop([int(job.job_id) for job in jobs if not job.done()])
-        for job in jobs:
-            while not job.done():
-                time.sleep(0.05)
-        raise
-
-
-@contextlib.contextmanager
-def _interrupted_by(*signums: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt for these signals, unless they are ignored, as under nohup."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    own = [signum for signum in signums if in_main_thread and signal.getsignal(signum) == signal.SIG_DFL]
-    for signum in own:
-        signal.signal(signum, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for signum in own:
-            signal.signal(signum, signal.SIG_DFL)
+        except BaseException:
+            stop([int(job.job_id) for job in jobs if not job.done()])
+            for job in jobs:
+                while not job.done():
+                    time.sleep(0.05)
+            raise

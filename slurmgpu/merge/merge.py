@@ -36,7 +36,7 @@ from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.shard_file import examine, read_errors, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError, Reader
 from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
-from slurmgpu.util.early_signals import EndedBySignalError
+from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_fresh, list_names, remove, replace, retried
 from slurmgpu.worker.computer import check_debugger_left
@@ -327,7 +327,7 @@ def _summary(run: Run) -> dict[str, Any]:
             if summarize is None:
                 raise SlurmGPUError(f"Workload {plan.workload} has no `summarize` any more.")
             summary: dict[str, Any] = json.loads(json.dumps(dict(summarize(merged)), allow_nan=False))
-    except (KeyboardInterrupt, EndedBySignalError):
+    except INTERRUPTS:
         raise
     except BaseException as error:
         check_debugger_left(error)

@@ -35,7 +35,7 @@ from slurmgpu.task.spare_worker import SpareWorker
 from slurmgpu.task.telemetry import sampler_of
 from slurmgpu.task.worker_process import EXIT_STOPPED, PARTING_S, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
-from slurmgpu.util.early_signals import SIGNUMS
+from slurmgpu.util.early_signals import INTERRUPTS, SIGNUMS
 from slurmgpu.util.exceptions import described, trace_of
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
@@ -100,7 +100,7 @@ class Task:
         try:
             return self._finish(self._guarded(self._work_here))
         except BaseException as error:  # Ctrl-C, or the end of the debugger
-            failure = "cancelled" if isinstance(error, KeyboardInterrupt) else "crash"
+            failure = "cancelled" if isinstance(error, INTERRUPTS) else "crash"
             self._fail(failure, described(error))
             self._finish(1)
             raise

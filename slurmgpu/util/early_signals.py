@@ -2,7 +2,8 @@
 
 Otherwise a signal that comes while modules are imported, or while the run is read, would kill a task or be lost. A task
 asks for the signals that have come and then sets its own handlers (`recall`). A merge, and other holders of the run's
-lock, are ended by an exception, so that they remove partial files and release the lock (`heeded`).
+lock, are ended by an exception, so that they remove partial files and release the lock (`heeded`). So is every other
+command (`end_by_exception`), and what waits for tasks of this machine (`ended_by_exception`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +30,61 @@ class EndedBySignalError(SystemExit):
     """A signal ends this process, with exit code 128 plus its number, as in shells."""
 
 
+INTERRUPTS = (KeyboardInterrupt, EndedBySignalError)
+"""What a signal that ends this process raises in its main thread."""
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""The signals that end a process, beside Ctrl-C, for which Python has a handler."""
+
+
 def remember() -> None:
     """Remember signals from now on instead of ending."""
     for signum in SIGNUMS:
         if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
             continue  # nohup: the run goes on without its terminal
         signal.signal(signum, _note)
+
+
+def end_by_exception() -> None:
+    """Let the first SIGTERM or SIGHUP raise EndedBySignalError from now on, and ignore those that follow it.
+
+    One is ignored that is ignored already, as SIGHUP under nohup. Only the main thread can set handlers.
+    """
+    for signum in ENDING:
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, _end)
+
+
+@contextlib.contextmanager
+def ended_by_exception(*, then_killed: bool = False) -> Iterator[None]:
+    """In the block, the first SIGTERM or SIGHUP raises EndedBySignalError, unless it is ignored or has a handler.
+
+    Those that follow are ignored in the block, or kill the process if `then_killed`: so where the block runs code of a
+    user's, which may catch the exception. Only the main thread gets signals: in others this does nothing.
+    """
+    handlers = {signum: signal.getsignal(signum) for signum in ENDING} if _is_main() else {}
+    former = {signum: handler for signum, handler in handlers.items() if handler in (signal.SIG_DFL, _end)}
+    try:
+        for signum in former:
+            signal.signal(signum, _end_once if then_killed else _end)
+        yield
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+
+def _end(signum: int, _: FrameType | None) -> NoReturn:
+    _raise(signum, signal.SIG_IGN)
+
+
+def _end_once(signum: int, _: FrameType | None) -> NoReturn:
+    _raise(signum, signal.SIG_DFL)
+
+
+def _raise(signum: int, later: signal.Handlers) -> NoReturn:
+    for each in ENDING:
+        if signal.getsignal(each) in (_end, _end_once):
+            signal.signal(each, later)
+    raise EndedBySignalError(128 + signum)
 
 
 def recall() -> list[int]:

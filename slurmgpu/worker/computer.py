@@ -20,7 +20,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.shards.shard_file import FailedRow
-from slurmgpu.util.early_signals import EndedBySignalError
+from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
@@ -394,7 +394,7 @@ class Computer:
             return [], _may_pass(error)
         except WorkerBrokenError:
             raise
-        except (KeyboardInterrupt, EndedBySignalError):
+        except INTERRUPTS:
             raise
         except BaseException as error:  # also a panic of a library in Rust, and asyncio's CancelledError
             check_debugger_left(error)

@@ -45,7 +45,7 @@ from slurmgpu.shards.names import partial_name
 from slurmgpu.shards.shard_file import DamagedShardError, publish, sync_names, write_shard
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import FULL, working_folder
-from slurmgpu.util.early_signals import EndedBySignalError
+from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.logging import log_to_stderr
@@ -516,7 +516,7 @@ class Worker:
             if error.__cause__ is not None:
                 log.info("what led to it:", exc_info=error.__cause__)
             raise WorkerFailedError(class_of(error, LOADING), message_of(error)) from error
-        except (KeyboardInterrupt, EndedBySignalError):
+        except INTERRUPTS:
             raise
         except BaseException as error:  # also a panic of a library in Rust
             check_debugger_left(error)

@@ -330,7 +330,7 @@ def test_a_local_run_whose_command_is_ended_ends_with_its_progress_kept(holding,
     else:
         process.send_signal(signum)
     output, _ = process.communicate(timeout=200)
-    assert process.returncode == 130, output
+    assert process.returncode == 128 + signum, output
     assert "interrupted; the tasks have ended" in output
     check_left(folder, *{signal.SIGINT: ("cancelled", "SIGINT"), signal.SIGTERM: ("preempted", "SIGTERM")}[signum])
     assert read_status(Run.open(folder / "run"))["failures"] == {"cancelled": 1}

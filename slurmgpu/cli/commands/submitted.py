@@ -25,6 +25,7 @@ from slurmgpu.faults.verdicts import judge
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record
+from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.plurals import count_of
 
 PROGRESS_S = 3.0
@@ -121,7 +122,7 @@ class _Follower:
 
 @contextlib.contextmanager
 def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
-    """Follow a run; Ctrl-C prints `if_interrupted`, or else what continues."""
+    """Follow a run; Ctrl-C, SIGTERM and SIGHUP print `if_interrupted`, or else what continues."""
     columns = (
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
         BarColumn(),
@@ -132,7 +133,7 @@ def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[
     try:
         with bar or contextlib.nullcontext():
             yield _Follower(bar, n_items)
-    except KeyboardInterrupt:
+    except INTERRUPTS:
         if if_interrupted:
             say(if_interrupted)
         else:
