@@ -38,8 +38,8 @@ FRESH_S = 600.0
 def read_ahead(folder: Path) -> None:
     """Read the safetensors files of a folder unless a process on this node just did; never fails."""
     try:
-        names = [name for name in list_names(folder) if name.endswith(".safetensors")]
-        files = sorted((folder / name).resolve() for name in names)
+        names = list_names(folder) if folder.is_dir() else []
+        files = sorted((folder / name).resolve() for name in names if name.endswith(".safetensors"))
         if files and _fits(files):
             with _turn(folder) as lock:
                 _read_once(files, lock)
