@@ -175,7 +175,8 @@ class Merged:
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
         """The rows as a table in memory; failed items have null columns, but for fields that they keep.
 
-        A JSON column has the type that all of its values in the file have in common, else it is JSON text.
+        A JSON column has the type that all of its values in the file have in common, else it is JSON text, in which
+        null is null.
         """
         check_pyarrow("to_arrow() needs")
         from slurmgpu.results.arrow import to_arrow

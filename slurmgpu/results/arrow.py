@@ -24,7 +24,8 @@ def to_arrow(
     """The rows from `start` to `stop` - 1 of `columns` as a table; `failed` is a mask of these rows.
 
     Numbers, text and ragged values are read once. The columns of a failed item are null, but for fields that it keeps,
-    and the `error` of a good one. Complex numbers become structs of `real` and `imag`.
+    and the `error` of a good one. So is null in a JSON column, whatever the other values are. Complex numbers become
+    structs of `real` and `imag`.
     """
     rows, nulls = slice(start, stop), {"index": np.zeros_like(failed), "error": ~failed}
     return pa.table(
@@ -58,6 +59,8 @@ def _column(
 ) -> pa.Array:
     if of_values is not None:
         return pa.array(data.python_values(rows.start, rows.stop), of_values, mask=null)
+    if data.column.typed_by_values:  # null is null beside values of several types, too
+        null = null | np.array([value is None for value in data.python_values(rows.start, rows.stop)], bool)
     kind = data.column.arrow and pa.type_for_alias(data.column.arrow)
     if isinstance(data, ArrayData):
         found = _array(data.content[rows], null)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.export import export, export_to
 from slurmgpu.merge.merge import merge
@@ -202,11 +203,28 @@ def test_a_json_column_has_the_type_that_all_of_its_values_have(tmp_path, name):
         found = table["kept"].to_pylist()
         assert found[-1] is None
         if kind is None:
-            assert [json.loads(text) for text in found[:-1]] == values
+            assert [text and json.loads(text) for text in found[:-1]] == values
         elif name == "record":
             assert found[:-1] == [{"n": 1, "t": None}, {"n": 2.5, "t": ["x"]}, {"n": None, "t": None}]
         else:
             assert found[:-1] == values
+
+
+@pytest.mark.parametrize("name", JSON_VALUES)
+def test_null_of_json_is_null_whatever_the_other_values_are(tmp_path, name):
+    values, _ = JSON_VALUES[name]
+    run = published_run(tmp_path / "run", {"kept": Json()}, [*({"kept": value} for value in values), "failed"])
+    nulls = [index for index, value in enumerate(values) if value is None]
+    others = [index for index, value in enumerate(values) if value is not None]
+    for merged in (False, True):
+        if merged:
+            merge(run)
+        assert chosen(run, "kept is None and error is None") == nulls
+        assert chosen(run, "kept is not None") == others
+        export(run, "parquet", tmp_path / "a.parquet", where="kept is not None")
+        assert parquet.read_table(tmp_path / "a.parquet")["kept"].null_count == 0
+    with results.open(run.merged) as file:
+        assert file.to_arrow()["kept"].is_null().to_pylist() == [value is None for value in [*values, None]]
 
 
 json_values = st.recursive(
