@@ -16,6 +16,7 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.shards.numbers import as_array, as_lists, cast, checked_shape, scalar_bounds, stored_dtype
 from slurmgpu.util.exceptions import message_of
+from slurmgpu.util.json_values import check_keys
 from slurmgpu.util.plugins import Plugins
 
 RESERVED_NAMES = ("index", "error")
@@ -183,6 +184,9 @@ class Text(Column, kind="text"):
         return None
 
 
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 @dataclass(frozen=True)
 class Json(Text, kind="json"):
     """A column of JSON values: lists and mappings of text, numbers, booleans and None.
@@ -194,9 +198,10 @@ class Json(Text, kind="json"):
     blank_is_none = True
 
     def convert(self, value: Any) -> bytes:
-        """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, such as NaN."""
+        """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, as NaN, or the keys 1 and "1"."""
         try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            text = _COMPACT.encode(value)
+            check_keys(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {message_of(error)}") from error
         return super().convert(text)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
+
+_SINGLE = frozenset((str, int, float, bool, type(None)))
 
 
 def json_value(value: Any) -> Any:
@@ -25,3 +28,30 @@ def json_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_value(inner) for inner in value]
     return value if value is None or isinstance(value, int | float) else str(value)
+
+
+def check_keys(value: Any) -> None:
+    """Raise ValueError if JSON, which makes text of keys, would make one of two in a mapping: 1 and "1", say.
+
+    The value is one that `json.dumps` takes.
+    """
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            if not {str} >= set(map(type, each)):
+                _check_texts(each)
+            each = each.values()
+        elif not isinstance(each, list | tuple):
+            continue
+        if not set(map(type, each)) <= _SINGLE:
+            left += each
+
+
+def _check_texts(value: Mapping[Any, Any]) -> None:
+    found: dict[str, Any] = {}
+    for key in value:
+        text = key if isinstance(key, str) else next(iter(json.loads(json.dumps({key: None}))))
+        if text in found:
+            raise ValueError(f"the keys {found[text]!r} and {key!r} of a dict are one in JSON; make them differ")
+        found[text] = key

@@ -48,6 +48,27 @@ def test_what_json_has_no_words_for_is_the_items_error(value):
         convert(value)
 
 
+@pytest.mark.parametrize(
+    ("value", "keys"),
+    [
+        ({1: "first", "1": "second"}, "1 and '1'"),
+        ([{"a": ({"true": 1, True: 2},)}], "'true' and True"),
+        ({"null": 1, None: 2}, "'null' and None"),
+        ({"a": {1e16: 1, "1e+16": 2}}, r"1e\+16 and '1e\+16'"),
+    ],
+)
+def test_keys_that_json_makes_one_are_the_items_error(value, keys):
+    with pytest.raises(ValueError, match=f"column 'told': found .* the keys {keys} of a dict are one in JSON"):
+        convert(value)
+
+
+def test_keys_that_stay_apart_become_texts():
+    assert json.loads(convert({1: {2: 0, True: [{3.5: None}]}, None: 1})) == {
+        "1": {"2": 0, "true": [{"3.5": None}]},
+        "null": 1,
+    }
+
+
 def test_the_kind_survives_the_file_that_describes_it():
     assert columns_to_json(COLUMNS) == {"told": {"kind": "json"}}
     assert columns_from_json(columns_to_json(COLUMNS)) == COLUMNS

@@ -960,20 +960,23 @@ def test_serve_answers_by_a_function(tmp_path, monkeypatch, capfd):
         "    print('scoring', data['text'])\n"
         "    if data['text'] == 'bad':\n"
         "        raise ValueError('too bad')\n"
+        "    if data['text'] == 'twice':\n"
+        "        return {'n': {1: 1, '1': 2}}\n"
         "    return {'n': len(data['text']), 'seed': seed % 1000, 'v': np.float32([1, 2])}\n"
         "slurmgpu.serve(score)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     columns = {"n": "int32", "seed": "int32", "v": "float32[2]"}
     command = loaded(tmp_path, monkeypatch, run=[sys.executable, "serve.py"], stream=True, columns=columns)
-    asked = items("a", "bad", "ccc")
-    first, second, third = command(asked)
+    asked = items("a", "bad", "ccc", "twice")
+    first, second, third, fourth = command(asked)
     assert first == {"n": 1, "seed": asked[0].seed % 1000, "v": [1, 2]}
     assert str(second) == "ValueError: too bad"
     assert third["n"] == 3
+    assert str(fourth) == "ValueError: the keys 1 and '1' of a dict are one in JSON; make them differ"
     said = capfd.readouterr().err
-    assert "items 0..2 | scoring ccc\n" in said
-    assert "items 0..2 | Traceback" in said
+    assert "items 0..3 | scoring ccc\n" in said
+    assert "items 0..3 | Traceback" in said
     command._stream.close()
 
 

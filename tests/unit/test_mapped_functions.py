@@ -7,6 +7,7 @@ import linecache
 import threading
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -18,6 +19,7 @@ from slurmgpu.inputs.lines import Jsonl
 from slurmgpu.inputs.python_items import UNWRAP, is_table, write_values
 from slurmgpu.mapping.annotations import annotated_types
 from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column
+from slurmgpu.workloads.function.workload import Function
 
 LARGE = np.zeros(2_000_000)
 LOCK = threading.Lock()
@@ -288,3 +290,10 @@ def test_a_function_without_an_annotation_that_can_be_read_says_nothing():
     assert annotated_types(function, batched=False) == {}
     assert annotated_types(len, batched=False) == {}
     assert type_of_column(Text()) == "text"
+
+
+def test_no_columns_are_advised_that_there_are_already():
+    function = SimpleNamespace(columns={"j": Json(), "n": Array("int64")})
+    twice = {1: 1, "1": 2}
+    assert Function.explain_misfit(function, {"j": twice, "n": 1}) == ""
+    assert "columns={'j': 'json', 'n': 'json'}" in Function.explain_misfit(function, {"j": twice, "n": "one"})

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from slurmgpu.errors import Retry
 from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.json_values import check_keys
 
 BROKEN = "CUDA error:"
 """What PyTorch says when the GPU is lost to this process; in a new one it works."""
@@ -37,7 +38,9 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
             item = json.loads(line)
             try:
                 seed = {"seed": item["seed"]} if takes_seed else {}
-                answer = json.dumps({**function(item["data"], **seed), "index": item["index"]}, default=_plain)
+                row = {**function(item["data"], **seed), "index": item["index"]}
+                answer = json.dumps(row, default=_plain)
+                check_keys(row)
             except Exception as error:
                 if type(error).__name__ == "AcceleratorError" or message_of(error).startswith(BROKEN):
                     raise

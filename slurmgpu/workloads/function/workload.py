@@ -83,17 +83,20 @@ class Function:
         return [self._row(value) for value in returned]
 
     def explain_misfit(self, row: Any) -> str:
-        """A sentence for a row that does not fit the columns: the line that would make it fit."""
+        """A sentence for a row that does not fit the columns: the line that would make it fit, if one would."""
         if not isinstance(row, Mapping):
             return ""
         try:
-            types: dict[str, str | None] = {name: type_of_column(column) for name, column in self.columns.items()}
+            declared: dict[str, str | None] = {name: type_of_column(column) for name, column in self.columns.items()}
+            types = dict(declared)
             for name, kind in types_of_rows([row]).items():
                 types[name] = type_for_both(types.get(name), kind) if kind or name in types else "json"
         except SlurmGPUError:
             return ""
         # None, and a missing value, fit a column of JSON alone.
         types |= {name: "json" for name in types if row.get(name) is None}
+        if types == declared:
+            return ""
         line = ", ".join(f"{name!r}: {kind!r}" for name, kind in types.items())
         return f"If it is right, submit with columns={{{line}}}."
 
