@@ -235,9 +235,10 @@ def submit_all(
         found = {run.name: RunHandle(run) for run in drafts.there}
         for variant, draft in drafts.to_submit:
             with naming_submitted(drafts, variant):
+                drafts.record()  # another process may have left out what was not made yet
                 found[variant.name] = submit_draft(draft, other, on_tick)
-        drafts.record()  # another process may have left out what was not made yet
-    return {variant.name: found[variant.name] for variant in variants.runs}
+        drafts.record()
+    return {variant.name: found[variant.name] for variant in drafts.variants.runs}
 
 
 def check_drafts(drafts: Drafts, after: Run | None = None, inject: Sequence[str] = ()) -> None:

@@ -79,18 +79,16 @@ class Overrides(dict[str, Any]):
 
         `source` is who names it, in errors.
         """
-        first, *rest = path = parts_of(key.removeprefix("."))
-        is_key = first in TABLES if rest else first in RunFile.model_fields
-        if is_key or key.startswith("."):
+        first, *rest = parts_of(key.removeprefix("."))
+        if _is_of_file(key):
             if not (rest or key.startswith(".")):
                 self.bare[first] = source
-            return tuple([first, *plain_names(dict.fromkeys(rest))] if first in OF_SBATCH else path)
-        if rest and (hint := did_you_mean(first, TABLES)).startswith(" Did"):
+        elif rest and (hint := did_you_mean(first, TABLES)).startswith(" Did"):
             raise SlurmGPUError(
                 f"{source} {key}: there is no table {first!r} in a run file.{hint} If it is a setting: "
                 f"{source} settings.{key}."
             )
-        return "settings", *path
+        return place_of(key)
 
     def refuse_ambiguous(self, full_name: str, names: Collection[str] | None) -> None:
         """SlurmGPUError if a bare key may be a setting of the workload; `names` are its settings, None for any."""
@@ -133,6 +131,20 @@ def _keys_of(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from [("", key)] if value is not None else ()
         else:
             yield from ((key, name) for name, inner in value.items() if inner is not None)
+
+
+def place_of(key: str) -> tuple[str, ...]:
+    """Where a key lies in a run file, as `Overrides.path_of`, whoever names it."""
+    first, *rest = path = parts_of(key.removeprefix("."))
+    if not _is_of_file(key):
+        return "settings", *path
+    return tuple([first, *plain_names(dict.fromkeys(rest))] if first in OF_SBATCH else path)
+
+
+def _is_of_file(key: str) -> bool:
+    """Whether a key is one at the top of a run file or in its tables, and not the name of a setting alone."""
+    first, *rest = parts_of(key.removeprefix("."))
+    return key.startswith(".") or (first in TABLES if rest else first in RunFile.model_fields)
 
 
 def parts_of(key: str) -> list[str]:

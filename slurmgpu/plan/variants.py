@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.items import Look
-from slurmgpu.plan.overrides import Overrides, parts_of
+from slurmgpu.plan.overrides import Overrides, place_of
 from slurmgpu.plan.planner import LOOK, Draft, draft_run
 from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.plan.sweep_keys import split_sweep
+from slurmgpu.plan.variant_names import as_text, names_beside, respelled
 from slurmgpu.run.directory import Run, refuse_existing
-from slurmgpu.run.sweep_file import record_runs
+from slurmgpu.run.sweep_file import listed_runs, record_runs, was_submitted
+from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import exists
 
 MOST_RUNS = 1000
 """The most runs of a sweep; each has jobs and a directory of its own."""
-LONGEST_TEXT, LONGEST_NAME = 40, 100
-"""The longest text of a value, and of all values, in the name of a run."""
 REFUSED = {
     "run_dir": "the runs lie in the folder run_dir, by their values",
     "sweep": "it is the table itself",
@@ -35,24 +33,30 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a sweep: its values by key of [sweep], its name, and the values over the run file that it has."""
+    """One run of a sweep: its values by key of [sweep], its name, and the values over the run file that it has.
+
+    `namesake` is a run that sweep.json has with other values, and that these alone would have named so. It may compute
+    the same all the same: `a.txt` and `./a.txt` are one input.
+    """
 
     name: str
     values: Mapping[str, Any]
     overrides: Overrides
+    namesake: str | None = None
 
 
 @dataclass(frozen=True)
 class Variants:
     """The runs of a sweep, each in a directory of its name in `folder`; `said` are they in a line.
 
-    With `replace_looks` they take the place of earlier looks.
+    With `replace_looks` they take the place of earlier looks. `listed` is what sweep.json had by then.
     """
 
     folder: Path
     runs: Sequence[Variant]
     said: str
     replace_looks: bool = False
+    listed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,25 @@ class Drafts:
     there: Sequence[Run]
 
     def record(self) -> None:
-        """Write into the folder of the sweep which runs it has."""
-        record_runs(self.variants.folder, {each.name: each.values for each in self.variants.runs})
+        """Write into the folder of the sweep which runs it has, before each of them is made.
+
+        SlurmGPUError if another command has since begun to make runs of these names, or of these values.
+        """
+        record_runs(self.variants.folder, {each.name: each.values for each in self.variants.runs}, self._beside)
+
+    def _beside(self, listed: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """The runs of sweep.json as it is now, by the keys of this sweep."""
+        variants = self.variants
+        own = {each.name: as_text(hidden(each.values)) for each in variants.runs}
+        now = respelled(listed, _keys_of(variants.runs))
+        for name, values in now.items():
+            text = as_text(values)
+            if values != variants.listed.get(name) and own.get(name) != text and (name in own or text in own.values()):
+                raise SlurmGPUError(
+                    f"Another command submits runs of this sweep right now, such as {variants.folder / name}. Submit "
+                    f"again: runs that are there stay as they are."
+                )
+        return now
 
 
 def variants_of(
@@ -94,11 +115,42 @@ def variants_of(
     folder = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     if exists(folder / "run.json"):
         refuse_existing(folder)
-    names = names_of(found, [key for group in of_runs.get(sweeps.ZIP, []) for key in group[1:]])
+    _refuse_twice(found[0])
+    zipped = [key for group in of_runs.get(sweeps.ZIP, []) for key in group[1:]]
+    listed = respelled(listed_runs(folder), found[0])
+    names = names_beside(found, zipped, listed, lambda name, values: _has_other_secrets(folder / name, values))
     runs = [
-        Variant(name, values, _varied(overrides, values, of_items)) for name, values in zip(names, found, strict=True)
+        Variant(each.name, values, _varied(overrides, values, of_items), each.namesake)
+        for each, values in zip(names, found, strict=True)
     ]
-    return Variants(folder, runs, said, look is not None and run_dir is None)
+    return Variants(folder, runs, said, look is not None and run_dir is None, listed)
+
+
+def _keys_of(runs: Sequence[Variant]) -> list[str]:
+    return list(dict.fromkeys(key for each in runs for key in each.values))
+
+
+def _refuse_twice(values: Mapping[str, Any]) -> None:
+    met: dict[tuple[str, ...], str] = {}
+    for key in values:
+        if (other := met.setdefault(place_of(key), key)) != key:
+            raise SlurmGPUError(f"[sweep] varies {other} and {key}, which are the same key. Leave one of them out.")
+
+
+def _has_other_secrets(folder: Path, values: Mapping[str, Any]) -> bool:
+    """Whether settings of the run in `folder` are others than `values` where sweep.json hides them."""
+    secrets = {key: value for key, value in values.items() if hidden({key: value}) != {key: value}}
+    if not secrets or not was_submitted(folder):
+        return False
+    run = Run.open(folder)
+    for key, value in secrets.items():
+        there: Any = {"settings": run.plan.settings}
+        for name in place_of(key):
+            there = there.get(name) if isinstance(there, Mapping) else None
+        # What planning froze in another form tells nothing.
+        if there != value and hidden({key: there}) == hidden({key: value}):
+            return True
+    return False
 
 
 @contextlib.contextmanager
@@ -112,31 +164,38 @@ def drafted(
 
     A run that exists, and computes the same, is left out; one that computes something else is refused.
     """
-    to_submit, there = [], []
+    to_submit, there, found = [], [], []
+    replaces = variants.replace_looks
     with contextlib.ExitStack() as stack:
         for variant in variants.runs:
-            folder = variants.folder / variant.name
-            replaces = variants.replace_looks
-            is_there = not replaces and exists(folder / "run.json")
-            # The directory of a run that is there cannot be planned once more.
-            target = folder.with_name(f".{variant.name}.again") if is_there else folder
             with _naming(variant):
-                overrides = variant.overrides
-                if is_there:
-                    there.append(Run.open(folder))
-                    overrides = _cut_as(there[-1], source, overrides)
-                draft = stack.enter_context(
-                    draft_run(source, overrides, target, None, after, look, replaces_look=replaces)
-                )
-                if not is_there:
-                    to_submit.append((variant, draft))
+                if variant.namesake and not replaces:
+                    folder = variants.folder / variant.namesake
+                    if was_submitted(folder) and _computes_same(run := Run.open(folder), source, variant, after, look):
+                        there.append(run)
+                        found.append(replace(variant, name=variant.namesake))
+                        continue
+                folder = variants.folder / variant.name
+                found.append(variant)
+                if replaces or not was_submitted(folder):
+                    draft = draft_run(source, variant.overrides, folder, None, after, look, replaces_look=replaces)
+                    to_submit.append((variant, stack.enter_context(draft)))
                     continue
-                if there[-1].plan.fingerprint != draft.plan.fingerprint:
+                there.append(Run.open(folder))
+                if not _computes_same(there[-1], source, variant, after, look):
                     raise SlurmGPUError(
                         f"{folder} holds a run that computes something else. Name another folder, by --run-dir or "
                         f"run_dir, or move that run away."
                     )
-        yield Drafts(variants, to_submit, there)
+        yield Drafts(replace(variants, runs=found), to_submit, there)
+
+
+def _computes_same(run: Run, source: RunFileSource, variant: Variant, after: Run | None, look: Look | None) -> bool:
+    """Whether a run that is there computes what this one of [sweep] would."""
+    # The directory of a run that is there cannot be planned once more.
+    target = run.folder.with_name(f".{run.name}.again")
+    with draft_run(source, _cut_as(run, source, variant.overrides), target, None, after, look) as draft:
+        return draft.plan.fingerprint == run.plan.fingerprint
 
 
 def _cut_as(run: Run, source: RunFileSource, overrides: Overrides) -> Overrides:
@@ -154,54 +213,6 @@ def _naming(variant: Variant) -> Iterator[None]:
         yield
     except SlurmGPUError as error:
         raise SlurmGPUError(f"Run {variant.name} of [sweep]: {error}") from error
-
-
-def names_of(configurations: Sequence[Mapping[str, Any]], zipped: Sequence[str] = ()) -> list[str]:
-    """A name for each configuration, from its values that vary: `small_math`, `temperature=0.5`.
-
-    Keys in `zipped` vary with another one, which tells the runs apart.
-    """
-    keys = list(configurations[0])
-    varied = [key for key in keys if len({json.dumps(each[key]) for each in configurations}) > 1] or keys
-    texts = {key: _texts(key, [each[key] for each in configurations]) for key in varied}
-    names: list[str] = []
-    for chosen in ([key for key in varied if key not in zipped], varied):
-        names = ["_".join(texts[key][number] for key in chosen) for number in range(len(configurations))]
-        if len(set(names)) == len(names) and max(map(len, names)) <= LONGEST_NAME:
-            return names
-    return [str(number) for number in range(len(configurations))]
-
-
-def _texts(key: str, values: Sequence[Any]) -> list[str]:
-    """A short text for each value, as part of a name; equal for equal values alone."""
-    distinct = {json.dumps(value, sort_keys=True): value for value in values}
-    last = parts_of(key)[-1]
-    made: list[str] = []
-    if all(isinstance(value, str) for value in distinct.values()):
-        texts = list(distinct.values())
-        # As few parts of paths, and of names with slashes, as tell them apart.
-        for n_parts in (1, 2, 3):
-            made = [_text_of(text, n_parts, is_file=key == "input") for text in texts]
-            if len(set(made)) == len(made):
-                break
-    elif all(isinstance(value, bool | int | float) for value in distinct.values()):
-        made = [f"{last}={json.dumps(value)}" for value in distinct.values()]
-    if len(set(made)) != len(distinct) or not all(made) or max(map(len, made)) > LONGEST_TEXT:
-        made = [f"{last}-{number}" for number in range(len(distinct))]
-    else:
-        made = [text if text[0].isalpha() else f"{last}={text}" for text in made]
-    names = dict(zip(distinct, made, strict=True))
-    return [names[json.dumps(value, sort_keys=True)] for value in values]
-
-
-def _text_of(text: str, n_parts: int, *, is_file: bool) -> str:
-    """The last parts of a text with slashes, with letters, digits and a few signs alone."""
-    pieces = [piece for piece in text.split("/") if re.search(r"\w", piece)]
-    if is_file and pieces:
-        stem = pieces[-1].lstrip(".").partition(".")[0]
-        pieces[-1] = stem if re.search(r"\w", stem) else ""
-    kept = [re.sub(r"[^\w.+=-]+", "-", piece).strip("-.") for piece in pieces]
-    return "-".join([piece for piece in kept if piece][-n_parts:])
 
 
 def _varied(overrides: Overrides, values: Mapping[str, Any], of_items: Mapping[str, Any]) -> Overrides:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,16 +28,28 @@ class SweepFile(TypedDict):
     runs: dict[str, dict[str, Any]]
 
 
-def record_runs(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write which runs are of a sweep, beside those that were made before."""
+Listed = Mapping[str, Mapping[str, Any]]
+"""The values of runs, by their names."""
+
+
+def record_runs(folder: Path, runs: Listed, beside: Callable[[Listed], Listed] = lambda listed: listed) -> None:
+    """Write which runs are of a sweep, beside those that were made before.
+
+    `beside` takes the runs that sweep.json has by then and returns them by the keys of `runs`, or raises.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # One process at a time: of two that write at once, the later would lose the runs of the other.
     with hold(folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
-        listed = _read(folder) if exists(folder / FILE) else {}
-        there = {name: values for name, values in listed.items() if was_submitted(folder / name)}
+        listed = beside(listed_runs(folder))
+        there = {name: dict(values) for name, values in listed.items() if was_submitted(folder / name)}
         named = {**there, **{name: hidden(values) for name, values in runs.items()}}
         value: SweepFile = {"format": SWEEP_FORMAT, "version": SWEEP_VERSION, "runs": named}
         write_json(folder / FILE, value)
+
+
+def listed_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """The values of each run that sweep.json has, made or not, without secrets; {} if there is no such file."""
+    return _read(folder) if exists(folder / FILE) else {}
 
 
 def runs_of_sweep(folder: Path) -> list[Path] | None:

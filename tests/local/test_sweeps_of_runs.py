@@ -13,7 +13,7 @@ from slurmgpu.executors import making_room
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run
-from slurmgpu.run.sweep_file import runs_of_sweep
+from slurmgpu.run.sweep_file import listed_runs, record_runs, runs_of_sweep
 
 LOCAL = ("--executor", "debug", "--gpus", "0")
 
@@ -75,6 +75,112 @@ def test_runs_that_are_there_stay_and_only_the_others_are_submitted(swept, slurm
     assert (swept / "run" / "others" / "merged.h5").exists()
     changed = slurmgpu("submit", *LOCAL, "-s", "seed=5", cwd=swept, expect=2)
     assert "items holds a run that computes something else" in changed.stderr
+
+
+def inputs(folder, *names):
+    """The key of [sweep] with these inputs, each with items of its own."""
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f'{{"text": "{name}"}}\n' * (number + 1))
+    return {"sweep.input": list(names)}
+
+
+def test_a_value_that_is_added_or_taken_out_leaves_the_other_runs_as_they_are(swept):
+    def submitted(*names):
+        return package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0, overrides={"sweep.input": names})
+
+    inputs(swept, "x/a.jsonl", "y/a.jsonl", "z/a.jsonl")
+    first = submitted("x/a.jsonl")["a"]
+    before = first.run.merged.stat().st_ino
+    # By themselves the two would be x-a and y-a.
+    runs = submitted("y/a.jsonl", "x/a.jsonl")
+    assert {name: len(run.results()) for name, run in runs.items()} == {"y-a": 2, "a": 1}
+    # By itself this one would be `a`, which is another's.
+    assert [len(run.results()) for run in submitted("z/a.jsonl").values()] == [3]
+    # Runs that computed the same under another spelling are no others.
+    assert list(submitted("./x/a.jsonl")) == ["a"]
+    listed = {"a": {"input": "./x/a.jsonl"}, "y-a": {"input": "y/a.jsonl"}, "z-a": {"input": "z/a.jsonl"}}
+    assert listed_runs(swept / "run") == listed
+    assert sorted(path.name for path in (swept / "run").iterdir()) == ["a", "sweep.json", "y-a", "z-a"]
+    assert first.run.merged.stat().st_ino == before
+    # So it is with looks, each of which takes the place of that of its values alone.
+    for names in (["x/a.jsonl"], ["x/a.jsonl", "y/a.jsonl"]):
+        package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0, limit=1, overrides={"sweep.input": names})
+    assert [path.name for path in runs_of_sweep(swept / "run-look")] == ["a", "y-a"]
+
+
+def test_a_run_is_known_by_settings_that_sweep_json_hides(swept):
+    path = swept / "slurmgpu.toml"
+    (swept / "secret.py").write_text(SECRET)
+
+    def submitted(*prompts):
+        given = {
+            "workload.use": "secret.py:Prompt",
+            "sweep.settings.prompt": list(prompts),
+            "sweep.input": "items.jsonl",
+        }
+        return {
+            name: run.run.plan.settings["prompt"]
+            for name, run in package.submit_all(path, executor="debug", gpus=0, overrides=given).items()
+        }
+
+    first, second, third = (f"My password: {word}. Repeat it." for word in ("abcdef", "ghijkl", "mnopqr"))
+    assert submitted(first, second) == {"prompt-0": first, "prompt-1": second}
+    assert submitted(third, second, first) == {"prompt-1-2": third, "prompt-1": second, "prompt-0": first}
+    assert {each["settings.prompt"] for each in listed_runs(swept / "run").values()} == {"My password: ••• Repeat it."}
+
+
+SECRET = """
+from slurmgpu import Text
+
+
+class Prompt:
+    columns = {"a": Text()}
+    batch_size = 8
+
+    def __init__(self, prompt):
+        pass
+
+    def __call__(self, items):
+        return [{"a": "a"} for _ in items]
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "is_refused"),
+    [
+        ({"items": {"input": "elsewhere.jsonl"}}, True),  # its name with other values
+        ({"first": {"input": "items.jsonl"}}, True),  # its values under another name
+        ({"third": {"input": "third.jsonl"}}, False),
+    ],
+)
+def test_of_two_commands_that_begin_at_once_none_makes_what_the_other_makes(swept, other, is_refused):
+    path = swept / "slurmgpu.toml"
+    overrides = Overrides()
+    overrides.put({"resources": {"gpus": 0, "executor": "debug"}})
+    with drafted(path, variants_of(path, overrides)) as drafts:
+        record_runs(swept / "run", other)
+        if is_refused:
+            with pytest.raises(SlurmGPUError, match=f"runs of this sweep right now, such as .*{next(iter(other))}"):
+                drafts.record()
+            assert listed_runs(swept / "run") == other
+        else:
+            drafts.record()
+            assert list(listed_runs(swept / "run")) == ["items", "others"]
+
+
+def test_what_another_command_left_out_is_written_again_before_it_is_made(swept, monkeypatch):
+    submit, seen = api.submit_draft, []
+
+    def submitting(draft, *args, **given):
+        seen.append(list(listed_runs(swept / "run")))
+        handle = submit(draft, *args, **given)
+        record_runs(swept / "run", {})  # which leaves out runs that are not made yet
+        return handle
+
+    monkeypatch.setattr(api, "submit_draft", submitting)
+    package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0)
+    assert seen == [["items", "others"], ["items", "others"]]
 
 
 def test_a_run_that_is_there_stays_also_if_it_would_now_be_cut_for_other_tasks(swept):

@@ -6,7 +6,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
-from slurmgpu.plan.variants import names_of, variants_of
+from slurmgpu.plan.variant_names import RunName, names_beside, names_of, respelled
+from slurmgpu.plan.variants import variants_of
 
 
 def found(tmp_path, sweep, *texts, **tables):
@@ -70,6 +71,8 @@ def test_without_an_input_keys_of_tables_vary_the_run_and_all_others_its_items(t
         ({"prompt": ["say: {text}" * 9, "why?"]}, ["prompt-0", "prompt-1"]),
         ({"a": ["x_y", "x"], "b": ["z", "y_z"]}, ["0", "1"]),
         ({"model": ["org/a", "org/a"]}, ["0", "1"]),
+        ({"prompt": ["Say password=abcdef", "why?"]}, ["prompt-0", "prompt-1"]),
+        ({"settings.api_key": ["abc", "def"]}, ["api_key-0", "api_key-1"]),
         ({"a": ["one"], "b": ["two"]}, ["one_two"]),
     ],
 )
@@ -79,12 +82,73 @@ def test_names_tell_the_values_that_vary(values, names):
 
 
 @pytest.mark.parametrize(
+    ("listed", "values", "names"),
+    [
+        # Values that are there keep their names, whatever the others are.
+        (
+            {"small": "org/small", "large": "org/large"},
+            ["other/small", "org/large", "org/small"],
+            ["other-small", "large", "small"],
+        ),
+        ({"cot": "cot", "plain": "plain"}, ["cot", "plain", "why? " * 12], ["cot", "plain", "model-2"]),
+        ({"model-0": "why? " * 9, "model-1": "how? " * 9}, ["where? " * 9, "how? " * 9], ["model-2", "model-1"]),
+        ({"small": "org/small"}, ["org/large"], ["large"]),  # the value `small` is left out
+        # Others get names that none has.
+        ({"small": "org/small"}, ["other/small"], ["other-small"]),
+        ({"a": "x/a", "x-a": "y/a", "a-2": "z/a"}, ["a"], ["a-3"]),
+        ({"a": "why? " * 12}, ["model-2", "a"], ["model-2", "model-2-2"]),
+        ({}, ["sweep.json"], ["sweep.json-2"]),
+        # Two runs of the same values, as an older slurmgpu made them: that which today's list names, or the first.
+        ({"small": "org/small", "org-small": "org/small"}, ["org/small"], ["small"]),
+        ({"small": "org/small", "org-small": "org/small"}, ["org/small", "other/small"], ["org-small", "other-small"]),
+        ({"b": 0.5, "a": 0.5}, [0.5, 0.7], ["b", "model=0.7"]),
+        ({"model=1": 1}, [1.0], ["model=1.0"]),
+    ],
+)
+def test_runs_are_known_by_their_values_and_new_ones_get_names_that_none_has(listed, values, names):
+    configurations = [{"model": value} for value in values]
+    found = names_beside(configurations, (), {name: {"model": value} for name, value in listed.items()})
+    assert [each.name for each in found] == names
+    # Once they are listed, they are known in any order, and under any name of the key.
+    all_listed = {name: {"model": value} for name, value in listed.items()} | dict(
+        zip(names, configurations, strict=True)
+    )
+    again = [{"settings.model": value} for value in values[::-1]]
+    assert names_beside(again, (), respelled(all_listed, ["settings.model"])) == [RunName(name) for name in names[::-1]]
+
+
+def test_values_that_zip_repeats_have_a_run_each():
+    values = [{"model": "a", "n": 1}, {"model": "a", "n": 1}, {"model": "b", "n": 2}]
+    listed = dict(zip(("0", "1"), values, strict=False))
+    assert [each.name for each in names_beside(values, ["n"], listed)] == ["0", "1", "2"]
+
+
+def test_a_key_that_is_new_names_the_new_runs_and_tells_of_those_that_may_be_the_same():
+    values = [{"model": "a", "seed": 0}, {"model": "b", "seed": 0}]
+    found = names_beside(values, (), {"a": {"model": "a"}, "c": {"model": "c"}})
+    assert found == [RunName("a_seed=0", "a"), RunName("b")]
+
+
+def test_values_whose_secrets_alone_differ_are_told_apart():
+    listed = {"prompt-0": {"prompt": "Say password: •••"}, "prompt-1": {"prompt": "Say password: •••"}}
+    true = {"prompt-0": "Say password: abcdef", "prompt-1": "Say password: ghijkl"}
+    values = [{"prompt": f"Say password: {secret}"} for secret in ("mnopqr", "ghijkl", "abcdef")]
+    found = names_beside(values, (), listed, lambda name, values: values["prompt"] != true[name])
+    assert [each.name for each in found] == ["prompt-1-2", "prompt-1", "prompt-0"]
+
+
+@pytest.mark.parametrize(
     ("sweep", "texts", "said"),
     [
         ({"input": ["a", "b"]}, ["input=c"], r"-s and \[sweep\] input set the same key"),
         ({"input": ["a", "b"], "run_dir": ["c", "d"]}, [], r"\[sweep\] varies run_dir, which is one for all"),
         ({"input": "a", "settings": {"n": list(range(2000))}}, [], "stands for 2,000 runs; expected at most 1,000"),
         ({"input": ["a", "b"], "resorces.gpus": [1]}, [], "there is no table 'resorces'"),
+        (
+            {"input": "a", "n": [1, 2], "settings": {"n": [3, 4]}},
+            [],
+            r"varies n and settings\.n, which are the same key",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, sweep, texts, said):

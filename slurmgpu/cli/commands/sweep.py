@@ -78,13 +78,14 @@ def submit(
                 api.naming_submitted(drafts, variant),
                 submitted.following(draft.run_dir, draft.plan.n_items) as follow,
             ):
+                drafts.record()  # another command may have left out what was not made yet
                 handle = api.submit_draft(draft, after, follow.run, inject)
             # Others are queued before the first is waited for.
             if wait and handle.outcome is not None and handle.outcome.report is None:
                 waiting.append(handle)
             else:
                 conclude(handle)
-    drafts.record()  # another command may have left out what was not made yet
+    drafts.record()
     for handle in waiting:
         conclude(handle)
     codes += [_wait_for_end(run) for run in (drafts.there if wait else ())]
@@ -120,6 +121,7 @@ def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool
         drafts.record()
         for variant, draft in drafts.to_submit:
             with api.naming_submitted(drafts, variant):
+                drafts.record()  # another command may have left out what was not made yet
                 run, lines, notes = api.plan_draft(draft)
             for note in dict.fromkeys(notes):
                 say(note)
