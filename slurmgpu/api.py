@@ -192,7 +192,7 @@ def submit(
     are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
-    values = overrides_of(settings, image, resources, overrides, profile)
+    values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
     with draft_run(_source(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
         for note in draft.notes:
@@ -221,7 +221,7 @@ def submit_all(
     SlurmGPUError if [sweep] does not vary keys of the run file.
     """
     other = Run.open(Path(after)) if after is not None else None
-    values = overrides_of(settings, image, resources, overrides, profile)
+    values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     source, look = _source(run_file), look_at(items, limit)
     variants = variants_of(source, values, _path(run_dir), look)
     if variants is None:
@@ -280,7 +280,7 @@ def probe(
     The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
     `failure` is None if the probe succeeded.
     """
-    values = overrides_of(settings, image, resources, overrides, profile)
+    values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     with draft_run(_source(run_file), values, _path(run_dir)) as draft:
         return probe_draft(draft, n_items, on_tick)
 
@@ -291,9 +291,15 @@ def overrides_of(
     resources: Mapping[str, Any],
     keys: Mapping[str, Any] | None,
     profile: str | None,
+    run_dir: str | Path | None = None,
 ) -> Overrides:
-    """The values over a run file that `submit` is given; `keys` are those of any of its keys."""
+    """The values over a run file that `submit` is given; `keys` are those of any of its keys.
+
+    SlurmGPUError where `keys` set what another argument does, or the `run_dir`.
+    """
     found = Overrides()
+    if run_dir:  # which is relative to the working directory, as the key is not
+        found.sources["", "run_dir"] = "--run-dir"
     put_profile(found, profile)
     container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
     found.put({"settings": settings or {}, "resources": resources, "container": container})

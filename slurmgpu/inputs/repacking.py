@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,18 +139,41 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
     check_pyarrow("Items from Python need", in_tasks=True)
     import pyarrow as pa
 
-    reader = pa.RecordBatchReader.from_stream(table)
-    with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
-        for piece in even(pa.Table.from_batches([batch]) for batch in reader):
-            groups.add(piece.replace_schema_metadata(None))
-        if not groups.n_items:
-            raise SlurmGPUError("The table has no rows: expected at least one item.")
-        file = groups.close()
+    try:
+        reader = pa.RecordBatchReader.from_stream(table)
+        with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
+            for piece in even(pa.Table.from_batches([batch]) for batch in reader):
+                groups.add(piece.replace_schema_metadata(None))
+            if not groups.n_items:
+                raise SlurmGPUError("The table has no rows: expected at least one item.")
+            file = groups.close()
+    except (ValueError, TypeError, NotImplementedError, OverflowError) as error:  # Arrow's own are of these classes
+        raise _not_of_arrow(table, error) from error
     columns = tuple(reader.schema.names)
     doubled = sorted({name for name in columns if columns.count(name) > 1})
     if doubled:
         raise SlurmGPUError(f"{doubled[0]!r} names two columns of the table: expected a name of its own for each.")
     return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
+
+
+def _not_of_arrow(table: Any, error: Exception) -> SlurmGPUError:
+    """What is wrong with a table, of which Arrow has raised `error`: the column, and what its values are."""
+    said = "; ".join(str(each).rstrip(".") for each in error.args)
+    found = re.search(r"for column (.+) with type", said)
+    records = "df.to_dict('records')" if hasattr(table, "iloc") else "a list of its rows as mappings"
+    if found is None or not hasattr(table, "iloc"):
+        return SlurmGPUError(f"The table cannot be read as one of Arrow: {said}. Correct it, or give {records}.")
+    place = [str(name) for name in table.columns].index(found[1])
+    column, values = table.columns.tolist()[place], table.iloc[:, place].dropna()
+    kinds = [*dict.fromkeys(type(value).__name__ for value in values)]
+    wrong = (
+        f"has values of several types, {', '.join(kinds)}: expected one"
+        if len(kinds) > 1
+        else f"has values of the type {', '.join(kinds)} that Arrow cannot hold: {error.args[0]}"
+    )
+    return SlurmGPUError(
+        f"The column {column!r} {wrong}. Write df[{column!r}] = df[{column!r}].astype(str), or give {records}."
+    )
 
 
 def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[[int], None]) -> InputFile:

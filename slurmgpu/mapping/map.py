@@ -26,6 +26,7 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
+from slurmgpu.plan.overrides import SET, Overrides
 from slurmgpu.plan.planner import Draft, allocate, draft_run
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
@@ -46,6 +47,14 @@ FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
 
 PROBE_ENDS_S = 3
 """How long the job that merged the probe may take to end."""
+
+ARGUMENTS = {
+    "input": "the argument `items`",
+    "run_dir": "the arguments `run_dir` and `name`",
+    "workload.use": "the argument `function`",
+    "workload.batch_size": "the argument `batch_size`",
+}
+"""The keys of a run file for which `map` has arguments."""
 
 Columns = Column | str | Mapping[str, Column | str]
 
@@ -95,6 +104,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         former = _before(target, stem)
     values = api.overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
+    _refuse_given_twice(values)
     asked = read_run_file(GivenRunFile({"workload": table}, base), values).resources
     with contextlib.ExitStack() as open_ones:
         # Its modules are imported while the run is planned.
@@ -141,6 +151,21 @@ def _refuse_unknown(resources: Mapping[str, Any]) -> None:
     if unknown := [name for name in resources if name not in Resources.model_fields]:
         suggestion = did_you_mean(unknown[0], own | Resources.model_fields.keys())
         raise SlurmGPUError(f"slurmgpu.map has no argument {unknown[0]!r}.{suggestion}")
+
+
+def _refuse_given_twice(values: Overrides) -> None:
+    """Refuse values by `overrides` or a profile for what the arguments of `map` say, which would be ignored."""
+    for (table, key), given_by in values.sources.items():
+        whole, source = ".".join(filter(None, (table, key))), "overrides" if given_by == SET else given_by
+        if table == "sweep":
+            raise SlurmGPUError(f"{source} has [sweep], and slurmgpu.map makes one run. Call it once for each value.")
+        if table == "settings":
+            raise SlurmGPUError(
+                f"{source} has the setting {key!r}, and a function has none. Give the function its values, by "
+                f"functools.partial or `load`."
+            )
+        if argument := ARGUMENTS.get(whole):
+            raise SlurmGPUError(f"{source}, {whole!r}, and {argument} set the same key. Leave one of them out.")
 
 
 def _function(

@@ -128,6 +128,8 @@ def types_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for row in rows:
         for name, value in row.items():
+            if not isinstance(name, str):
+                raise SlurmGPUError(f"the row has the key {name!r}; expected text, the name of a column")
             try:
                 found[name] = type_for_both(found.get(name), type_of(value))
             except SlurmGPUError as error:

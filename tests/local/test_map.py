@@ -229,6 +229,7 @@ def test_a_row_of_a_table_is_an_item():
 def test_what_is_refused_leaves_nothing_behind(tmp_path):
     async def coroutine(item): ...
 
+    one = {"function": len, "items": ["a"], "columns": "int64"}
     held = [
         ({"function": "text", "items": [1]}, "is no function"),
         ({"function": coroutine, "items": [1]}, "is a coroutine"),
@@ -247,6 +248,17 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
             {"function": len, "items": ["a"], "columns": "int64", "gpu": 1},
             "map has no argument 'gpu'. Did you mean 'gpus'",
         ),
+        ({**one, "overrides": {"input": "x.jsonl"}}, "overrides, 'input', and the argument `items` set the same key"),
+        ({**one, "overrides": {"run_dir": "x"}}, "'run_dir', and the arguments `run_dir` and `name` set the same key"),
+        ({**one, "overrides": {"workload.batch_size": 2}}, "and the argument `batch_size` set the same key"),
+        ({**one, "overrides": {"sweep": {"seed": [1, 2]}}}, r"overrides has \[sweep\], and slurmgpu.map makes one run"),
+        ({**one, "overrides": {"batched": True}}, "overrides has the setting 'batched', and a function has none"),
+        (
+            {**one, "items": pd.DataFrame({"id": [1, "a7", None]})},
+            r"The column 'id' has values of several types, int, str: expected one. Write df\['id'\] =",
+        ),
+        ({**one, "items": pd.DataFrame({"id": [[1, "a"]]})}, "The column 'id' has values of the type list that Arrow"),
+        ({**one, "items": pd.DataFrame({"id": [2**70]})}, "cannot be read as one of Arrow: .*df.to_dict"),
     ]
     for given, sentence in held:
         with pytest.raises(SlurmGPUError, match=sentence):

@@ -18,7 +18,7 @@ from slurmgpu.code import functions
 from slurmgpu.inputs.lines import Jsonl
 from slurmgpu.inputs.python_items import UNWRAP, is_table, write_values
 from slurmgpu.mapping.annotations import annotated_types
-from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column
+from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column, types_of_rows
 from slurmgpu.workloads.function.workload import Function
 
 LARGE = np.zeros(2_000_000)
@@ -218,6 +218,11 @@ def test_the_type_of_a_column_is_learnt_from_values_and_holds_them(values, expec
         for value in values:
             if value is not None:
                 column.convert(value)
+
+
+def test_a_key_that_is_no_text_names_no_column():
+    with pytest.raises(SlurmGPUError, match="the row has the key 0; expected text, the name of a column"):
+        types_of_rows([{0: 0.25, 1: 0.75}])
 
 
 def test_a_value_that_no_column_can_hold_has_no_type():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.api import overrides_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
@@ -156,3 +157,9 @@ def test_a_profile_goes_over_the_run_file_and_options_over_the_profile(project, 
 def test_values_of_a_container_that_is_not_used_are_not_kept(project):
     with draft_run(project() / "slurmgpu.toml", given("container.env.HF_TOKEN=abc")) as draft:
         assert "abc" not in json.dumps(draft.plan.provenance)
+
+
+def test_a_run_directory_is_given_once_in_python_too():
+    with pytest.raises(SlurmGPUError, match="--run-dir and -s run_dir set the same key"):
+        overrides_of(None, None, {}, {"run_dir": "b"}, None, "a")
+    assert "run_dir" not in overrides_of(None, None, {}, None, None, "a")
