@@ -37,6 +37,10 @@ class NodeError(Exception):
     """The node can compute no item, whatever the item: the task ends, and other nodes compute what it leaves."""
 
 
+class WorkloadError(Exception):
+    """The workload can compute no item, on this node or another: the task ends, and leaves what it has not computed."""
+
+
 class GPUFaultError(Exception):
     """A GPU was allocated but cannot be used; the text says why."""
 

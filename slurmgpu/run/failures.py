@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from slurmgpu.errors import GPUFaultError, NodeError
+from slurmgpu.errors import GPUFaultError, NodeError, WorkloadError
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.out_of_memory import is_out_of_memory
@@ -110,7 +110,7 @@ POLICIES: dict[str, Policy] = {
         "the node died or stopped answering, or can compute no item",
         True,
         node_at_fault=True,
-        seen={ITEM: lambda error: isinstance(error, NodeError)},
+        seen=dict.fromkeys((LOADING, ITEM), lambda error: isinstance(error, NodeError)),
         states=("NODE_FAIL", "BOOT_FAIL"),
     ),
     "gpu_fault": Policy(
@@ -128,7 +128,12 @@ POLICIES: dict[str, Policy] = {
         says="has lost a file system",
     ),
     "container": Policy("the image is missing, unreadable or does not start", False),
-    "workload_error": Policy("loading failed, or the first items all failed the same way", False, rest=LOADING),
+    "workload_error": Policy(
+        "loading failed, or the first items all failed the same way",
+        False,
+        seen={ITEM: lambda error: isinstance(error, WorkloadError)},
+        rest=LOADING,
+    ),
     "input_error": Policy("the input cannot be read as it was planned", False, rest=INPUT),
     "disk_full": Policy("a file could not be written", False, ends_task=True, seen={FILES: _is_full}),
     "cancelled": Policy(

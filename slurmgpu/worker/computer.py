@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
 from slurmgpu.inputs.kept import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
-from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
+from slurmgpu.run.failures import FILES, ITEM, LOADING, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.shards.shard_file import FailedRow
 from slurmgpu.util.early_signals import INTERRUPTS
@@ -399,7 +399,7 @@ class Computer:
         except BaseException as error:  # also a panic of a library in Rust, and asyncio's CancelledError
             check_debugger_left(error)
             kind = class_of(error, ITEM)
-            if isinstance(error, NodeError | GPUFaultError):
+            if isinstance(error, NodeError | GPUFaultError | WorkloadError):
                 return [], Failure(kind, message_of(error))
             if POLICIES[kind].node_at_fault:
                 return [], _failure(error, kind, self.folder)
@@ -416,7 +416,7 @@ class Computer:
     def _ends_task(self, kind: str) -> bool:
         """Whether an item's failure is no item's fault, so that the shard is left to another task."""
         policy = POLICIES[kind]
-        return policy.node_at_fault or (policy.ends_task and self.workload.resumes)
+        return policy.node_at_fault or policy.rest == LOADING or (policy.ends_task and self.workload.resumes)
 
     def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:
         is_list = isinstance(returned, list)

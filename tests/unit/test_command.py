@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
-from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, WorkloadError
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.workload import Share
@@ -178,11 +178,63 @@ def test_a_program_that_is_not_here_is_refused_only_when_this_machine_is_asked(t
         Command(run=["no-such-program", "{text}"], columns=columns).check_here()
     script = tmp_path / "own"
     script.write_text("#!/bin/sh\n")
-    with pytest.raises(SlurmGPUError, match=r"no program '\./own' at /.*/own"):
-        Command(run=["./own", "{text}"], columns=columns).check_here()
+    with pytest.raises(SlurmGPUError, match=r"no program '\./else' at /.*/else"):
+        Command(run=["./else", "{text}"], columns=columns).check_here()
+    with pytest.raises(
+        SlurmGPUError, match=r"no program 'own' on the PATH\. A file of that name is here: write '\./own'"
+    ):
+        Command(run=["own", "{text}"], columns=columns).check_here()
     script.chmod(0o755)
     Command(run=["./own", "{text}"], columns=columns).check_here()
     Command(run=["own", "{text}"], columns=columns, env={"PATH": str(tmp_path)}).check_here()
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        ("#!/bin/sh\n", 0o644, "it is not executable. Type chmod +x ./x.py, or write python ./x.py in its place."),
+        ("print(1)\n", 0o755, "it has no #! line that names its interpreter, as #!/bin/sh. Add one, or write python"),
+        ("", 0o755, "the file is empty."),
+        ("#!/bin/sh\r\necho 1\r\n", 0o755, "its #! line ends with a carriage return, as a file of Windows does"),
+        ("#!/usr/bin/env sh\r\n", 0o755, "its #! line ends with a carriage return"),
+        ("#!/no/such/python -u\n", 0o755, "its interpreter /no/such/python is not on this machine."),
+        ("#! /usr/bin/env no-such-python\n", 0o755, "its interpreter no-such-python, which env looks for, is not on"),
+        ("#!\n", 0o755, "its #! line names no interpreter"),
+        (None, 0o755, "it is a folder"),
+    ],
+)
+def test_a_script_that_cannot_be_executed_is_refused_here_and_where_it_loads_and_is_not_the_nodes_fault(
+    tmp_path, monkeypatch, content, mode, why
+):
+    good = tmp_path / "good.py"
+    good.write_text("#!/bin/sh\necho '{\"n\": 1}'\n")
+    good.chmod(0o755)
+    (tmp_path / "x.py").symlink_to("good.py")
+    command = loaded(tmp_path, monkeypatch, run=["./x.py", "{text}"])
+    assert command(items("a")) == [{"n": 1}]
+    (tmp_path / "x.py").unlink()
+    if content is None:
+        (tmp_path / "x.py").mkdir()
+    else:
+        (tmp_path / "x.py").write_text(content)
+        (tmp_path / "x.py").chmod(mode)
+    for refused in (command.check_here, lambda: command.load(TaskContext("cpu", 0, tmp_path))):
+        with pytest.raises(SlurmGPUError) as caught:
+            refused()
+        assert str(caught.value).startswith(f"command: ./x.py cannot be started: {why}")
+    if "env" not in str(content):  # env has started, and says itself what it does not find
+        with pytest.raises(WorkloadError) as met:
+            command(items("a"))
+        assert str(met.value).startswith(f"x.py cannot be started: {why}")
+
+
+@pytest.mark.parametrize("line", ["#!/bin/sh -e", "#!\t/usr/bin/env\tsh", "#!/usr/bin/env -S sh -e", "#!/bin/sh -"])
+def test_scripts_that_the_kernel_executes_are_not_refused(tmp_path, monkeypatch, line):
+    (tmp_path / "x").write_text(f"{line}\necho '{{\"n\": 1}}'\n")
+    (tmp_path / "x").chmod(0o755)
+    command = loaded(tmp_path, monkeypatch, run=["./x", "{text}"])
+    command.check_here()
+    assert command(items("a")) == [{"n": 1}]
 
 
 def test_the_mode_says_how_many_items_a_call_has():
@@ -532,12 +584,12 @@ def test_a_node_without_the_program_fails_as_it_loads(tmp_path, monkeypatch):
         loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
 
 
-def test_a_program_that_is_gone_is_no_items_error(tmp_path, monkeypatch):
+def test_a_program_that_is_gone_is_the_workloads_fault_and_no_items_error(tmp_path, monkeypatch):
     (tmp_path / "gone").write_text("#!/bin/sh\n")
     (tmp_path / "gone").chmod(0o755)
     command = loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
     (tmp_path / "gone").unlink()
-    with pytest.raises(NodeError, match="gone cannot be started: No such file or directory"):
+    with pytest.raises(WorkloadError, match="gone cannot be started: No such file or directory"):
         command(items("a"))
 
 
@@ -552,6 +604,24 @@ def test_a_program_that_cannot_be_started_for_a_moment_is_started_again(one, mon
     monkeypatch.setattr(process, "PAUSES_S", (0, 0, 0))
     monkeypatch.setattr(subprocess, "Popen", start)
     assert command(items("a")) == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("number", "blamed"),
+    [
+        *((number, NodeError) for number in (errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ENFILE)),
+        *((number, WorkloadError) for number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ELOOP)),
+    ],
+)
+def test_the_node_is_at_fault_only_where_the_error_says_so(one, monkeypatch, number, blamed):
+    def start(*arguments, **more):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(process, "PAUSES_S", ())
+    command = one(LENGTH)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(blamed, match=os.strerror(number)):
+        command(items("a"))
 
 
 @pytest.mark.parametrize(

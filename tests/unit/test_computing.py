@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, POLICIES, Policy
 from slurmgpu.shards.columns import Array, Json
@@ -188,8 +188,10 @@ def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monke
     assert caught.value.kind == "gpu_ecc"
 
 
-@pytest.mark.parametrize(("error", "kind"), [(NodeError, "node_fail"), (GPUFaultError, "gpu_fault")])
-def test_what_a_workload_blames_its_node_for_costs_no_item(error, kind):
+@pytest.mark.parametrize(
+    ("error", "kind"), [(NodeError, "node_fail"), (GPUFaultError, "gpu_fault"), (WorkloadError, "workload_error")]
+)
+def test_what_a_workload_blames_its_node_or_itself_for_costs_no_item(error, kind):
     with pytest.raises(WorkerFailedError) as raised:
         compute(Recorder(raise_at(5, error=error)))
     assert (raised.value.kind, str(raised.value)) == (kind, "item 4: cannot do 5")

@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from slurmgpu.errors import ItemError, NodeError
+from slurmgpu.errors import ItemError, NodeError, WorkloadError
 from slurmgpu.util.guard import OWN_GROUP, Guard
+from slurmgpu.util.shared_files import is_transient
+from slurmgpu.workloads.command.programs import why_not_started
 
 TAIL_BYTES = 2048
 """How much of the end of stderr an error keeps."""
@@ -37,6 +39,8 @@ KILL_S = 60.0
 PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
 """A process that cannot be started for these reasons is started again, after each of PAUSES_S."""
 PAUSES_S = 0.1, 0.5, 2.0
+OF_NODE = {errno.ENOMEM, errno.ENFILE}
+"""Beside errors of file systems, the reasons for which another node may start it."""
 LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
 LOG_BYTES = 16 << 20
@@ -225,7 +229,11 @@ class Child:
             os.set_blocking(self._process.stdin.fileno(), False)
 
     def _started(self, arguments: Sequence[bytes], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
-        """The process; CallFailedError if its arguments are too long, NodeError if it cannot be started."""
+        """The process; CallFailedError if its arguments are too long.
+
+        NodeError if the node lacks memory or a file system for it, WorkloadError if it cannot be started for another
+        reason, which holds for all items and on all nodes.
+        """
         pauses = iter(PAUSES_S)
         while True:
             try:
@@ -239,12 +247,14 @@ class Child:
                     **OWN_GROUP,
                 )
             except OSError as error:
-                said = f"{self.name} cannot be started: {error.strerror}"
+                why = why_not_started(os.fsdecode(arguments[0]), env.get("PATH")) or error.strerror
+                said = f"{self.name} cannot be started: {why}"
                 if error.errno == errno.E2BIG:
                     raise CallFailedError(said, f"errno {error.errno}") from error
                 pause_s = next(pauses, None) if error.errno in PASSING else None
                 if pause_s is None:
-                    raise NodeError(said) from error
+                    of_node = is_transient(error) or error.errno in OF_NODE
+                    raise (NodeError if of_node else WorkloadError)(said) from error
             time.sleep(pause_s)
 
     def send(self, data: bytes) -> None:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
 import tempfile
 import weakref
@@ -19,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from slurmgpu.code import importer
-from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError
+from slurmgpu.errors import ItemError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of
 from slurmgpu.shards.columns import Column
 from slurmgpu.util import cgroups, gpus
@@ -39,6 +38,7 @@ from slurmgpu.workloads.command.process import (
     OutputError,
     ToLog,
 )
+from slurmgpu.workloads.command.programs import check_program
 from slurmgpu.workloads.command.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -135,16 +135,8 @@ class Command:
         return [path for path in found if path.resolve().is_relative_to(here) and _is_script(path)]
 
     def check_here(self) -> None:
-        """Refuse a program that this machine does not have."""
-        self._check_in({**os.environ, **self._env}.get("PATH"))
-
-    def _check_in(self, path: str | None) -> None:
-        if shutil.which(self._program, path=path) is None:
-            where = f"at {Path(self._program).absolute()}" if "/" in self._program else "on the PATH"
-            raise SlurmGPUError(
-                f"command: there is no program {self._program!r} {where}. Correct run, load what brings it before you "
-                f"submit, or set PATH under [settings] env."
-            )
+        """Refuse a program that this machine does not have, or cannot start."""
+        check_program(self._program, {**os.environ, **self._env}.get("PATH"))
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -164,7 +156,7 @@ class Command:
         if self._mode == STREAM:
             self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
-        self._check_in(self._environ.get("PATH"))
+        check_program(self._program, self._environ.get("PATH"))
         self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
         self._told: set[int] = set()
         self._n_gpus = task.gpus
@@ -177,7 +169,7 @@ class Command:
             weakref.finalize(self, self._stream.close)
             try:
                 self._stream.start()
-            except (CallFailedError, NodeError) as error:
+            except (CallFailedError, WorkloadError) as error:
                 raise SlurmGPUError(str(error)) from error
 
     def __call__(self, items: Sequence[Item]) -> list[Answer]:

@@ -1,0 +1,98 @@
+"""Whether a program can be started on this machine, and in words why not, which the kernel's errors do not say."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError
+
+_FIRST_BYTES = 256
+"""How much of a program Linux reads to know what it is: BINPRM_BUF_SIZE."""
+_RUNS = {
+    **dict.fromkeys((".R", ".r"), "Rscript"),
+    ".py": "python",
+    ".sh": "sh",
+    ".bash": "bash",
+    ".zsh": "zsh",
+    ".pl": "perl",
+    ".rb": "ruby",
+    ".jl": "julia",
+    ".lua": "lua",
+    ".js": "node",
+    ".mjs": "node",
+}
+"""What runs a script by its suffix, where it is not executable."""
+
+
+def check_program(program: str, path: str | None) -> None:
+    """SlurmGPUError for a program that this machine does not have, or cannot start; `path` is a PATH to search."""
+    if why_not := why_not_started(program, path):
+        raise SlurmGPUError(f"command: {program} cannot be started: {why_not}")
+    if shutil.which(program, path=path) is not None:
+        return
+    where = f"at {Path(program).absolute()}" if "/" in program else "on the PATH"
+    is_beside = "/" not in program and os.path.isfile(program)  # noqa: PTH113
+    beside = f" A file of that name is here: write './{program}'." if is_beside else ""
+    raise SlurmGPUError(
+        f"command: there is no program {program!r} {where}.{beside} Correct run, load what brings it before you "
+        f"submit, or set PATH under [settings] env."
+    )
+
+
+def why_not_started(program: str, path: str | None) -> str | None:
+    """Why `program`, a path or a name on `path`, cannot be started, as a sentence; None if nothing is seen.
+
+    Of a script the `#!` line is read, and its interpreter looked for, by `env` on `path`. A file that is executable
+    and neither a script nor text may be in a format that this machine knows.
+    """
+    if "/" in program and os.path.isdir(program):  # noqa: PTH112 - Path.is_dir raises where it may not look
+        return "it is a folder; run begins with a program."
+    if "/" in program and os.path.isfile(program) and not os.access(program, os.X_OK):  # noqa: PTH113
+        return _not_executable(program)
+    found = shutil.which(program, path=path)
+    if found is None:
+        return None
+    try:
+        with open(found, "rb") as file:
+            start = file.read(_FIRST_BYTES)
+    except OSError:  # it may be executable and not readable; the error of its start says what it is
+        return None
+    if start.startswith(b"#!"):
+        return _fault_of_interpreter(start[2:].partition(b"\n")[0], program, path)
+    if not start:
+        return "the file is empty."
+    if b"\0" in start:
+        return None
+    return f"it has no #! line that names its interpreter, as #!/bin/sh. Add one{_or_by_name(program)}."
+
+
+def _not_executable(program: str) -> str:
+    return f"it is not executable. Type chmod +x {shlex.quote(program)}{_or_by_name(program)}."
+
+
+def _or_by_name(program: str) -> str:
+    runs = _RUNS.get(Path(program).suffix)
+    return f", or write {runs} {shlex.quote(program)} in its place" if runs else ""
+
+
+def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | None:
+    """What is wrong with the interpreter in a `#!` line, without its beginning; None for nothing."""
+    words = line.strip(b" \t").replace(b"\t", b" ").split(b" ")
+    if not words[0].strip():
+        return "its #! line names no interpreter, as #!/bin/sh."
+    interpreter, rest = words[0], [word for word in words[1:] if word]
+    by_env = rest[0] if Path(os.fsdecode(interpreter)).name == "env" and len(rest) == 1 else None
+    if (by_env or interpreter).endswith(b"\r"):
+        return (
+            "its #! line ends with a carriage return, as a file of Windows does: no interpreter has such a name. "
+            f"Type sed -i 's/\\r$//' {shlex.quote(program)}"
+        )
+    if not os.path.exists(interpreter):  # noqa: PTH110
+        return f"its interpreter {interpreter.decode(errors='replace')} is not on this machine. Correct its #! line."
+    if by_env is None or by_env.startswith(b"-") or shutil.which(os.fsdecode(by_env), path=path) is not None:
+        return None
+    shown = by_env.decode(errors="replace")
+    return f"its interpreter {shown}, which env looks for, is not on the PATH. Correct its #! line, or PATH."
