@@ -80,6 +80,11 @@ class RunHandle:
         return f"<run {self.folder}: {count_of(self.run.plan.n_items, 'item')}>"
 
     def __getitem__(self, name: str) -> ColumnData:
+        if not isinstance(name, str):  # also raised by iteration
+            raise TypeError(
+                f"{name!r} names no column; rows are in rows() and, once the run has ended, in results().row(number), "
+                f"columns in [name]."
+            )
         merged = self.results()
         if n_failed := int(merged.failed.sum()):
             failed = count_of(n_failed, "item")

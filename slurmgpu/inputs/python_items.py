@@ -19,6 +19,8 @@ UNWRAP: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "path": lambda data: Path(data[VALUE]),
 }
 """An item as it was given, from the data in the file, by its kind."""
+NAMED = "named tuple"
+"""The kind of a tuple of a class of its own, which JSON does not give back."""
 _OF_TABLES = ("__arrow_c_stream__", "to_arrow", "__dataframe__")
 EXPECTED = "expected text, numbers, booleans, None, and lists and mappings of these"
 
@@ -46,6 +48,11 @@ def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
     with open(path, "w", encoding="utf-8") as file:
         for n_items, item in enumerate(items, 1):
             kind = kind or _kind_of(item)
+            if _kind_of(item) == NAMED:
+                raise SlurmGPUError(
+                    f"Item {n_items - 1} is a {type(item).__name__}, which would come back as a plain tuple. Give "
+                    f"tuple(item), or item._asdict(), and the function gets a mapping."
+                )
             if _kind_of(item) != kind:
                 raise SlurmGPUError(
                     f"Item {n_items - 1} is a {_kind_of(item)}, and item 0 a {kind}: expected one kind."
@@ -61,7 +68,7 @@ def _kind_of(item: Any) -> str:
     if isinstance(item, Mapping):
         return "mapping"
     if isinstance(item, tuple):
-        return "tuple"
+        return "tuple" if type(item) is tuple else NAMED
     return "path" if isinstance(item, PurePath) else "value"
 
 

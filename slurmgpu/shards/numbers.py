@@ -79,6 +79,8 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     # Tensors that need .cpu(), .detach() or .float() raise one of several errors that say so.
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {message_of(error)}") from error
+    if value is None:
+        raise ValueError("found None, expected numbers or bytes")
     if found.dtype.kind not in "biufcSU":
         raise ValueError(f"found {type(value).__name__} (dtype {found.dtype}), expected numbers or bytes")
     return found

@@ -129,7 +129,7 @@ class Claimer:
         self._watch = Watch(self.run.plan.lease_s)
 
     def next(self) -> int | Held | str:
-        """A claimed shard, or one to join; else "complete" (all published) or "others" (the rest has owners)."""
+        """A claimed shard, or one to join; else "complete" (all published or `held`) or "others" (owned by others)."""
         self._observe()
         self._n_pauses = 0
         doubted = False
@@ -298,7 +298,8 @@ class Claimer:
         self._published = {shard for shard in asked if not is_open(self.run, shard)}
         lacking |= asked - self._published
         lacking -= self._published
-        if not lacking:
+        # Its own are computed: they are published next, once they show whether the workload is at fault.
+        if lacking <= {shard for shard, _, state in states if state == "own"}:
             return "complete"
         return "others" if lacking <= {shard for shard, _, _ in states} else None
 

@@ -212,7 +212,7 @@ def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run,
 def test_a_claim_that_a_dead_worker_of_this_attempt_left_is_taken_up(run):
     publish(run, *range(4))
     run.claims.take(4, ME)
-    assert Claimer(run, ME, pause=never, held={4}).next() == "others"
+    assert Claimer(run, ME, pause=never, held={4}).next() == "complete"  # once it publishes it
     assert Claimer(run, ME, pause=never).look() == "work"
     assert Claimer(run, ME, pause=never).next() == 4
 

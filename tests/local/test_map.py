@@ -58,6 +58,8 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(capl
     assert run["n"][:3].tolist() == [0, 3, 6]
     assert "triple: 20 items>: 3 items failed, whose values in 'n' are blank." in caplog.text
     assert run["n"].dtype == "int64"
+    with pytest.raises(TypeError, match=r"0 names no column; rows are in rows\(\) and, .* results\(\).row\(number\)"):
+        run[0]
     again = slurmgpu.open_run(run.folder)
     assert again["text"][:2] == ["even", "odd"]
     assert (run.folder / "function.pkl").stat().st_mode & 0o777 == 0o600

@@ -170,7 +170,7 @@ def test_nan_is_a_float_like_any_other(dtype, shape):
         (Array("S3"), 5, "expected |S3"),
         (Array("S3"), b"abcd", "b'abcd', which |S3 cannot hold"),
         (Array("S3"), "é", "ascii"),
-        (Array("float32"), None, "found NoneType"),
+        (Array("float32"), None, "found None, expected numbers"),
         (Array("int64"), np.datetime64("2024-01-01"), "found datetime64"),
         (Array("float32"), [1.0], r"shape \(1,\), expected \(\)"),
         (Array("float32", (3,)), [1, 2], r"shape \(2,\), expected \(3,\)"),

@@ -21,6 +21,12 @@ from slurmgpu.mapping.annotations import annotated_types
 from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column, types_of_rows
 from slurmgpu.workloads.function.workload import Function
 
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 LARGE = np.zeros(2_000_000)
 LOCK = threading.Lock()
 
@@ -181,6 +187,7 @@ def test_tables_are_told_from_their_columns(tmp_path):
         ([{"a": {"b": (1, 2)}}], r"Item 0\['a'\]\['b'\] has a value of type tuple; .* Give a list"),
         ([1, b"x"], "Item 1 has a value of type bytes; expected text"),
         ([{1: 2}], "Item 0 has the key 1; expected text"),
+        ([(1, 2), Point(1, 2)], r"Item 1 is a Point, which would come back as a plain tuple. Give tuple\(item\), or"),
         ([{"a": 1}, 2], "Item 1 is a value, and item 0 a mapping"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from slurmgpu.plan.planner import Allocation, allocate, draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
 from slurmgpu.plan.shard_size import default_shard_items, shard_size
 from slurmgpu.plan.site_file import GivenRunFile
+from slurmgpu.util import packages
 
 
 def plan(folder, **overrides):
@@ -553,3 +555,19 @@ def test_all_gpus_are_counted_once_at_planning_wherever_all_and_the_executor_are
     assert plan(folder, resources={"gpus": 1}).resources["gpus"] == 1
     edit(folder, 'gpus = "all"', 'executor = "local"')
     assert plan(folder, resources={"gpus": "all"}).resources["gpus"] == 2
+
+
+def test_a_training_without_pytorch_is_refused_unless_the_node_may_bring_it(project, monkeypatch):
+    folder = project(4, workload="train")
+    methods = ("model(self)", "data(self, split)", "loss(self, model, batch)")
+    (folder / "mine.py").write_text("class Mine:\n" + "".join(f"    def {each}: ...\n" for each in methods))
+    settings = {"training": "mine.py:Mine", "epochs": 1}
+    tables = {"workload": {"use": "train"}, "settings": settings, "sweep": {"lr": [0.1]}}
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    expected = r"train needs PyTorch, which .* cannot import: pip install 'slurmgpu\[torch\]'"
+    with pytest.raises(SlurmGPUError, match=expected), draft_run(GivenRunFile(tables, folder)):
+        pass
+    on_a_node = {**tables, "resources": {"executor": "slurm"}, "slurm": {"setup": ["module load pytorch"]}}
+    with draft_run(GivenRunFile(on_a_node, folder)) as draft:
+        assert any("train needs PyTorch" in note and "left to the tasks" in note for note in draft.notes)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column
+from slurmgpu.util.packages import check_torch
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.tracin import planning, tiepin
@@ -162,6 +163,10 @@ class Tracin(TracinSettings):
                 f"beside memory_mb: a smaller batch_size or top_k needs less."
             )
         return lines
+
+    def check_here(self) -> None:
+        """Refuse a machine without PyTorch."""
+        check_torch("tracin needs")
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
         """Refuse an input without triples, and results of more than `full_limit_gb`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.packages import check_torch
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, UnknownSettingError
 from slurmgpu.workloads.train.exports import write_csv, write_curves
 from slurmgpu.workloads.train.items import Configuration, check_items, taken_over
@@ -118,6 +119,10 @@ class Train:
         # Also for one GPU: a resubmission with the same plan may have more.
         is_group = share.processes == "per-gpu" or share.gpus > 0 or n > 1
         return Placement("one" if share.processes == "one" or not is_group else "per-gpu", tuple(lines))
+
+    def check_here(self) -> None:
+        """Refuse a machine without PyTorch."""
+        check_torch("train needs")
 
     def check_input(self, files: Sequence[Path], n_items: int) -> list[str]:
         """A line about the configurations' steps; SlurmGPUError for an input with a wrong item."""
