@@ -15,7 +15,10 @@ from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 
 Types = Mapping[str, pa.DataType | None]
-"""The type that the values of a JSON column have in common, by name; None if they have none."""
+"""The type that the values of a JSON column have in common, by name; None if they have none, and null if all are.
+
+Without a type, and of nothing but null, a column is the text of its JSON.
+"""
 
 
 def to_arrow(
@@ -57,7 +60,7 @@ def empty(columns: Mapping[str, Column], types: Types) -> pa.Table:
 def _column(
     data: ColumnData, rows: slice, null: npt.NDArray[np.bool_], of_values: pa.DataType | None = None
 ) -> pa.Array:
-    if of_values is not None:
+    if of_values is not None and of_values != pa.null():
         return pa.array(data.python_values(rows.start, rows.stop), of_values, mask=null)
     if data.column.typed_by_values:  # null is null beside values of several types, too
         null = null | np.array([value is None for value in data.python_values(rows.start, rows.stop)], bool)

@@ -2,14 +2,15 @@
 
 The grammar is a part of Python's expressions, read by Python's parser; each operation is one of Arrow's, and nothing is
 evaluated as Python. docs/reference/cli.md lists what may be written. As in SQL, a comparison with null is null, and a
-row is chosen only if the condition is true; a comparison with NaN is false, except `!=`. As in NumPy, a number that is
-written has the precision of the float32 or float16 values beside it, so that 0.1 equals a stored 0.1.
+row is chosen only if the condition is true; a comparison with NaN is false, except `!=`. Numbers are compared without
+rounding, except that, as in NumPy, one that is written has the precision of the float32 or float16 values beside it, so
+that 0.1 equals a stored 0.1.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.results import condition_numbers as numbers
 
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: pc.equal, ast.NotEq: pc.not_equal, ast.Lt: pc.less, ast.LtE: pc.less_equal,
-    ast.Gt: pc.greater, ast.GtE: pc.greater_equal,
-}  # fmt: skip
-_ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: pc.add_checked,
-    ast.Sub: pc.subtract_checked,
-    ast.Mult: pc.multiply_checked,
-    ast.Div: lambda one, other: pc.divide(one if _is_float(one.type) else pc.cast(one, pa.float64()), other),
-}
-_SHORT = (pa.float16(), pa.float32())
 _FUNCTIONS = ("abs", "col", "isnan", "len", "lower", "matches")
 
 _ALLOWED = (
@@ -66,9 +57,12 @@ class Condition:
         try:
             found = self._value(self._tree, table)
         except pa.ArrowException as error:
+            if "overflow" in str(error):  # the one error that depends on values
+                how = "Write 1.0 * before a column, as in 1.0 * index, to compute with fractions, which may be rounded."
+                raise self._wrong(f"a whole number overflows 64 bits. {how}") from error
             raise self._wrong(f"it does not fit the columns: {str(error).splitlines()[0]}") from error
-        except OverflowError as error:
-            raise self._wrong("it has an integer of more than 64 bits.") from error
+        except (OverflowError, ZeroDivisionError) as error:
+            raise self._wrong(f"its numbers cannot be computed: {error}.") from error
         except RecursionError:
             raise self._wrong("it is nested too deeply.") from None
         if not isinstance(found, pa.ChunkedArray | pa.Array) or found.type != pa.bool_():
@@ -78,11 +72,20 @@ class Condition:
 
     def _value(self, node: ast.expr, table: pa.Table) -> Any:
         """An Arrow array or scalar."""
+        return numbers.as_arrow(self._operand(node, table))
+
+    def _text(self, node: ast.expr, table: pa.Table) -> Any:
+        """An Arrow array or scalar, of texts if it is nothing but null."""
+        return numbers.given(self._operand(node, table), pa.large_string())
+
+    def _operand(self, node: ast.expr, table: pa.Table) -> numbers.Operand:
         if (name := _column_of(node)) is not None:
             return table[name]
         match node:
-            case ast.Constant(bool() | int() | float() | str() as value):
+            case ast.Constant(bool() | str() as value):
                 return pa.scalar(value)
+            case ast.Constant(int() | float() as value):
+                return value
             case ast.BoolOp(op, values):
                 combine = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
                 found = self._value(values[0], table)
@@ -92,13 +95,14 @@ class Condition:
             case ast.UnaryOp(ast.Not(), operand):
                 return pc.invert(self._value(operand, table))
             case ast.UnaryOp(ast.USub(), operand):
-                return pc.negate_checked(self._value(operand, table))
-            case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
-                return _ARITHMETIC[type(op)](*_alike(self._value(left, table), self._value(right, table)))
+                return numbers.negated(self._operand(operand, table))
+            case ast.BinOp(left, op, right) if numbers.computes(op):
+                return numbers.computed(op, self._operand(left, table), self._operand(right, table))
             case ast.Compare(left, ops, comparators):
                 return self._comparison([left, *comparators], ops, table)
             case ast.Subscript(value, ast.Constant(str() as key)):
-                return pc.struct_field(self._value(value, table), [key])
+                found = self._value(value, table)
+                return found if found.type == pa.null() else pc.struct_field(found, [key])
             case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
                 return self._call(name, arguments, table)
         raise self._wrong(f"{ast.unparse(node)!r} cannot be used here.{_ALLOWED}")
@@ -111,8 +115,8 @@ class Condition:
         return found
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, table: pa.Table) -> Any:
-        if compare := _COMPARISONS.get(type(op)):
-            return compare(*_alike(self._value(left, table), self._value(right, table)))
+        if numbers.compares(op):
+            return numbers.compared(op, self._operand(left, table), self._operand(right, table))
         if isinstance(op, ast.Is | ast.IsNot):
             if not (isinstance(right, ast.Constant) and right.value is None):
                 raise self._wrong(f"'is' takes None alone, as in error is None; found {ast.unparse(right)}.")
@@ -120,67 +124,42 @@ class Condition:
             return pc.is_null(value) if isinstance(op, ast.Is) else pc.is_valid(value)
         match left, right:
             case _, ast.List(elements) | ast.Tuple(elements):
-                found = self._is_any(self._value(left, table), elements)
+                found = self._is_any(self._operand(left, table), elements)
             case ast.Constant(str() as text), _:
-                found = pc.match_substring(self._value(right, table), text)
+                found = pc.match_substring(self._text(right, table), text)
             case _:
                 raise self._wrong(
                     f"{ast.unparse(right)!r} cannot be searched; write column in [1, 2], or 'text' in column."
                 )
         return found if isinstance(op, ast.In) else pc.invert(found)
 
-    def _is_any(self, value: Any, elements: list[ast.expr]) -> Any:
+    def _is_any(self, value: numbers.Operand, elements: list[ast.expr]) -> Any:
         try:
             choices = [ast.literal_eval(element) for element in elements]
         except ValueError:
             raise self._wrong("a list may hold numbers and texts alone.") from None
-        if value.type in _SHORT:
-            choices = [_rounded(pa.scalar(choice), value.type).as_py() for choice in choices]
-            value = pc.cast(value, pa.float64())
-        found = pc.is_in(value, value_set=pc.cast(pa.array(choices), value.type))
-        return pc.if_else(pc.is_valid(value), found, pa.scalar(None, pa.bool_()))
+        try:
+            return numbers.is_any(value, choices)
+        except TypeError as error:
+            raise self._wrong(f"it does not fit the columns: {error}.") from error
 
     def _call(self, name: str, arguments: list[ast.expr], table: pa.Table) -> Any:
         match name, arguments:
             case "matches", [text, ast.Constant(str() as pattern)]:
-                return pc.match_substring_regex(self._value(text, table), pattern)
+                return pc.match_substring_regex(self._text(text, table), pattern)
             case "len", [value]:
-                found = self._value(value, table)
+                found = self._text(value, table)
                 return pc.list_value_length(found) if pa.types.is_nested(found.type) else pc.utf8_length(found)
+            case "lower", [text]:
+                return pc.utf8_lower(self._text(text, table))
             case "abs", [value]:
-                found = self._value(value, table)
-                return pc.cast(pc.abs_checked(_computable(found)), found.type)
-            case "isnan" | "lower", [value]:
-                return {"isnan": pc.is_nan, "lower": pc.utf8_lower}[name](self._value(value, table))
+                return numbers.absolute(self._operand(value, table))
+            case "isnan", [value]:
+                return pc.is_nan(numbers.given(self._operand(value, table), numbers.FLOAT))
         raise self._wrong(f"{name}(…) does not take {', '.join(map(ast.unparse, arguments)) or 'nothing'}.{_ALLOWED}")
 
     def _wrong(self, what: str) -> SlurmGPUError:
         return SlurmGPUError(f"The condition {self.text!r} cannot be used: {what}")
-
-
-def _alike(one: Any, other: Any) -> tuple[Any, Any]:
-    """Two operands, of which a number that is written has the precision of the values beside it."""
-    return _computable(_rounded(one, other.type)), _computable(_rounded(other, one.type))
-
-
-def _rounded(value: Any, kind: pa.DataType) -> Any:
-    """A number that is written, rounded to a short float type unless it is beyond that; anything else as it is."""
-    if kind not in _SHORT or not isinstance(value, pa.Scalar):
-        return value
-    if not (pa.types.is_integer(value.type) or _is_float(value.type)):
-        return value
-    with np.errstate(over="ignore"):
-        number = kind.to_pandas_dtype()(value.as_py())
-    return pa.scalar(float(number), pa.float32()) if np.isfinite(number) else pc.cast(value, pa.float64())
-
-
-def _computable(value: Any) -> Any:
-    """The value, as float32 if it is float16, with which Arrow does not compute."""
-    return pc.cast(value, pa.float32()) if value.type == pa.float16() else value
-
-
-def _is_float(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind))
 
 
 def _column_of(node: ast.AST) -> str | None:

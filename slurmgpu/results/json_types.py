@@ -36,20 +36,22 @@ def common_kind(found: Kind, values: Sequence[Any]) -> Kind:
 
 
 def type_of(kind: Kind) -> pa.DataType | None:
-    """The Arrow type of a kind; None if it has none, since all values are null or a mapping has no key."""
+    """The Arrow type of a kind; None if it has none, since a mapping has no key."""
+    if kind is None:
+        return pa.null()
     if isinstance(kind, str):
         return pa.type_for_alias(_TYPES[kind])
     if isinstance(kind, tuple):
-        element = type_of(kind[0]) if kind[0] is not None else pa.null()
+        element = type_of(kind[0])
         return None if element is None else pa.large_list(element)
-    fields = {name: type_of(each) if each is not None else pa.null() for name, each in (kind or {}).items()}
+    fields = {name: type_of(each) for name, each in kind.items()}
     return pa.struct(list(fields.items())) if fields and None not in fields.values() else None
 
 
 def common_types(
     names: Collection[str], parts: Iterable[Callable[[str], Sequence[Any]]]
 ) -> dict[str, pa.DataType | None]:
-    """The Arrow type of all values of each of these columns; None if they have none in common.
+    """The Arrow type of all values of each of these columns, that of null if all are; None if they have none in common.
 
     Each of `parts` returns the values of a column in some rows, by name. They are gone through once, and not at all
     without columns.

@@ -87,7 +87,7 @@ class Selection:
         if self.where is not None:
             self._condition = _condition(self.where, known)
             self._tested = {name: known[name] for name in self._condition.columns}
-            self._condition.chosen(self._empty(self._tested))
+            self._condition.chosen(self._with_nulls(self._empty(self._tested)))
 
     def blocks(self, n_bytes: int = BLOCK_BYTES) -> Iterator[Chosen]:
         """The chosen rows, block by block; blocks without any are left out."""
@@ -96,7 +96,7 @@ class Selection:
             self.n_seen += block.stop - block.start
             mask = block.failed if self.failed else None
             if self._condition is not None:
-                found = self._condition.chosen(self._table_of(block, self._tested))
+                found = self._condition.chosen(self._with_nulls(self._table_of(block, self._tested)))
                 mask = found if mask is None else mask & found
             if mask is None or mask.any():
                 yield Chosen(block, mask)
@@ -175,6 +175,15 @@ class Selection:
 
         found = {name: block.file[name] for name in columns}
         return to_arrow(found, block.failed, block.start, block.stop, self._types_of(columns))
+
+    def _with_nulls(self, table: pa.Table) -> pa.Table:
+        """The table for a condition: nothing but null in a JSON column fits any operation, as later values may."""
+        import pyarrow as pa
+
+        for place, name in enumerate(table.column_names):
+            if self._types.get(name) == pa.null():
+                table = table.set_column(place, name, pa.nulls(len(table)))
+        return table
 
     def _empty(self, columns: Mapping[str, Column]) -> pa.Table:
         from slurmgpu.results.arrow import empty

@@ -4,11 +4,13 @@ import csv
 import io
 import json
 import math
+import operator
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +28,7 @@ from tests.support.shard_files import changed
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
+Condition = pytest.importorskip("slurmgpu.results.conditions").Condition
 
 COLUMNS = {"id": Json(), "score": Array("float32"), "label": Text(), "parts": Ragged("int16"), "odd name": Json()}
 
@@ -109,8 +112,13 @@ def test_failed_items_are_chosen_by_their_error_alone(run):
         ("index in score", "cannot be searched"),
         ("index in ['a']", "does not fit the columns"),
         ("matches(label, '[')", "does not fit the columns"),
-        (f"index > {1 << 70}", "more than 64 bits"),
-        (f"index in [{1 << 70}]", "more than 64 bits"),
+        (f"label > {1 << 70}", "does not fit the columns"),
+        (f"label in [{1 << 70}]", "does not fit the columns"),
+        ("label in ['yes', 1]", "does not fit the columns"),
+        ("label / 2 > 1", "does not fit the columns"),
+        ("index in [True]", "does not fit the columns"),
+        ("index > 1 / 0", "its numbers cannot be computed: division by zero"),
+        (f"index + {10**400} > 1", "its numbers cannot be computed: int too large to convert to float"),
         ("(" * 300 + "score" + ")" * 300, "cannot be used"),
         ("", "cannot be used"),
     ],
@@ -126,8 +134,120 @@ def test_a_condition_that_is_nested_too_deeply_is_refused(run):
 
 
 def test_integers_that_overflow_are_refused_and_not_wrapped(run):
-    with pytest.raises(SlurmGPUError, match="overflow"):
+    with pytest.raises(SlurmGPUError, match=r"overflows 64 bits\. Write 1\.0 \*"):
         chosen(run, "index * 9223372036854775807 > 0")
+    assert chosen(run, "1.0 * index * 9223372036854775807 > 1e20") == [index for index in THERE if index > 10]
+
+
+SIZES = [0, 2**24, 2**31, 2**53, 2**63, 2**64]
+EDGES = [
+    *(sign * (size + step) for sign in (1, -1) for size in SIZES for step in (-1, 0, 1)),
+    *(sign * size for sign in (1, -1) for size in (*map(float, SIZES), 0.5, 1e300, math.inf)),
+    2**63 - 513, 2**63 - 512, 2**64 - 1025, 2.0**53 - 1, 2.0**63 - 1024, 2.0**64 - 2048, -1.5, math.nan, None,
+]  # fmt: skip
+WRITTEN = [*(each for each in EDGES if each is not None and math.isfinite(each)), 10**400, -(10**400), 255, 256, 0.1]
+SIGNS = {
+    "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+def stored(values, kind):
+    """Those of the values that a column of this type has, as Python's numbers."""
+    if pa.types.is_floating(kind):
+        with np.errstate(over="ignore"):
+            floats = [None if each is None else float(kind.to_pandas_dtype()(each)) for each in values]
+        return [each for each, value in zip(floats, values, strict=True) if each == value or value is None]
+    limits = np.iinfo(kind.to_pandas_dtype())
+    return [None if each is None else int(each) for each in values if each is None or is_whole(each, limits)]
+
+
+def is_whole(value, limits):
+    return math.isfinite(value) and value == int(value) and int(limits.min) <= value <= int(limits.max)
+
+
+TYPES = [pa.int8(), pa.int64(), pa.uint8(), pa.uint32(), pa.uint64(), pa.float16(), pa.float32(), pa.float64()]
+
+
+def holds(where, **columns):
+    """A mask, by a condition on columns that are lists of (values, type)."""
+    arrays = {
+        name: pa.array([None if each is None else kind.to_pandas_dtype()(each) for each in values], kind)
+        for name, (values, kind) in columns.items()
+    }
+    return Condition(where, arrays).chosen(pa.table(arrays)).tolist()
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_columns_of_numbers_are_compared_without_rounding(kind):
+    for other in TYPES:
+        pairs = [(x, y) for x in stored(EDGES, kind) for y in stored(EDGES, other)]
+        for sign, is_true in SIGNS.items():
+            found = holds(f"a {sign} b", a=([x for x, _ in pairs], kind), b=([y for _, y in pairs], other))
+            assert found == [None not in (x, y) and is_true(x, y) for x, y in pairs], (sign, other)
+            denied = holds(f"not a {sign} b", a=([x for x, _ in pairs], kind), b=([y for _, y in pairs], other))
+            assert denied == [None not in (x, y) and not is_true(x, y) for x, y in pairs], (sign, other)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_a_number_that_is_written_may_have_any_size(kind):
+    values = stored(EDGES, kind)
+    for number in WRITTEN:
+        beside = number
+        if kind in (pa.float16(), pa.float32()) and abs(number) <= float(np.finfo(kind.to_pandas_dtype()).max):
+            beside = float(kind.to_pandas_dtype()(number))  # it has the precision of the column
+        for sign, is_true in SIGNS.items():
+            expected = [each is not None and is_true(each, beside) for each in values]
+            assert holds(f"a {sign} {number}", a=(values, kind)) == expected, (sign, number)
+        expected = [each is not None and each == beside for each in values]
+        assert holds(f"{number} == a", a=(values, kind)) == expected
+        assert holds(f"a in [{number}, 1e999, None]", a=(values, kind)) == [
+            each or value == math.inf for each, value in zip(expected, values, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("where", "kinds", "rows", "expected"),
+    [
+        ("a / 2 > 1", "q", [2**60, 2**53 + 1, 1], [True, True, False]),
+        ("a / 2 > 1", "Q", [2**64 - 1, 2, 3], [True, False, True]),
+        ("a + 0.5 > 2", "q", [2**63 - 1, 1, 2], [True, False, True]),
+        ("a + 1 == 18446744073709551615", "Q", [2**64 - 2, 5], [True, False]),
+        ("a - b < 0", "BB", [(3, 5), (5, 3)], [True, False]),
+        ("a * a > 16000", "b", [127, -128, 1], [True, True, False]),
+        ("-a == 128 and abs(a) == 128", "b", [-128, 127], [True, False]),
+        ("-a == -255", "B", [255, 1], [True, False]),
+        ("abs(a) >= 18446744073709551615", "Q", [2**64 - 1, 5], [True, False]),
+        ("a - b > 1e19", "Qq", [(2**64 - 1, 1), (5, 3)], [True, False]),
+        ("a + 36893488147419103232 > 1e19", "q", [5, -5], [True, True]),
+        ("a + b > 16777217.5", "if", [(16777217, 1.0), (16777216, 1.0)], [True, False]),
+        ("a in [-1, 2.5, 18446744073709551615, 3.0]", "Q", [2**64 - 1, 3, 2], [True, True, False]),
+        ("a in [0]", "d", [-0.0, 1.0], [True, False]),
+        ("2 * 3 - 1 < a < 10 / 2 + 3", "q", [5, 6, 8], [False, True, False]),
+        ("1 < 2 and a > -(-1)", "q", [1, 2], [False, True]),
+    ],
+)
+def test_arithmetic_goes_by_types_and_fails_at_no_value_but_an_overflow(where, kinds, rows, expected):
+    columns = zip(*(each if isinstance(each, tuple) else (each,) for each in rows), strict=True)
+    typed = {
+        name: (values, pa.from_numpy_dtype(kind)) for name, kind, values in zip("ab", kinds, columns, strict=False)
+    }
+    assert holds(where, **typed) == expected
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "kept > 0.5", f"kept < {1 << 64}", "kept == 'a'", "kept == kept", "len(kept) > 0",
+        "'a' in kept", "kept in [1]", "kept in ['a']", "kept + 1 > 0", "1 / kept > 0", "abs(-kept) > 0", "isnan(kept)",
+        "lower(kept) == 'a'", "matches(kept, 'a')", "kept['a']['b'] > 1", "kept == index", "kept == label",
+    ],
+)  # fmt: skip
+def test_a_json_column_that_has_only_null_yet_fits_any_condition(tmp_path, where):
+    rows = [{"kept": None, "label": "a"}, {"kept": None, "label": "b"}]
+    run = published_run(tmp_path / "run", {"kept": Json(), "label": Text()}, rows)
+    assert chosen(run, where) == []
+    assert chosen(run, f"not ({where})") == []
+    assert chosen(run, f"({where}) is None") == [0, 1]
 
 
 def test_an_export_of_a_run_at_work_has_what_is_published_and_counts_the_rest(run, tmp_path):
