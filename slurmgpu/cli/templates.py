@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.site_file import read_site, site_path
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.survey import Survey, survey
+from slurmgpu.util.atomic_files import write_new
 from slurmgpu.workload import Template, template_of, translator_of
 
 TEMPLATE = """\
@@ -118,14 +120,7 @@ def write_run_file(workload: str | None, path: Path) -> list[str]:
     _refuse_to_overwrite(path)
     own = workload is None or workload.endswith(".py")
     use, proposed, files = _own(Path(workload or "my_workload.py"), path) if own else _built_in(str(workload), path)
-    written, left = [], []
-    for file, content in {**files, path: _filled(use, proposed, path.stem)}.items():
-        try:
-            with file.open("x", encoding="utf-8") as opened:
-                opened.write(content)
-            written.append(str(file))
-        except FileExistsError:
-            left.append(str(file))
+    written, left = _write_new({**files, path: _filled(use, proposed, path.stem)})
     lines = [f"written: {', '.join(written)}"]
     lines += (
         [f"left as it was: {', '.join(left)}. The run file expects of it what is under [settings]."] if left else []
@@ -186,34 +181,54 @@ def write_translated(use: str | None, arguments: str, path: Path) -> None:
         raise SlurmGPUError("--from-args is for tracin: `slurmgpu init tracin --from-args ARGS`.")
     found = translate(arguments, path.parent, path.stem)
     items = path.with_name(f"{path.stem}.tests.jsonl")
-    written = [path] if found.items is None else [path, items]
-    _refuse_to_overwrite(*written)
-    if found.items is not None:
-        items.write_text(_as_lines(found.items), "utf-8")
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
-    path.write_text(
-        _filled(use, Template(settings, found.input, **found.resources), path.stem, takes_all=False), "utf-8"
-    )
+    proposed = Template(settings, found.input, **found.resources)
+    files = {path: _filled(use, proposed, path.stem, takes_all=False)}
+    if found.items is not None:
+        files[items] = _as_lines(found.items)
+    _refuse_to_overwrite(*files)
+    written, _ = _write_new(files)
     width = max(len(flag) for flag, _ in found.lines)
     for flag, said in found.lines:
         result(f"{flag:<{width}}  {said}")
-    result(f"{' and '.join(map(str, written))}: written. Look at it, then: slurmgpu submit {path} --dry-run")
+    result(f"{' and '.join(written)}: written. Look at it, then: slurmgpu submit {path} --dry-run")
+
+
+def _write_new(files: Mapping[Path, str]) -> tuple[list[str], list[str]]:
+    """Write the files that do not exist; what was written, and what was left as it was.
+
+    If one cannot be written to its end, none of these files is there afterwards: half a script would be left as it is
+    by the next `init`.
+    """
+    written: list[Path] = []
+    try:
+        for path, content in files.items():
+            if write_new(path, content.encode()):
+                written.append(path)
+    except BaseException:
+        for path in written:
+            with contextlib.suppress(OSError):  # on a file system that fails
+                path.unlink()
+        raise
+    return [str(path) for path in written], [str(path) for path in files if path not in written]
 
 
 def _refuse_to_overwrite(*paths: Path) -> None:
     for path in paths:
-        if path.exists():
+        if os.path.lexists(path):
             raise SlurmGPUError(f"{path} exists; name another file with -o, or remove it.")
 
 
 def write_site_file(path: Path | None) -> Path:
     """Write the site file, by default where every run looks for it. SlurmGPUError if the file exists."""
     path = path or site_path()
-    if path.exists():
-        raise SlurmGPUError(f"{path} exists; edit it, or write a new proposal elsewhere with -o FILE.")
+    exists = SlurmGPUError(f"{path} exists; edit it, or write a new proposal elsewhere with -o FILE.")
+    if os.path.lexists(path):
+        raise exists
     text = site_file_template(survey())
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
+    if not write_new(path, text.encode()):  # since then
+        raise exists
     return path
 
 

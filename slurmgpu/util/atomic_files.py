@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.util.shared_files import PATIENCE_S, replace, retried
+from slurmgpu.util.shared_files import PATIENCE_S, link_first, naming, replace, retried
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, that is full answers."""
@@ -93,6 +93,23 @@ def write_bytes(
             fsync_dir(path.parent)
 
     retried(write, patience_s)
+
+
+def write_new(path: Path, content: bytes) -> bool:
+    """Put `content` at `path` in one step; False if there is something already, which stays as it is.
+
+    On a disk that gets full there is no file of that name afterwards, and the error names it.
+    """
+    if os.path.lexists(path):
+        return False
+    with beside(path) as partial, naming(path):
+        with open(partial, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # some file systems say only now that they are full
+        is_first = link_first(partial, path)
+        partial.unlink(missing_ok=True)
+    return is_first
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:

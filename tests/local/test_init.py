@@ -1,10 +1,15 @@
 """What `init` writes runs as it stands; tests/models/test_templates.py has the templates that need PyTorch."""
 
+import contextlib
 import json
+import resource
 
 import pytest
 
 from slurmgpu import results
+from slurmgpu.cli import templates
+from slurmgpu.slurm.survey import Survey
+from slurmgpu.workload import Translated
 
 NO_SLURM = {"PATH": "/nowhere"}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -84,3 +89,47 @@ def test_an_sbatch_that_finds_no_cluster_leads_to_this_machine(slurmgpu, tmp_pat
         assert "is installed here and finds no cluster" in said
         assert "--executor local" in said
         assert "res_nsearch" not in said
+
+
+@contextlib.contextmanager
+def room_for(n_bytes):
+    """A disk on which a file may have so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def run_file(folder, monkeypatch):
+    templates.write_run_file("command", folder / "slurmgpu.toml")
+
+
+def run_file_and_its_items(folder, monkeypatch):
+    found = Translated({"k": "x" * 10}, items=[{"text": "x" * 4000}], lines=[("--k", "k")])
+    monkeypatch.setattr(templates, "translator_of", lambda use, folder: lambda *given: found)
+    templates.write_translated("tracin", "--k", folder / "slurmgpu.toml")
+
+
+def site_file(folder, monkeypatch):
+    monkeypatch.setattr(templates, "survey", lambda: Survey("c", [], [], [], "/tmp"))
+    templates.write_site_file(folder / "slurmgpu.toml")
+
+
+@pytest.mark.parametrize("write", [run_file, run_file_and_its_items, site_file])
+def test_a_disk_that_gets_full_leaves_no_half_of_a_file_for_the_next_init(tmp_path, monkeypatch, write):
+    write(tmp_path, monkeypatch)
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert tmp_path / "slurmgpu.toml" in whole
+    for path in whole:
+        path.unlink()
+    longest = max(whole, key=lambda path: len(whole[path]))
+    for n_bytes in (0, len(whole[longest]) - 1):
+        with room_for(n_bytes), pytest.raises(OSError, match="too large") as caught:
+            write(tmp_path, monkeypatch)
+        assert caught.value.filename in map(str, whole)
+        assert list(tmp_path.iterdir()) == []
+    assert caught.value.filename == str(longest)
+    write(tmp_path, monkeypatch)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole
