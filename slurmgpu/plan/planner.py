@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -396,7 +396,21 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         worst = max(error.errors(), key=lambda each: len(each["loc"]))
         problem, found, place = worst["msg"].removeprefix("Input "), worst.get("input", value), worst["loc"]
         where = f"setting {name!r}" + (f", at {place[-1]!r}," if place and found != value else "")
-        raise SlurmGPUError(f"{title_of(full_name)}: {where} {problem}; found {found!r}.") from error
+        as_text = _as_text(name, place, value) if worst["type"] == "string_type" else ""
+        raise SlurmGPUError(f"{title_of(full_name)}: {where} {problem}; found {found!r}.{as_text}") from error
+
+
+def _as_text(name: str, place: Sequence[str | int], value: Any) -> str:
+    """How a number, true or false is written as text in the run file and with -s, to append to an error."""
+    keys = [name]
+    for part in place:
+        if not isinstance(value, Mapping) or part not in value:
+            break  # a list, or one of several types
+        keys, value = [*keys, str(part)], value[part]
+    if not isinstance(value, int | float):
+        return ""
+    text = f'"{json.dumps(value)}"'
+    return f" As text: {keys[-1]} = {text}, on the command line -s '{'.'.join(keys)}={text}'."
 
 
 def _provenance(run_file: Path, container: Mapping[str, Any]) -> Provenance:

@@ -252,7 +252,7 @@ def read_value(text: str) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The content of a TOML file; FileNotFoundError without one, SlurmGPUError if it is not TOML."""
     try:
-        value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8"), BRIEF_PATIENCE_S))
+        value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8-sig"), BRIEF_PATIENCE_S))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlurmGPUError(f"{path} is not TOML: {error}.") from error
     return value

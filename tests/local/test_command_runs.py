@@ -234,6 +234,8 @@ def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path, pr
     ("settings", "said"),
     [
         ({"run": ["cat", "{txet}"]}, "takes the field 'txet', and the input"),
+        ({"run": ["sh", "-c", "cat ${HOME}", "sh", "{text}"]}, "If the braces are the program's own, write ${{HOME}}."),
+        ({"run": ["cat", "{text}"], "env": {"XX": 1}}, """As text: XX = "1", on the command line -s 'env.XX="1"'."""),
         ({"run": ["no-such-program", "{text}"]}, "there is no program 'no-such-program' on the PATH"),
         ({"run": ["cat", "{text}", "{in}"]}, "Use the one or the other"),
         ({"run": []}, "run is empty"),

@@ -19,7 +19,7 @@ from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, Workloa
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, outputs, process, workload
+from slurmgpu.workloads.command import Command, outputs, placeholders, process, workload
 from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
@@ -144,6 +144,8 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{text"]}, "write {{ and }} for braces"),
         ({"run": ["wc", "{text}", "{in}"]}, "Use the one or the other"),
         ({"run": ["wc", "{text}", "{start}"]}, "Use the one or the other"),
+        ({"run": ["awk", "{print $1}", "{in}"]}, "If the braces are the program's own, write {{print $1}}."),
+        ({"run": ["awk", "{print $1}"], "stream": True}, "If the braces are the program's own, write {{print $1}}."),
         ({"run": ["wc", "{out}"]}, "nothing says which items are meant"),
         ({"run": ["wc", "{start}", "{out}"]}, "nothing says which items are meant"),
         ({"run": ["wc", "{in}", "{out:xml}"]}, "no format 'xml'"),
@@ -169,6 +171,21 @@ def test_what_cannot_work_is_refused_in_a_sentence(settings, said):
         Command(**{"columns": {"n": "int32"}, **settings})
     assert said in str(caught.value)
     assert str(caught.value).startswith("command: ")
+
+
+def test_where_a_field_is_missing_whose_braces_may_be_the_programs_own_it_is_said_how_to_write_them():
+    arguments = ["{print $1}", "echo ${HOME} {text}", '{"a": 1}', "{a b:file}", "{text} {other}"]
+    command = Command(run=["x", *arguments], columns={"n": "int32"})
+    assert command.advice == {
+        name: f" If the braces are the program's own, write {text}."
+        for name, text in {
+            "print $1": "{{print $1}}",
+            "HOME": "${{HOME}}",
+            '"a": 1': '{{"a": 1}}',
+            "a b": "{{a b:file}}",
+        }.items()
+    }
+    assert placeholders.parse(["x", "${{HOME}}"]).texts[1] == "${HOME}"
 
 
 def test_a_program_that_is_not_here_is_refused_only_when_this_machine_is_asked(tmp_path, monkeypatch):

@@ -384,6 +384,14 @@ def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
     assert "is not TOML" in refused(folder)
 
 
+def test_a_run_file_may_begin_with_a_byte_order_mark_as_editors_of_windows_write_it(project):
+    folder = project()
+    text = (folder / "slurmgpu.toml").read_text("utf-8")
+    (folder / "slurmgpu.toml").write_text(text, "utf-8-sig")
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        assert draft.plan.n_items
+
+
 def test_a_run_file_is_utf_8_whatever_the_locale(project, slurmgpu):
     folder = project(8, "Named", settings={"name": "here"})
     with open(folder / "workloads.py", "a") as file:

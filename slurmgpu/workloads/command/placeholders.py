@@ -50,6 +50,20 @@ class CommandLine:
         return tuple(dict.fromkeys(name.removesuffix(FILE) for name in names if name not in (*OF_A_SLICE, OUT)))
 
     @property
+    def meant_as_text(self) -> dict[str, str]:
+        """The fields whose braces may be those of a shell, awk or JSON, as in `${HOME}`: how to write the text."""
+        found: dict[str, str] = {}
+        for pieces in self.arguments:
+            for before, piece in zip(("", *pieces), pieces, strict=False):
+                if not isinstance(piece, Slot):
+                    continue
+                name = piece.name.removesuffix(FILE)
+                dollar = "$" if isinstance(before, str) and before.endswith("$") else ""
+                if name in self.fields and (dollar or not _NAME.fullmatch(name)):
+                    found.setdefault(name, f"{dollar}{{{{{piece.name}}}}}")
+        return found
+
+    @property
     def in_files(self) -> tuple[str, ...]:
         """The fields that it takes as files."""
         names = (slot.name for slot in self._slots())

@@ -96,6 +96,7 @@ class Command:
         self.columns = columns_of(columns, "command")
         self.batch_size = BATCH_SIZES[self._mode]
         self.fields = self._line.fields
+        self.advice = {name: _write(text) for name, text in self._line.meant_as_text.items()}
         if self._line.out is not None:
             check_format(self._line.out, self.columns)
 
@@ -106,7 +107,7 @@ class Command:
             if found:
                 raise SlurmGPUError(
                     f"command: stream = true, and run has {{{found[0]}}}. A stream reads its items from "
-                    f"standard input: leave out one of the two."
+                    f"standard input: leave out one of the two.{_write(line.meant_as_text.get(found[0]))}"
                 )
             return STREAM
         if not found:
@@ -115,9 +116,10 @@ class Command:
                 "items, as in {text}, give it {in} and {out}, or set stream = true."
             )
         if line.fields and line.named:
+            field = next(iter(line.meant_as_text), line.fields[0])
             raise SlurmGPUError(
-                f"command: run has {{{line.fields[0]}}}, a field of one item, and {{{line.named[0]}}}, which stands "
-                f"for a slice. Use the one or the other; {{in}} has all fields."
+                f"command: run has {{{field}}}, a field of one item, and {{{line.named[0]}}}, which stands "
+                f"for a slice. Use the one or the other; {{in}} has all fields.{_write(line.meant_as_text.get(field))}"
             )
         if line.fields or line.out is None:
             return ONE
@@ -330,6 +332,11 @@ def _start_stream(
     err: ToLog,
 ) -> Child:
     return Child(arguments({}, {}), environ, out, err, guard, has_stdin=True)
+
+
+def _write(text: str | None) -> str:
+    """How to write braces of a program's own, to append to an error."""
+    return "" if text is None else f" If the braces are the program's own, write {text}."
 
 
 def _is_script(path: Path) -> bool:

@@ -120,7 +120,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        value: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        value: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SlurmGPUError(f"The rubric {path.absolute()} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
