@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
@@ -14,6 +14,9 @@ from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.selection import Selection, Source
 from slurmgpu.run.directory import Run
 from slurmgpu.util.json_values import json_value
+
+if TYPE_CHECKING:
+    from slurmgpu.results.constants import Constants
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +31,22 @@ Read = Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]
 class BesideItems:
     """The rows of a selection, with a column for each field of their items; as `Selection` for formats of lines.
 
-    `names` are columns and `item.FIELD`; by default all. Fields of an item that cannot be read are null.
+    `names` are columns and `item.FIELD`; by default all. `constants` are as of `Selection`. Fields of an item that
+    cannot be read are null.
     """
 
     source: Source
     run: Run
     names: Sequence[str] = ()
     where: str | None = None
+    constants: Constants | None = None
 
     def __post_init__(self) -> None:
         own = [name for name in self.names if not name.startswith(PREFIX)]
         if twice := next((name for number, name in enumerate(self.names) if name in self.names[:number]), None):
             raise SlurmGPUError(f"The column {twice!r} is asked for twice; name it once.")
         asked = ["index", *(name for name in own if name != "index")] if self.names else []
-        self._rows = Selection(self.source, asked, self.where)
+        self._rows = Selection(self.source, asked, self.where, constants=self.constants)
         self.columns = list(self.names) or [*self._rows.columns, *(f"{PREFIX}{name}" for name in self._fields())]
 
     @property
@@ -60,29 +65,37 @@ class BesideItems:
                     values = {**dict(zip(own, row, strict=True)), **{f"{PREFIX}{k}": v for k, v in data.items()}}
                     yield tuple(values.get(name) for name in self.columns)
 
-    def refuse_unknown_fields(self) -> None:
-        """Raise SlurmGPUError if no chosen item has a field that was asked for.
-
-        All are read where the first ones lack it.
-        """
-        wanted = [name.removeprefix(PREFIX) for name in self.columns if name.startswith(PREFIX)]
-        known = set[str]()
+    def known_fields(self) -> set[str]:
+        """Fields of the chosen items: of the first ones, if they have all that were asked for, else of all."""
+        wanted, known = fields_among(self.columns), set[str]()
         for fields in self._fields_met() if wanted else ():
             known.update(fields)
             if known.issuperset(wanted):
-                return
-        if known and (unknown := next((name for name in wanted if name not in known), None)) is not None:
-            raise SlurmGPUError(f"No item has the field {unknown!r}.{did_you_mean(unknown, known)}")
+                break
+        return known
 
     def _fields(self) -> list[str]:
         """The fields of all chosen items, in the order in which they are met."""
         return list(dict.fromkeys(name for fields in self._fields_met() for name in fields))
 
     def _fields_met(self) -> Iterator[Iterable[str]]:
-        indices = (row[0] for row in Selection(self.source, ["index"], self.where).plain_rows())
+        indices = (
+            row[0] for row in Selection(self.source, ["index"], self.where, constants=self.constants).plain_rows()
+        )
         with open_items(self.run) as read:
             while some := list(islice(indices, _AT_ONCE)):
                 yield from _data(read, some)
+
+
+def fields_among(names: Iterable[str]) -> list[str]:
+    """The fields of items that columns name: `text` for `item.text`."""
+    return [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+
+
+def refuse_unknown_fields(names: Iterable[str], known: Collection[str]) -> None:
+    """Raise SlurmGPUError for a column of a field that no chosen item has; `known` are the fields of all of them."""
+    if known and (unknown := next((name for name in fields_among(names) if name not in known), None)) is not None:
+        raise SlurmGPUError(f"No item has the field {unknown!r}.{did_you_mean(unknown, known)}")
 
 
 def refuse_bare_fields(run: Run, names: Sequence[str], known: Collection[str]) -> None:

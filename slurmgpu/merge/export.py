@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from slurmgpu import results
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields
+from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields, refuse_unknown_fields
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
@@ -134,7 +134,10 @@ def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Ex
     return exported
 
 
-def write_whole(output: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
+_Exported = TypeVar("_Exported", bound=Exported)
+
+
+def write_whole(output: Path, write: Callable[[IO[bytes]], _Exported]) -> _Exported:
     """Write a file that appears whole or not at all, by a function of the open file."""
     with beside(output) as partial:
         with open(partial, "wb") as file:
@@ -235,7 +238,7 @@ def _written_in_lines(rows: RunRows | FileRows, write: Callable[[PlainRows], int
     if isinstance(rows, FileRows):
         raise SlurmGPUError("A merged file alone has no items: export the run directory.")
     selection = BesideItems(rows, rows.run, chosen.columns, chosen.where)
-    selection.refuse_unknown_fields()
+    refuse_unknown_fields(selection.columns, selection.known_fields())
     return _exported(rows, write(selection), selection)
 
 

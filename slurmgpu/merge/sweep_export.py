@@ -1,26 +1,49 @@
-"""Export the rows of all runs of a sweep as one JSONL or CSV: `run`, the values that vary, and the columns."""
+"""Export the rows of all runs of a sweep as one JSONL or CSV: `run`, the values that vary, and the columns.
+
+Each column has a name of its own. The names and the condition are checked for every run, and every byte of each
+merged.h5 is verified, before the first row is written.
+"""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.merge.beside_items import PREFIX, BesideItems
+from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
 from slurmgpu.merge.export import LINE_FORMATS, Exported, write_whole
 from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
-from slurmgpu.run.sweep_file import values_of_runs
+from slurmgpu.run.sweep_file import listed_runs, was_submitted
 from slurmgpu.shards.columns import columns_from_json, stored_columns
+from slurmgpu.util.dotted_keys import parts_of
+from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
+
+if TYPE_CHECKING:
+    from slurmgpu.results.constants import Constants
 
 RUN = "run"
 """The column of the runs' names."""
+OF_SWEEP = "sweep."
+"""What stands before the name of a column that is another's as well; columns of runs have no dot."""
+
+
+@dataclass(frozen=True)
+class SweepExported(Exported):
+    """As `Exported`, of a sweep: items without a row by the names of runs that lack some, and runs that were not made.
+
+    `n_missing` is of the runs that were made: of the others nobody knows how many items they have.
+    """
+
+    missing: Mapping[str, int] = field(default_factory=dict)
+    not_made: Sequence[Path] = ()
 
 
 def export_sweep(
@@ -29,10 +52,11 @@ def export_sweep(
     output: Path | IO[bytes],
     columns: Sequence[str] = (),
     where: str | None = None,
-) -> Exported:
+) -> SweepExported:
     """Write the rows that the runs of a sweep have now to a file or a stream, run by run; SlurmGPUError as `export`.
 
-    `columns` and `where` are as of `export`; a column that a run lacks is null in its rows.
+    `columns` and `where` are as of `export`, and may name the columns of the sweep; a column that a run lacks is null
+    in its rows.
     """
     if format not in LINE_FORMATS:
         raise SlurmGPUError(f"The rows of a sweep are written as {' or '.join(LINE_FORMATS)}, not as {format!r}.")
@@ -40,65 +64,120 @@ def export_sweep(
         return _written(folder, format, output, columns, where)
     target = output
 
-    def write(file: IO[bytes]) -> Exported:
+    def write(file: IO[bytes]) -> SweepExported:
         return _written(folder, format, file, columns, where)
 
     return retried(lambda: cause_raised(lambda: write_whole(target, write)), BRIEF_PATIENCE_S)
 
 
-def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str], where: str | None) -> Exported:  # noqa: A002
-    runs = [(Run.open(folder / name), values) for name, values in values_of_runs(folder).items()]
+def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str], where: str | None) -> SweepExported:  # noqa: A002
+    listed = listed_runs(folder)
+    not_made = [folder / name for name in listed if not was_submitted(folder / name)]
+    runs = [(Run.open(folder / name), values) for name, values in listed.items() if folder / name not in not_made]
     rows = SweepRows(runs, columns, where)
+    if not rows.check():
+        typed = shlex.quote(str(folder))
+        raise SlurmGPUError(f"No run in {folder} has a row yet. `slurmgpu status {typed}` shows their progress.")
     n_rows = LINE_FORMATS[format](rows, file)
-    return Exported(n_rows, None, rows.n_items - rows.n_seen, tuple(rows.problems))
+    missing = {run.name: run.plan.n_items - n_seen for (run, _), n_seen in zip(runs, rows.n_seen, strict=True)}
+    missing = {name: n_items for name, n_items in missing.items() if n_items}
+    return SweepExported(n_rows, None, sum(missing.values()), tuple(rows.problems), missing, not_made)
 
 
 @dataclass
 class SweepRows:
     """The rows of the runs of a sweep, one run after the other, beside its name and its values.
 
-    A value goes by the last part of its key, or by the whole key where that is also another's, or a column's.
+    `names` are columns; by default all. `n_seen` counts the rows of each run that were read, chosen or not.
     """
 
     runs: Sequence[tuple[Run, Mapping[str, Any]]]
     names: Sequence[str] = ()
     where: str | None = None
-    n_seen: int = field(default=0, init=False)
+    n_seen: list[int] = field(default_factory=list, init=False)
     problems: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._own = [list(stored_columns(columns_from_json(run.plan.columns))) for run, _ in self.runs]
-        known = dict.fromkeys(name for names in self._own for name in names)
+        self._own = [columns_from_json(run.plan.columns) for run, _ in self.runs]
+        known = dict.fromkeys(name for own in self._own for name in stored_columns(own))
         keys = dict.fromkeys(key for _, values in self.runs for key in values)
-        lasts = Counter(key.rpartition(".")[2] for key in keys)
-        short = {key: key.rpartition(".")[2] for key in keys}
-        self._values = {
-            key: last if lasts[last] == 1 and last not in {*known, RUN} else key for key, last in short.items()
-        }
-        everything = [*([] if RUN in known else [RUN]), *self._values.values(), *known]
-        for name in self.names:
+        run_name, names = sweep_columns(list(keys), known)
+        self._fixed = [
+            {run_name: run.name, **{names[key]: values.get(key) for key in names}} for run, values in self.runs
+        ]
+        everything = [run_name, *names.values(), *known]
+        for run, _ in self.runs[:1]:
+            refuse_bare_fields(run, [name for name in self.names if not name.startswith(PREFIX)], everything)
+        for number, name in enumerate(self.names):
             if name not in everything and not name.startswith(PREFIX):
                 raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, everything)}")
+            if name in self.names[:number]:
+                raise SlurmGPUError(f"The column {name!r} is asked for twice; name it once.")
         self.columns = list(self.names) or everything
+        self._constants = [None] * len(self.runs) if self.where is None else self._as_constants()
 
-    @property
-    def n_items(self) -> int:
-        """The number of items of all runs."""
-        return sum(run.plan.n_items for run, _ in self.runs)
+    def check(self) -> int:
+        """The number of rows that there are.
+
+        SlurmGPUError if a run is damaged or does not fit the condition, or if no chosen item has a field.
+        """
+        n_rows, wanted, known = 0, set(fields_among(self.columns)), set[str]()
+        for number, (run, _) in enumerate(self.runs):
+            try:
+                with RunRows(run, verify=True) as rows:
+                    selection = self._selection(number, rows)
+                    if isinstance(selection, BesideItems) and not known.issuperset(wanted):
+                        known |= selection.known_fields()
+                    n_rows += len(rows)
+            except SlurmGPUError as error:
+                raise SlurmGPUError(f"Run {run.name}: {error}") from error
+        refuse_unknown_fields(self.columns, known)
+        return n_rows
 
     def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The rows as JSON values, or as cells of CSV, in the order of `columns`."""
-        self.n_seen = 0
-        for (run, values), own in zip(self.runs, self._own, strict=True):
-            fixed = {RUN: run.name, **{self._values[key]: value for key, value in values.items()}}
-            names = [name for name in self.columns if name in own or name.startswith(PREFIX)] or ["index"]
-            with RunRows(run, verify=True) as rows:
-                reads_items = any(name.startswith(PREFIX) for name in names)
-                selection = (
-                    BesideItems(rows, run, names, self.where) if reads_items else Selection(rows, names, self.where)
-                )
+        self.n_seen.clear()
+        for number, (run, _) in enumerate(self.runs):
+            with RunRows(run) as rows:  # whose blocks are verified one by one
+                selection = self._selection(number, rows)
                 for row in selection.plain_rows(n_bytes, as_cells=as_cells):
-                    found = {**fixed, **dict(zip(selection.columns, row, strict=True))}
+                    found = {**dict(zip(selection.columns, row, strict=True)), **self._fixed[number]}
                     yield tuple(found.get(name) for name in self.columns)
-                self.n_seen += selection.n_seen
+                self.n_seen.append(selection.n_seen)
                 self.problems += [f"{run.name}: {problem}" for problem in dict.fromkeys(rows.problems)]
+
+    def _selection(self, number: int, rows: RunRows) -> Selection | BesideItems:
+        own, constants = stored_columns(self._own[number]), self._constants[number]
+        names = [name for name in self.columns if name in own or name.startswith(PREFIX)] or ["index"]
+        if any(name.startswith(PREFIX) for name in names):
+            return BesideItems(rows, rows.run, names, self.where, constants)
+        return Selection(rows, names, self.where, constants=constants)
+
+    def _as_constants(self) -> Sequence[Constants]:
+        check_pyarrow("A condition needs")
+        from slurmgpu.results.constants import constants_of
+
+        return constants_of(self._fixed, [stored_columns(own) for own in self._own])
+
+
+def sweep_columns(keys: Sequence[str], known: Mapping[str, object]) -> tuple[str, dict[str, str]]:
+    """The columns of the runs' names, and of their values by the keys of [sweep], beside those that are `known`.
+
+    A value goes by the last part of its key. Where that is another column's, or another key's, it goes by the whole
+    key, such as `resources.gpus`, or with `sweep.` before it.
+    """
+    taken = set(known)
+    lasts = Counter(parts_of(key)[-1] for key in keys)
+
+    def free(*names: str) -> str:
+        longer = [OF_SWEEP * number + names[-1] for number in range(1, len(taken) + 2)]
+        name = next(each for each in (*names, *longer) if each not in taken and not each.startswith(PREFIX))
+        taken.add(name)
+        return name
+
+    run_name = free(RUN)
+    found = {}
+    for key in keys:
+        last, whole = parts_of(key)[-1], key.removeprefix(".")
+        found[key] = free(last, whole) if lasts[last] == 1 else free(whole)
+    return run_name, found

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.run_file import Part, RunFile, merge_tables, plain_names, read_value, table_of, takes
+from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.workload import title_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SET = "--set"
 TABLES = [name for name, field in RunFile.model_fields.items() if table_of((name,)) or "dict[" in str(field.annotation)]
@@ -145,16 +140,3 @@ def _is_of_file(key: str) -> bool:
     """Whether a key is one at the top of a run file or in its tables, and not the name of a setting alone."""
     first, *rest = parts_of(key.removeprefix("."))
     return key.startswith(".") or (first in TABLES if rest else first in RunFile.model_fields)
-
-
-def parts_of(key: str) -> list[str]:
-    """The names of a dotted key, which are quoted as in TOML if they have a dot."""
-    try:
-        value = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
-        return key.split(".")
-    parts = []
-    while isinstance(value, dict):
-        [(name, value)] = value.items()
-        parts.append(name)
-    return parts

@@ -9,8 +9,9 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
-from slurmgpu.plan.overrides import TABLES, parts_of
+from slurmgpu.plan.overrides import TABLES
 from slurmgpu.plan.run_file import RunFile
+from slurmgpu.util.dotted_keys import parts_of
 
 
 def split_sweep(config: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:

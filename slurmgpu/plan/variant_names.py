@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmgpu.plan.overrides import parts_of, place_of
+from slurmgpu.plan.overrides import place_of
 from slurmgpu.run.sweep_file import FILE
+from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.redact import hidden
 
 LONGEST_TEXT, LONGEST_NAME = 40, 100

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from slurmgpu.results.conditions import Condition
+    from slurmgpu.results.constants import Constants
 
 
 class Source(Protocol):
@@ -63,8 +64,8 @@ class Selection:
     """The rows of a source that a user asks for; SlurmGPUError if the request does not fit its columns.
 
     `names` are columns in the order of the result, `index` and `error` among them; by default all. `where` is a
-    condition. `spans` are the items, as (start, stop); by default all. `failed` chooses failed items alone. `n_seen`
-    counts the rows that were read, chosen or not.
+    condition, which may also name `constants`. `spans` are the items, as (start, stop); by default all. `failed`
+    chooses failed items alone. `n_seen` counts the rows that were read, chosen or not.
     """
 
     source: Source
@@ -72,6 +73,7 @@ class Selection:
     where: str | None = None
     spans: Sequence[tuple[int, int | None]] = ((0, None),)
     failed: bool = False
+    constants: Constants | None = None
     n_seen: int = field(default=0, init=False)
     _types: dict[str, pa.DataType | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -85,9 +87,9 @@ class Selection:
         self.columns = {name: known[name] for name in self.names or known}
         self._condition: Condition | None = None
         if self.where is not None:
-            self._condition = _condition(self.where, known)
-            self._tested = {name: known[name] for name in self._condition.columns}
-            self._condition.chosen(self._with_nulls(self._empty(self._tested)))
+            self._condition = _condition(self.where, [*known, *(self.constants.values if self.constants else ())])
+            self._tested = {name: known[name] for name in self._condition.columns if name in known}
+            self._chosen_of(self._condition, self._empty(self._tested), 0)
 
     def blocks(self, n_bytes: int = BLOCK_BYTES) -> Iterator[Chosen]:
         """The chosen rows, block by block; blocks without any are left out."""
@@ -96,7 +98,8 @@ class Selection:
             self.n_seen += block.stop - block.start
             mask = block.failed if self.failed else None
             if self._condition is not None:
-                found = self._condition.chosen(self._with_nulls(self._table_of(block, self._tested)))
+                table = self._table_of(block, self._tested)
+                found = self._chosen_of(self._condition, table, block.stop - block.start)
                 mask = found if mask is None else mask & found
             if mask is None or mask.any():
                 yield Chosen(block, mask)
@@ -158,6 +161,12 @@ class Selection:
         """The schema of the tables."""
         return self._empty(self.columns).schema
 
+    def _chosen_of(self, condition: Condition, table: pa.Table, n_rows: int) -> npt.NDArray[np.bool_]:
+        table = self._with_nulls(table)
+        if self.constants is not None:
+            table = self.constants.beside(table, condition.columns, n_rows)
+        return condition.chosen(table)
+
     def _all_blocks(self, n_bytes: int) -> Iterator[Block]:
         for start, stop in self.spans:
             yield from self.source.blocks(start, stop, n_bytes)
@@ -191,7 +200,7 @@ class Selection:
         return empty(columns, self._types_of(columns))
 
 
-def _condition(text: str, names: Mapping[str, Column]) -> Condition:
+def _condition(text: str, names: Sequence[str]) -> Condition:
     check_pyarrow("A condition needs")
     from slurmgpu.results.conditions import Condition
 

@@ -60,14 +60,14 @@ def runs_of_sweep(folder: Path) -> list[Path] | None:
     return [folder / name for name in _read(folder)]
 
 
-def values_of_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """The values of each run of a sweep that has been made, by its name and the keys of [sweep]."""
-    return {name: values for name, values in _read(folder).items() if was_submitted(folder / name)}
-
-
 def was_submitted(folder: Path) -> bool:
     """Whether a run of a sweep has been made; the submission of one before it may have been refused."""
     return exists(folder / "run.json")
+
+
+def said_not_submitted(folder: Path) -> str:
+    """The sentence that names a run of a sweep which was never made."""
+    return f"{folder.name}: not submitted. The command that submitted the others submits it."
 
 
 def open_run(folder: Path) -> Run:

@@ -12,8 +12,12 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.export import FOLDERS, FORMATS, export, export_to
 from slurmgpu.merge.sweep_export import export_sweep
 from slurmgpu.run.directory import Run
+from slurmgpu.run.sweep_file import said_not_submitted
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import is_file, status_of
+
+MOST_RUNS = 20
+"""The most incomplete runs of a sweep that are named in one line."""
 
 
 def export_rows(
@@ -44,11 +48,16 @@ def export_sweep_rows(
     exported = export_sweep(folder, _format(output, file_format), where_to, columns, where)
     if str(output) != "-":
         result(f"{output}: {count_of(exported.n_rows, 'row')}")
-    for problem in exported.problems:
-        say(problem)
-    if exported.n_missing:
+    for line in (*map(said_not_submitted, exported.not_made), *exported.problems):
+        say(line)
+    if missing := exported.missing:
+        by_run = [f"{name} {n_items:,}" for name, n_items in missing.items()]
+        listed = ", ".join(by_run if len(by_run) <= MOST_RUNS else [*by_run[: MOST_RUNS - 1], "…"])
         typed = shlex.quote(str(folder))
-        say(f"Runs are incomplete: {count_of(exported.n_missing, 'item')} without a row. slurmgpu status {typed}")
+        say(
+            f"Runs are incomplete: {count_of(exported.n_missing, 'item')} without a row ({listed}). "
+            f"slurmgpu status {typed}"
+        )
 
 
 def _format(output: Path, given: str | None) -> str:

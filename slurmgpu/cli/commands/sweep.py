@@ -28,7 +28,7 @@ from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
 from slurmgpu.report.build import is_complete, last_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
-from slurmgpu.run.sweep_file import was_submitted
+from slurmgpu.run.sweep_file import said_not_submitted, was_submitted
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden
 
@@ -190,7 +190,7 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
     reports, without = {}, []
     for folder in folders:
         if not was_submitted(folder):
-            without.append(_not_submitted(folder))
+            without.append(said_not_submitted(folder))
             continue
         try:
             reports[folder.name] = last_report(Run.open(folder))
@@ -201,7 +201,8 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
     else:
         values = {name: values_of(each["summary"]) for name, each in reports.items()}
         names = list(dict.fromkeys(name for each in values.values() for name in each))
-        table = _table("run", "rows", "failed", *names[:MAX_VALUES])
+        own = ("run", "rows", "failed")
+        table = _table(*own, *(f"summary.{name}" if name in own else name for name in names[:MAX_VALUES]))
         for name, each in reports.items():
             cells = [values[name].get(value, "–") for value in names[:MAX_VALUES]]
             rows = f"{each['n_rows']:,} of {each['n_items']:,}"
@@ -229,11 +230,7 @@ def say_not_submitted(folders: Sequence[Path]) -> None:
     """Name the runs of a sweep that were never made."""
     for folder in folders:
         if not was_submitted(folder):
-            say(_not_submitted(folder))
-
-
-def _not_submitted(folder: Path) -> str:
-    return f"{folder.name}: not submitted. The command that submitted the others submits it."
+            say(said_not_submitted(folder))
 
 
 def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
