@@ -27,7 +27,9 @@ def learn(
     attempts = [a for a in all_attempts if a["submission"] in (last["submission"], None)]
     if "exclude" not in given:  # a user who names nodes has the last word
         exclude, notes = _excluded(last["exclude"], attempts, all_attempts)
-    if _ran_out_of_memory(attempts) and not MEMORY_OPTIONS & set(given):
+    records = (record for record in run.attempts() if record["submission"] == last["submission"])
+    of_items = {kind for record in records for _, errors in record["failed"] for kind in errors}
+    if _ran_out_of_memory(attempts, of_items) and not MEMORY_OPTIONS & set(given):
         options, note = _with_more_memory(options, attempts, by_hand=bool(last.get("by_hand")))
         notes.append(note)
     return options, exclude, notes
@@ -55,8 +57,9 @@ def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
     return blamed if len(blamed) > 1 and not well else set()
 
 
-def _ran_out_of_memory(attempts: list[AttemptRow]) -> bool:
-    met = {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
+def _ran_out_of_memory(attempts: list[AttemptRow], of_items: set[str]) -> bool:
+    """Whether an attempt, a worker or an item, whose classes are `of_items`, lacked memory that can be asked for."""
+    met = of_items | {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
     return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 from slurmgpu.faults import KINDS, Fault
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import read_bytes
 from slurmgpu.workload import Adapted, Item, Row
@@ -147,8 +148,7 @@ class Injected:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8, device="cuda")
-        bytearray(1 << 62)
-        raise MemoryError(f"{fault} was injected")
+        raise OutOfMemoryError
 
     def _error(self, fault: Fault) -> None:
         self._strikes(fault)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from slurmgpu.errors import GPUFaultError, NodeError, WorkloadError
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.exceptions import message_of
-from slurmgpu.util.out_of_memory import is_out_of_memory
+from slurmgpu.util.out_of_memory import is_out_of_gpu_memory, is_out_of_host_memory
 from slurmgpu.util.shared_files import is_transient
 
 log = logging.getLogger(__name__)
@@ -89,14 +89,21 @@ GPU_FAULT_TEXTS = (
 
 POLICIES: dict[str, Policy] = {
     "cuda_oom": Policy(
-        "memory was not enough for one item alone, or to load: the GPU's, or on CPUs the host's",
+        "the GPU's memory was not enough for one item alone, or to load",
         False,
-        seen={LOADING: is_out_of_memory, ITEM: is_out_of_memory},
+        seen={LOADING: is_out_of_gpu_memory, ITEM: is_out_of_gpu_memory},
         logged="out of memory with a batch",
     ),
     "item_error": Policy("the workload raised, or returned ItemError, for one item", False, rest=ITEM),
     "crash": Policy("the worker died by a signal or an exit code", True, rest=FILES, states=("FAILED",)),
-    "host_oom": Policy("the host memory of the job was not enough", True, more_memory=True, states=("OUT_OF_MEMORY",)),
+    "host_oom": Policy(
+        "the host memory of the job was not enough",
+        True,
+        more_memory=True,
+        seen={LOADING: is_out_of_host_memory, ITEM: is_out_of_host_memory},
+        states=("OUT_OF_MEMORY",),
+        logged="out of host memory with a batch",
+    ),
     "timeout": Policy("the walltime ended before the shards did", True, is_stop=True, states=("TIMEOUT", "DEADLINE")),
     "preempted": Policy(
         "ended from outside before its walltime, as where Slurm takes the allocation back",

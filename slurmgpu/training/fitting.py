@@ -17,7 +17,7 @@ import torch
 from slurmgpu.training.states import random_state, set_random_state
 from slurmgpu.util.cgroups import memory_left
 from slurmgpu.util.exceptions import message_of
-from slurmgpu.util.out_of_memory import is_out_of_memory
+from slurmgpu.util.out_of_memory import OutOfMemoryError, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class _Tries:
         if self.agree(not self.error):
             log.warning("A batch size of %d leaves less than %.0f %% of the memory free.", size, 100 * self.margin)
             return size, size
-        raise MemoryError(
+        raise (OutOfMemoryError if self.device.type == "cuda" else MemoryError)(
             f"No batch size fits: memory was short at {size}, the smallest: {self.error or 'in another process'}"
         )
 

@@ -1,18 +1,34 @@
-"""Whether an error is about memory, so that more of it, or a smaller batch, may help."""
+"""Whether an error is about memory, so that more of it, or a smaller batch, may help; and whose memory it is."""
 
 from __future__ import annotations
 
 from slurmgpu.util.exceptions import message_of
 
-MEMORY_TEXTS = ("CUDA out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
-"""PyTorch's messages if memory is not enough; OutOfMemoryError is its allocator's error on GPUs."""
+GPU_TEXTS = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory")
+"""PyTorch's messages if memory is not enough, the GPU's or the host's."""
+MEMORY_TEXTS = (*GPU_TEXTS, *HOST_TEXTS)
+
+
+class OutOfMemoryError(MemoryError):
+    """The memory of a GPU is not enough; named as PyTorch's, which only workloads import."""
+
+
+def is_out_of_gpu_memory(error: BaseException) -> bool:
+    """Whether the memory of a GPU is not enough, by the error's name: PyTorch's, CuPy's or slurmgpu's."""
+    return type(error).__name__ == "OutOfMemoryError" or _is_runtime_error_with(GPU_TEXTS, error)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether the memory of the host is not enough: Python's MemoryError, or that of PyTorch's allocator for CPUs."""
+    is_host = isinstance(error, MemoryError) or _is_runtime_error_with(HOST_TEXTS, error)
+    return is_host and not is_out_of_gpu_memory(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller batch may help; by the error's name, as only the workload imports torch."""
-    text = message_of(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and (any(words in text for words in MEMORY_TEXTS)))
-    )
+    """Whether a smaller batch may help."""
+    return is_out_of_gpu_memory(error) or is_out_of_host_memory(error)
+
+
+def _is_runtime_error_with(texts: tuple[str, ...], error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(words in message_of(error) for words in texts)

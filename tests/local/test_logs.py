@@ -162,8 +162,8 @@ def test_every_failure_of_a_class_has_its_place(run, slurmgpu):
         assert "crash" in line or line.startswith("Fatal Python error")
     failed = {event.what for event in events_of_class(run, "item_error")}
     assert failed == {f"item {index}" for index, fault in FAULTS.items() if fault != "segfault"}
-    [back_off] = events_of_class(run, "cuda_oom")
-    assert back_off.message == "out of memory with a batch of 4, items 32..35; going on with 2"
+    [back_off] = events_of_class(run, "host_oom")
+    assert back_off.message == "out of host memory with a batch of 4, items 32..35; going on with 2"
     done = slurmgpu("logs", run.folder, "--failed", expect=0)
     assert sorted(re.findall(r"^item (\d+)", done.stdout, re.MULTILINE)) == sorted(map(str, FAULTS))
     assert f"{len(FAULTS)} items failed. next: " in done.stderr
@@ -238,7 +238,7 @@ def test_the_place_is_the_same_however_few_lines_are_shown_and_they_end_with_the
             assert any("in segfault" in text for text in excerpt.texts())
 
 
-@pytest.mark.parametrize("name", ["crash", "item_error", "cuda_oom"])
+@pytest.mark.parametrize("name", ["crash", "item_error", "host_oom"])
 def test_the_places_of_a_class_do_not_depend_on_how_many_lines_are_shown(run, name):
     for event in events_of_class(run, name):
         assert {event.excerpt(n_lines).where for n_lines in (1, 3, 40)} == {f"{event.file.path}:{event.number}"}

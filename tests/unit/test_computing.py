@@ -151,6 +151,20 @@ def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("error", [MemoryError, lambda said: RuntimeError(f"can't allocate {said}: you tried to")])
+def test_the_memory_of_the_host_is_not_that_of_the_gpu(error):
+    def function(items):
+        if len(items) > 2 or any(item.index == 3 for item in items):
+            raise error("memory")
+        return [{"x": item.data["x"]} for item in items]
+
+    computed = compute(Recorder(function))
+    assert computed.oom_batch == 1
+    [(index, failure)] = failures(computed).items()
+    assert (index, failure.kind) == (3, "host_oom")
+    assert failure.message.startswith("out of host memory with a batch of 1: ")
+
+
 def test_out_of_memory_at_a_batch_of_one_is_the_items_fault():
     computed = compute(Recorder(raise_at(3, error=OutOfMemoryError)))
     assert {index: str(failure.to_row()) for index, failure in failures(computed).items()} == {

@@ -24,7 +24,7 @@ from slurmgpu.shards.columns import Column
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
-from slurmgpu.util.out_of_memory import MEMORY_TEXTS
+from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_row, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, as_json, content_of, parse
@@ -220,7 +220,8 @@ class Command:
                 short = f"out of host memory: {said}"
                 raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
         if not (is_alone and self._mode == ONE) and any(words in said for words in MEMORY_TEXTS):
-            raise MemoryError(said) from error
+            is_gpus = any(words in said for words in GPU_TEXTS)
+            raise (OutOfMemoryError if is_gpus else MemoryError)(said) from error
 
     def _arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
         """The arguments of a call, where scripts are as they were submitted."""
