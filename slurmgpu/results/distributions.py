@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +70,19 @@ def distribution_of(merged: Merged, name: str, rows: npt.NDArray[np.int64]) -> D
     else:
         values = [value for value in values if value is not None]
         if values and all(isinstance(value, int | float) for value in values):
-            numbers = np.array(values, np.float64)
+            numbers = np.array(list(map(_nearest, values)))
         else:
             lengths = [len(value) for value in values if hasattr(value, "__len__")]
     type_name = _type_name(column) + ("" if column.kind != "json" else _in_common(values))
     return Distribution(name, type_name, len(values), _spread(numbers), _spread(np.array(lengths or ())))
+
+
+def _nearest(number: float) -> float:
+    """As float64; an integer that is beyond it is infinite."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _in_common(values: Sequence[Any]) -> str:

@@ -137,6 +137,13 @@ def test_odd_numbers_have_a_distribution_or_none(tmp_path, values):
     assert rows_of(made, {}).columns[0].picture is None or finite
 
 
+def test_integers_of_json_beyond_a_float_are_left_out_of_the_distribution(tmp_path):
+    made = published_run(tmp_path / "run", {"x": Json()}, [{"x": value} for value in (10**400, 1, 2.5)])
+    report = merge(made)
+    [found] = rows_of(made, report).columns
+    assert (found.type_name, found.numbers, found.missing) == ("json number", "1 to 2.5, median 1", "")
+
+
 def test_a_merged_file_that_cannot_be_read_costs_the_section_and_not_the_page(run, tmp_path, caplog):
     made, report = run
     made.merged.write_bytes(made.merged.read_bytes()[:-7])
