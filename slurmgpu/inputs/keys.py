@@ -81,8 +81,8 @@ def _cut(text: str) -> str:
 
 def _text(value: Any) -> str | None:
     """A key as text, in one line and as it is typed: texts as they are, others as JSON."""
-    if value is None:
-        return None
     plain = json_value(value)
+    if plain is None:  # NaN as well, which pandas has for what is missing
+        return None
     text = " ".join((plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)).split())
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

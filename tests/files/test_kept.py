@@ -2,12 +2,14 @@
 
 import csv
 import json
+import math
 
 import pytest
 
 import slurmgpu as library
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.kept import columns_kept
+from slurmgpu.inputs.keys import name_by
 from slurmgpu.merge.item_names import name_by_key
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Plan, Run
@@ -150,3 +152,14 @@ def test_a_plan_whose_values_give_another_fingerprint_is_refused_before_its_shar
 def test_settings_whose_keys_are_numbers_have_the_same_fingerprint_before_and_after_run_json(tmp_path):
     planned = planned_run(tmp_path / "run", settings={"weights": {2: 0.5, 10: 1.0}})
     assert Run.open(planned.folder).plan.fingerprint == planned.plan.fingerprint
+
+
+def test_neither_null_nor_nan_is_a_name():
+    assert [name_by("id", {"id": value}) for value in (None, math.nan, "NaN", 0, 1.5)] == [
+        None,
+        None,
+        "NaN",
+        "0",
+        "1.5",
+    ]
+    assert name_by("id", {}) is None
