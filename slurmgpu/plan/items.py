@@ -12,6 +12,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import listing, sweeps
 from slurmgpu.inputs.keys import check_names
 from slurmgpu.plan.run_file import RunFile
+from slurmgpu.plan.site_file import named
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
@@ -112,7 +113,7 @@ def items_of(
     own = configurations or workload.default_items
     if not own:
         raise SlurmGPUError(
-            f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
+            f'{named(path)}: input is missing. Name the files with the items, as in input = "items.jsonl", '
             f"or give configurations under [sweep]."
         )
     made = folder / sweeps.FILE

@@ -57,7 +57,7 @@ class GivenRunFile:
 
     @property
     def path(self) -> Path:
-        """The path, at which there is no file, that stands for it in messages and in the plan."""
+        """The path, at which there is no file, that stands for it in the plan."""
         return self.folder / GIVEN_RUN_FILE
 
 
@@ -146,10 +146,19 @@ def path_of(source: RunFileSource) -> Path:
     return source.path if isinstance(source, GivenRunFile) else source
 
 
+def named(path: Path) -> str:
+    """How messages call the run file of this path: where there is none at it, by what gave its keys."""
+    return {GIVEN_RUN_FILE: "the given run file", NO_RUN_FILE: NO_RUN_FILE}.get(path.name, str(path))
+
+
 def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """A run file, which overrides the site file; `overrides`, by table and key, override both."""
     below = merge_tables(read_site(), _read(source))
-    where = f"{_named(source)} with the options over it" if any((overrides or {}).values()) else _named(source)
+    where = (
+        f"{named(path_of(source))} with the options over it"
+        if any((overrides or {}).values())
+        else named(path_of(source))
+    )
     tables = merge_tables(below, overrides or {})
     if isinstance(overrides, Overrides):
         tables |= overrides.replaced
@@ -182,7 +191,7 @@ def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
 
 def _read(source: RunFileSource) -> dict[str, Any]:
     if isinstance(source, GivenRunFile):
-        value: dict[str, Any] = plain(source.tables, _named(source))
+        value: dict[str, Any] = plain(source.tables, named(path_of(source)))
     elif source.name == NO_RUN_FILE:
         return {}
     else:
@@ -193,12 +202,8 @@ def _read(source: RunFileSource) -> dict[str, Any]:
     alone = value
     if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
         alone = {**value, "resources": {**resources, "gpus": 0}}  # the executor may be the site file's, or an option's
-    parse_table(RunFile, alone, _named(source))  # by itself, so that errors name this file
+    parse_table(RunFile, alone, named(path_of(source)))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
-
-
-def _named(source: RunFileSource) -> str:
-    return "the given run file" if isinstance(source, GivenRunFile) else str(source)
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:

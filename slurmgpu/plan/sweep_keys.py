@@ -11,6 +11,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.overrides import TABLES
 from slurmgpu.plan.run_file import RunFile
+from slurmgpu.plan.site_file import named
 from slurmgpu.util.dotted_keys import parts_of
 
 
@@ -50,7 +51,7 @@ def refuse_variants(config: RunFile, path: Path) -> None:
     if of_runs:
         keys = ", ".join(key for key in of_runs if key not in (sweeps.ZIP, sweeps.RANDOM))
         raise SlurmGPUError(
-            f"{path}: [sweep] varies {keys}, so there is a run for each value. `slurmgpu submit` and "
+            f"{named(path)}: [sweep] varies {keys}, so there is a run for each value. `slurmgpu submit` and "
             f"slurmgpu.submit_all submit them all; here one run is expected."
         )
 

@@ -542,7 +542,8 @@ def test_a_mapping_plans_what_the_run_file_plans(project):
     ("tables", "sentence"),
     [
         ({"resources": {"gpu": 1}}, r"the given run file: unknown key \[resources\] gpu\. Did you mean 'gpus'\?"),
-        ({"input": None}, r"slurmgpu\.submit: input is missing"),
+        ({"input": None}, r"^the given run file: input is missing"),
+        ({"sweep": {"item_s": [1, 2]}}, r"^the given run file: \[sweep\] varies item_s, so there is a run for each"),
         ({"input": 3}, "the given run file: input: should be a valid string; found 3"),
     ],
 )
