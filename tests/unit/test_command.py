@@ -601,6 +601,20 @@ def test_a_node_without_the_program_fails_as_it_loads(tmp_path, monkeypatch):
         loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
 
 
+@pytest.mark.parametrize("now", [None, "no #! line any more"])
+def test_of_a_script_that_has_changed_since_it_was_submitted_the_copy_is_looked_at(tmp_path, monkeypatch, now):
+    (tmp_path / "kept").write_text("#!/bin/sh\necho '{\"n\": 1}'\n")
+    (tmp_path / "kept").chmod(0o755)
+    if now is not None:
+        (tmp_path / "x").write_text(now)
+    copies = {tmp_path / "x": tmp_path / "kept"}
+    monkeypatch.setattr(workload.importer, "as_submitted", lambda path: copies.get(path, path))
+    assert loaded(tmp_path, monkeypatch, run=["./x", "{text}"])(items("a")) == [{"n": 1}]
+    copies.clear()
+    with pytest.raises(SlurmGPUError, match="no program" if now is None else "not executable"):
+        loaded(tmp_path, monkeypatch, run=["./x", "{text}"])
+
+
 def test_a_program_that_is_gone_is_the_workloads_fault_and_no_items_error(tmp_path, monkeypatch):
     (tmp_path / "gone").write_text("#!/bin/sh\n")
     (tmp_path / "gone").chmod(0o755)

@@ -158,8 +158,9 @@ class Command:
         if self._mode == STREAM:
             self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
-        check_program(self._program, self._environ.get("PATH"))
         self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
+        kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
+        check_program(self._program if kept == self._scripts[0] else str(kept), self._environ.get("PATH"))
         self._told: set[int] = set()
         self._n_gpus = task.gpus
         self._n_oom_kills = cgroups.oom_kills()
