@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +203,27 @@ class Computer:
             except ItemError as error:
                 found.rows[item.index] = Failure("item_error", message_of(error))
         if (key := self.workload.sort_key) is not None:
-            good.sort(key=lambda item: (key(item), item.index))
+            good = self._sorted(good, key, found)
         found.batches = [good[cut : cut + self.batch_size] for cut in range(0, len(good), self.batch_size)]
         return found
+
+    def _sorted(self, items: Sequence[Item], key: Callable[[Item], Any], found: TakenIn) -> list[Item]:
+        """The items by the workload's `sort_key`, without those for which it raises: these are failures in `found`."""
+        keyed = []
+        for item in items:
+            value, failure = self._try(partial(key, item), 1)
+            if failure is None:
+                keyed.append((value, item.index, item))
+            elif self._ends_task(failure.kind):
+                raise WorkerFailedError(failure.kind, f"item {item.index}: {failure.message}", failure.trace)
+            else:
+                found.rows[item.index] = NOT_ASKED if failure == INTERRUPTED else failure
+        try:
+            keyed.sort(key=itemgetter(0, 1))
+        except Exception as error:  # values of a user's class, or of several types
+            said = f"the values of sort_key cannot be compared: {described(error)}"
+            raise WorkerFailedError("workload_error", said, trace_of(error)) from error
+        return [item for *_, item in keyed]
 
     def compute(self, taken_in: TakenIn, history: History) -> Computed:
         """Rows for the items of a shard.

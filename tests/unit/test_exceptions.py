@@ -9,6 +9,7 @@ import pytest
 from slurmgpu.errors import ItemError, Retry
 from slurmgpu.run.failures import FILES, INPUT, ITEM, LOADING, class_of
 from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import Failure
 from tests.unit.test_computing import Recorder, compute, failures, raise_at
 
@@ -108,6 +109,21 @@ def test_a_value_that_raises_when_it_is_read_is_the_error_of_its_item():
     rows = compute(Recorder(lambda items: [{"x": Unreadable() if item.index == 3 else 0.0} for item in items])).rows
     assert [index for index, row in rows.items() if isinstance(row, Failure)] == [3]
     assert "LacksCodeError: (no message" in rows[3].message
+
+
+def test_an_item_that_cannot_be_sorted_fails_alone_and_values_that_cannot_be_compared_are_the_workloads_fault():
+    def key(item):
+        if item.index == 3:
+            raise LacksCodeError
+        return -item.index
+
+    workload = Recorder(sort_key=key)
+    found = failures(compute(workload, batch_size=8))
+    assert [(index, each.kind) for index, each in found.items()] == [(3, "item_error")]
+    assert workload.batches == [[7, 6, 5, 4, 2, 1, 0]]
+    with pytest.raises(WorkerFailedError, match="the values of sort_key cannot be compared: TypeError") as raised:
+        compute(Recorder(sort_key=lambda item: None if item.index else ""))
+    assert raised.value.kind == "workload_error"
 
 
 @pytest.mark.parametrize("ended", [FILES, INPUT, LOADING, ITEM])
