@@ -222,7 +222,8 @@ def submit_all(
     """Submit every run that [sweep] of a run file stands for, and return them by name.
 
     The arguments are those of `submit`; `run_dir` is the folder of the runs, and `resources` are of each. All are
-    planned before anything is queued. Runs of the sweep that exist already are returned as they are.
+    planned before anything is queued. Runs of the sweep that exist already are known by their values, and
+    returned as they are under the names that they have.
     SlurmGPUError if [sweep] does not vary keys of the run file.
     """
     other = Run.open(Path(after)) if after is not None else None
