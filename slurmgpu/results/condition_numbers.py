@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from slurmgpu.util.json_values import nearest_float
+
 Operand: TypeAlias = Any
 
 INT, UNSIGNED, FLOAT = pa.int64(), pa.uint64(), pa.float64()
@@ -48,7 +50,7 @@ def as_arrow(value: Operand) -> Any:
     if not _is_written(value):
         return value
     kind = next((each for each in (INT, UNSIGNED) if isinstance(value, int) and each in _holding(value)), FLOAT)
-    return pa.scalar(_nearest(value) if kind == FLOAT else value, kind)
+    return pa.scalar(nearest_float(value) if kind == FLOAT else value, kind)
 
 
 def given(value: Operand, kind: pa.DataType) -> Any:
@@ -170,7 +172,7 @@ def _rounded(value: Operand, beside: Operand) -> Operand:
     if not _is_written(value) or _is_written(beside) or beside.type not in _SHORT:
         return value
     with np.errstate(over="ignore"):
-        number = float(beside.type.to_pandas_dtype()(_nearest(value)))
+        number = float(beside.type.to_pandas_dtype()(nearest_float(value)))
     return number if np.isfinite(number) else value
 
 
@@ -178,22 +180,15 @@ def _is_in_short(value: Operand) -> bool:
     """Whether float32 holds the number, or all numbers of its type."""
     if _is_written(value):
         with np.errstate(over="ignore"):
-            return bool(float(np.float32(_nearest(value))) == value)
+            return bool(float(np.float32(nearest_float(value))) == value)
     return value.type in _SHORT or (pa.types.is_integer(value.type) and value.type.bit_width <= 16)
-
-
-def _nearest(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return np.inf if value > 0 else -np.inf
 
 
 def _holding(value: Operand) -> tuple[pa.DataType, ...]:
     """Those of INT, UNSIGNED and FLOAT that hold the number, or all numbers of its type, without rounding."""
     if _is_written(value):
         is_whole = isinstance(value, int) or value.is_integer()
-        is_float = isinstance(value, float) or _nearest(value) == value
+        is_float = isinstance(value, float) or nearest_float(value) == value
         fits = (is_whole and -(1 << 63) <= value < 1 << 63, is_whole and 0 <= value < 1 << 64, is_float)
     elif pa.types.is_floating(value.type):
         fits = (False, False, True)
@@ -226,7 +221,7 @@ def _split(value: Operand) -> tuple[Any, Any]:
     """The nearest float, and what it leaves of the number."""
     none = pa.scalar(0.0)
     if _is_written(value):
-        near = _nearest(value)
+        near = nearest_float(value)
         rest = 0 if near == value or isinstance(value, float) else value - int(near) if np.isfinite(near) else -near
         return pa.scalar(near), pa.scalar(float(rest))
     if FLOAT in _holding(value):

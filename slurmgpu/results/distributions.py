@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from slurmgpu.results import Merged
 from slurmgpu.shards.columns import Column
+from slurmgpu.util.json_values import nearest_float
 
 N_SAMPLED = 4096
 """The most rows of a sample; a file with fewer is read whole."""
@@ -70,19 +70,11 @@ def distribution_of(merged: Merged, name: str, rows: npt.NDArray[np.int64]) -> D
     else:
         values = [value for value in values if value is not None]
         if values and all(isinstance(value, int | float) for value in values):
-            numbers = np.array(list(map(_nearest, values)))
+            numbers = np.array(list(map(nearest_float, values)))
         else:
             lengths = [len(value) for value in values if hasattr(value, "__len__")]
     type_name = _type_name(column) + ("" if column.kind != "json" else _in_common(values))
     return Distribution(name, type_name, len(values), _spread(numbers), _spread(np.array(lengths or ())))
-
-
-def _nearest(number: float) -> float:
-    """As float64; an integer that is beyond it is infinite."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf
 
 
 def _in_common(values: Sequence[Any]) -> str:

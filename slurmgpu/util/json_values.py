@@ -30,6 +30,14 @@ def json_value(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else str(value)
 
 
+def nearest_float(number: float) -> float:
+    """The nearest float; an infinite one for an integer that is beyond all others."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 def check_keys(value: Any) -> None:
     """Raise ValueError if JSON, which makes text of keys, would make one of two in a mapping: 1 and "1", say.
 
