@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import re
 import secrets
@@ -14,9 +15,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
@@ -43,8 +44,12 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
-RUNNER = """
-import json, os, resource, sys
+PROGRAM = "/program/program.py"
+"""Where the program is read: a child that multiprocessing starts by `spawn` or `forkserver`, as Python 3.14 does by
+itself, imports it from there."""
+
+RUNNER = f"""
+import importlib.util, json, os, resource, sys
 told = os.dup(1)
 null = os.open(os.devnull, os.O_RDWR)
 asked = json.loads(sys.stdin.buffer.read())
@@ -55,12 +60,20 @@ for name, limit in asked["limits"].items():
     resource.setrlimit(which, (limit, limit))
 for fd in (0, 1, 2):
     os.dup2(null, fd)
-word, space = asked.pop("word"), {"__name__": "program"}
-exec(compile(asked["program"], "program.py", "exec"), space)
-exec(compile(asked["tests"], "tests.py", "exec"), space)
+path, word = {PROGRAM!r}, asked.pop("word")
+spec = importlib.util.spec_from_file_location("program", path)
+program = sys.modules["program"] = importlib.util.module_from_spec(spec)
+sys.path.append(os.path.dirname(path))
+exec(compile(asked["program"], path, "exec"), vars(program))
+exec(compile(asked["tests"], "tests.py", "exec"), vars(program))
 os.write(told, word.encode())
 """
-"""The word says that the tests came to their end: a program that ends the process itself exits with 0 as well."""
+"""The word says that the tests came to their end: a program that ends the process itself exits with 0 as well.
+
+The program is the module `program`, as dataclasses with annotations as text, pickle and `typing.get_type_hints` look up
+the module of a class by its name. It is executed here rather than imported: a thread of its own that looks that up
+would wait for the import's end.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,9 +107,8 @@ class Sandbox:
         """None if the program and its tests come to their end; else the end of what stderr says, or the exit code."""
         word = secrets.token_hex(16)
         asked = json.dumps({"word": word, "limits": self._limits, "program": program, "tests": tests})
-        pipe = subprocess.PIPE
         try:
-            process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT)
+            process = self._start(program)
         except FileNotFoundError:
             return "there is no program bwrap"
         assert process.stdin is not None
@@ -120,6 +132,16 @@ class Sandbox:
             return None
         return " ".join(said.decode(errors="replace").split())[-300:] or f"exit code {process.returncode}"
 
+    def _start(self, program: str) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        with os.fdopen(os.memfd_create("program"), "wb") as file:
+            file.write(program.encode("utf-8", "surrogatepass"))
+            file.seek(0)
+            command = apart([sys.executable, "-s", "-c", RUNNER], texts={PROGRAM: file.fileno()})
+            return subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT, pass_fds=[file.fileno()]
+            )
+
     @property
     def _limits(self) -> dict[str, int]:
         limits = {
@@ -131,17 +153,17 @@ class Sandbox:
         # An older kernel counts all threads of the user on the node, and so would find right programs wrong.
         return limits | ({"RLIMIT_NPROC": N_PROCESSES} if _counts_apart(platform.release()) else {})
 
-    @cached_property
-    def _command(self) -> Sequence[str]:
-        return apart([sys.executable, "-s", "-c", RUNNER])
 
+def apart(command: Sequence[str], more: Sequence[str] = (), texts: Mapping[str, int] | None = None) -> list[str]:
+    """A command of this Python in bubblewrap: no network, no files but Python's, the system's and `more`, read-only.
 
-def apart(command: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """A command of this Python in bubblewrap: no network, no files but Python's, the system's and `more`, read-only."""
+    `texts` are more files: their paths, and the descriptors that bubblewrap inherits to read their content from.
+    """
     bwrap, python = shutil.which("bwrap") or "/nowhere/bwrap", Path(sys.executable)
     own = (sys.prefix, sys.base_prefix, str(python.resolve().parent.parent), *more)
     size = _size(bwrap)
     binds = [each for path in (*SYSTEM, *own) for each in ("--ro-bind-try", path, path)]
+    binds += [each for path, file in (texts or {}).items() for each in ("--ro-bind-data", str(file), path)]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *binds,
@@ -158,6 +180,7 @@ def _counts_apart(release: str) -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= (5, 14)
 
 
+@cache
 def _size(bwrap: str) -> Sequence[str]:
     """The options that limit the next file system in memory; none before bubblewrap 0.7, where files alone are limited.
 

@@ -55,6 +55,33 @@ def test_a_program_passes_if_its_tests_come_to_their_end(box, program, passes):
     assert box.passes(program, TESTS) is passes
 
 
+IMPORTS = (
+    "from __future__ import annotations\nimport multiprocessing, pickle, typing\nfrom dataclasses import dataclass\n"
+)
+NODE = "@dataclass\nclass Node:\n    value: int\n    left: 'typing.Optional[Node]' = None\n"
+POOL = "def map_all(way, *items):\n    with multiprocessing.get_context(way).Pool(1) as pool:\n"
+POOL += "        return pool.map(double, items)\ndef double(x):\n    return 2 * x\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (NODE, "assert Node(1, Node(2)).left.value == 2"),
+        (NODE, "assert pickle.loads(pickle.dumps(Node(1))) == Node(1)"),
+        (NODE, "assert list(typing.get_type_hints(Node)) == ['value', 'left']"),
+        (POOL, "assert map_all('fork', 1, 2) == [2, 4]"),
+        (POOL, "assert map_all('forkserver', 1, 2) == [2, 4]"),  # Python 3.14's own way
+        (
+            f"{POOL}import concurrent.futures as f\nall = [*f.ProcessPoolExecutor(1).map(double, [3])]",
+            "assert all == [6]",
+        ),
+        (NODE, "import inspect; assert '@dataclass' in inspect.getsource(Node)"),
+    ],
+)
+def test_a_program_is_a_module_that_its_classes_and_functions_are_found_in(box, program, tests):
+    assert box.passes(IMPORTS + program, tests)
+
+
 def test_sets_have_the_same_order_in_every_process(box):
     words = "list({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
     told = subprocess.check_output(
@@ -169,7 +196,7 @@ def test_an_old_bubblewrap_without_a_limit_of_temporary_files_does_as_well(box, 
     found = Sandbox(cpu_s=2, memory_bytes=512 << 20)
     found.check()
     assert found.passes(RIGHT, TESTS)
-    assert found._command[0] == str(old)
+    assert sandbox.apart([])[0] == str(old)
 
 
 def test_a_machine_without_it_is_refused_with_what_it_lacks(monkeypatch, tmp_path):
