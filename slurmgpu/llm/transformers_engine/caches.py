@@ -31,6 +31,15 @@ def new_cache(model: Any, n_more: int = 0) -> Any:
     return found
 
 
+def argument_of(model: Any) -> str | None:
+    """The name by which the model's forward pass takes a cache; None for a model that takes none.
+
+    Mamba's classes call it `cache_params`, and ignore `past_key_values` among their keywords.
+    """
+    named = inspect.signature(type(model).forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in named), None)
+
+
 def _make_room(cache: Any, n_more: int) -> None:
     from slurmgpu.llm.transformers_engine.cache_layers import GROWTH, GrowingLayer, GrowingSlidingLayer
 

@@ -18,14 +18,14 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
-from slurmgpu.llm.transformers_engine.caches import new_cache
+from slurmgpu.llm.transformers_engine.caches import argument_of, new_cache
 from slurmgpu.llm.transformers_engine.quantising import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
-OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
+OWN_CACHES = ("minimax", "openai-gpt", "reformer", "rwkv", "xlnet", "xlstm")
 """Model types with another kind of cache, or none, by generation/utils.py of transformers 5.23."""
 
 COLLECTIVE_LIMIT = timedelta(hours=2)
@@ -103,6 +103,12 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
         arguments["quantization_config"] = quantization
     model, report = from_pretrained(arguments, auto)
     check_whole(model, report, options)
+    if auto is None and argument_of(model) is None:
+        raise SlurmGPUError(
+            f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache (neither "
+            "past_key_values nor cache_params), so that the engine transformers does not support it; expected a "
+            "decoder such as Llama, Qwen or gpt-oss."
+        )
     switch = None
     if options.adapters.choice is not None:
         switch = hold_adapters(model, options.adapters)
@@ -287,9 +293,8 @@ def _kv_bytes(model: Any) -> int:
     cache = new_cache(model)
     with torch.inference_mode():
         # Several tokens: a single one would count as decoding.
-        model(
-            input_ids=torch.zeros(1, 4, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
-        )
+        ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=True, **{argument_of(model) or "past_key_values": cache})
     sizes: Counter[Any] = Counter()
     for layer in cache.layers:
         for each in (getattr(layer, "keys", None), getattr(layer, "values", None)):

@@ -60,6 +60,7 @@ class Prefill:
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
+        self._cache_argument = caches.argument_of(loaded.model) or "past_key_values"
         self._window = caches.window(loaded.model)
         self._shared: tuple[Tokens, Any] = ((), None)
         self.width = int(loaded.model.config.get_text_config().vocab_size)
@@ -131,11 +132,13 @@ class Prefill:
     def _forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor, **more: Any
     ) -> Tensor:
+        if mask is not None and self._cache_argument == "cache_params":
+            mask = mask[:, -ids.shape[1] :]  # a state has no columns: only what is read now can be padding
         found: Tensor = self._loaded.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{self._cache_argument: cache},
             use_cache=cache is not None,
             **({"logits_to_keep": n_logits} if self.can_keep_few else {}),
             **more,
