@@ -22,6 +22,9 @@ from slurmgpu.workloads.user_code import located
 
 KINDS = ("numeric", "exact", "regex", "math", "python")
 
+_FORMULA = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\\[(\[]|\\boxed)")
+"""A mark of mathematics. The sign of dollars has a backslash before it, and `\\\\[` is the end of a matrix's row."""
+
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.S)
 
 TOLERANCE = Fraction(1, 1_000_000)
@@ -267,8 +270,7 @@ def _reference_in(data: Mapping[str, Any], field: str) -> Any:
 
 def _as_formula(answer: str) -> str:
     """An answer as a text in which math-verify sees a formula: without a mark it takes x^2 for words."""
-    has_mark = any(mark in answer for mark in ("$", r"\(", r"\[", r"\boxed"))
-    return answer if has_mark else rf"\boxed{{{answer}}}"
+    return answer if _FORMULA.search(answer) else rf"\boxed{{{answer}}}"
 
 
 def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:

@@ -36,6 +36,10 @@ def checker():
         (r"\boxed{(-\infty, 3]}", r"x \le 3", True),
         (r"\boxed{x \le 3}", r"(-\infty, 3]", False),  # the right answer goes first: it is no interval in the library
         (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
+        (r"It costs \boxed{\$18.90}.", "18.90", True),
+        (r"\boxed{32348}", r"\$32,348", True),
+        (r"#### \$5", r"\$6", False),
+        (r"#### \begin{pmatrix}1\\(2)\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
         ("I do not know", "1", False),
         ("it is 7", 7, True),
     ],
@@ -56,9 +60,10 @@ def test_votes_count_equal_expressions_together(checker):
         [r"\frac{1}{2}", "0.5", "1/2", r"\frac{2}{4}"],
         ["x(x+1)", "x^2 + x", "y = x^2+x"],
         [r"2\sqrt{2}", r"\sqrt{8}"],
+        [r"\$5", "5", "$5$"],
     )
-    assert [len({checker.normal(answer) for answer in answers}) for answers in alike] == [1, 1, 1]
-    assert len({checker.normal(answers[0]) for answers in alike}) == 3
+    assert [len({checker.normal(answer) for answer in answers}) for answers in alike] == [1] * len(alike)
+    assert len({checker.normal(answers[0]) for answers in alike}) == len(alike)
     assert checker.normal("") == ""
 
 
