@@ -19,8 +19,8 @@ from slurmgpu.util.atomic_files import beside, fsync_dir
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import replace, retried
 
-SAME = ("workload", "settings", "columns", "batch_size", "shard_items", "seed")
-"""What both plans must have in common, as rows depend on it; the input is compared file by file."""
+OF_INPUT = frozenset({"input_digest", "n_items", "ranges"})
+"""What may differ of all that the rows depend on: the input, which is compared file by file."""
 CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """What says that a file can only be copied: another file system, another user's file, too many links."""
 
@@ -64,15 +64,15 @@ def extend(old: Run, plan: Plan, folder: Path) -> Extension:
         raise _refusal(
             old, "it is a run of some items of its input. Extend one of a whole input, or leave out --extend"
         )
-    for what in SAME:
-        mine, others = getattr(plan, what), getattr(old.plan, what)
-        if mine != others:
+    for what, mine in plan.basis.items():
+        others = old.plan.basis[what]
+        if what not in OF_INPUT and mine != others:
             raise _refusal(old, _difference(what, mine, others))
     if (before.format, before.columns) != (spec.format, spec.columns):
         raise _refusal(old, f"its input is {_kind(before)}, and this one {_kind(spec)}")
     if any(file.size_bytes == PROMISED for file in (*before.files, *spec.files)):
         raise _refusal(old, "the merged file that is the input did not exist yet when one of the two was planned")
-    _check_prefix(old, before.files, spec.files, folder, grows=named(spec.format).grows)
+    _check_prefix(old, before.files, spec, folder)
     if spec.n_items <= before.n_items:
         raise _refusal(
             old, f"the input has its {count_of(before.n_items, 'item')} and no more. Nothing is to be computed"
@@ -82,30 +82,42 @@ def extend(old: Run, plan: Plan, folder: Path) -> Extension:
     return Extension(old, {shard: there[shard] for shard in sorted(there) if shard < n_whole})
 
 
-def _check_prefix(
-    old: Run, before: tuple[InputFile, ...], files: tuple[InputFile, ...], folder: Path, *, grows: bool
-) -> None:
+def _check_prefix(old: Run, before: tuple[InputFile, ...], spec: InputSpec, folder: Path) -> None:
     """SlurmGPUError unless the files are those of before, of which the last may have grown, and others after them."""
+    grows, files = named(spec.format).grows, spec.files
     for number, former in enumerate(before):
+        was = _origin(former)
         if number == len(files):
-            raise _refusal(old, f"its input has {former.path} as well, and this one ends before it")
+            raise _refusal(old, f"its input has {was} as well, and this one ends before it")
         if (file := files[number]).sha256 == former.sha256:
             continue
+        now = _origin(file)
         if any(later.sha256 == former.sha256 for later in files[number + 1 :]):
             raise _refusal(
                 old,
-                f"{file.path} comes before {former.path}, which was file {number + 1} of its input. New files go "
+                f"{now} comes before {was}, which was file {number + 1} of its input. New files go "
                 f'behind the former ones: list them in that order, as in input = ["former/*.jsonl", "new.jsonl"]',
+            )
+        if grows and spec.repacked:
+            raise _refusal(
+                old,
+                f"{now} is not {was} as it was, and whether it has the same lines and more cannot be told of an "
+                f"input with compressed files. Put the new lines into a file of their own, behind the others",
             )
         has_grown = grows and _begins_with(folder / file.path, former)
         if not has_grown:
-            raise _refusal(old, f"{file.path} is not {former.path} as it was, nor that with more lines at its end")
+            raise _refusal(old, f"{now} is not {was} as it was, nor that with more lines at its end")
         if number < len(before) - 1:
             raise _refusal(
                 old,
-                f"{file.path} has more lines than it had, and other files of its input follow it. "
+                f"{now} has more lines than it had, and other files of its input follow it. "
                 f"Put the new lines into a file of their own, behind the others",
             )
+
+
+def _origin(file: InputFile) -> str:
+    """The user's name of a file, also of one that was repacked."""
+    return file.path if file.source is None else file.source.path
 
 
 def _begins_with(path: Path, former: InputFile) -> bool:

@@ -177,12 +177,14 @@ def draft_run(
         )
         items = some_of(replace(items, files=[*items.files, *given.files]), look)
         spec = items.spec
+        # The progress of an item that resumes is one task's, and the processes of a group call it together.
+        divides = placement.processes == "one" and not workload.resumes
+        if extends is not None and shard_items == extends.plan.shard_items and divides:
+            parts = min(extends.plan.parts, workload.most_parts)
         if shard_items is None:
             size = shard_size(spec.n_items, batch_size, asked.n_concurrent, most_shards(spec.n_items))
             shard_items = size.n_items
             note = size.note
-            # The progress of an item that resumes is one task's, and the processes of a group call it together.
-            divides = placement.processes == "one" and not workload.resumes
             if divides and min(shard_items, spec.n_items) == 1:
                 parts, in_parts = parts_of(spec.n_items, asked.n_concurrent, workload.most_parts)
                 note = in_parts or note

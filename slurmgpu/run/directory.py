@@ -179,15 +179,23 @@ class Plan:
         return -1 if place is None else place // self.shard_items
 
     @cached_property
+    def basis(self) -> Mapping[str, Any]:
+        """What the rows depend on, by the name of each part, as run.json gives it back."""
+        always = ("input_digest", "n_items", "workload", "settings", "columns", "batch_size", "shard_items", "seed")
+        parts = {name: getattr(self, name) for name in always}
+        parts |= {"keep": self.keep, "ranges": self.input["ranges"] if self.look else None, "parts": self.parts}
+        found: dict[str, Any] = json.loads(json.dumps(parts))  # keys are text, which sorts otherwise
+        return found
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of what the rows depend on; every shard carries it."""
-        parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
-        parts += [self.batch_size, self.shard_items, self.seed]
-        parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
-        parts += [self.input["ranges"]] if self.look else []
-        parts += [{"parts": self.parts}] if self.parts > 1 else []  # batches are of one part
-        parts = json.loads(json.dumps(parts))  # as run.json gives them back: keys are text, which sorts otherwise
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+        parts = dict(self.basis)
+        # Plans of an older slurmgpu lack these: they count only where they are set. Batches are of one part.
+        keep, ranges, n_parts = parts.pop("keep"), parts.pop("ranges"), parts.pop("parts")
+        hashed = [*parts.values(), *([keep] if keep else []), *([ranges] if self.look else [])]
+        hashed += [{"parts": n_parts}] if n_parts > 1 else []
+        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:32]
 
     @property
     def fingerprints(self) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """submit --extend: a run takes the shards of a run of fewer items, and computes the others."""
 
+import dataclasses
 import errno
+import gzip
 import json
 import os
 
@@ -8,6 +10,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.extension import OF_INPUT, extend
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
@@ -145,6 +148,52 @@ def test_a_line_that_was_not_ended_and_goes_on_is_another_item(old):
 def test_what_else_the_rows_depend_on_is_the_same_or_named(old, overrides, said):
     (old / "data" / "c.jsonl").write_text(lines(36, 45))
     with pytest.raises(SlurmGPUError, match=said), extending(old, overrides=overrides):
+        pass
+
+
+def test_whatever_is_in_the_fingerprint_keeps_a_run_from_being_extended(old):
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    run = Run.open(old / "old" / "run")
+    others = {
+        "workload": "workloads.py:Other",
+        "settings": {"other": 1},
+        "columns": {},
+        "batch_size": 3,
+        "shard_items": 5,
+        "seed": 9,
+        "keep": {"column": "x"},
+        "parts": 2,
+    }
+    with extending(old) as draft:
+        base = draft.items.files[0].parent
+        plan = draft.plan
+        assert {*others} == plan.basis.keys() - OF_INPUT
+        for name, value in others.items():
+            other = dataclasses.replace(plan, **{name: value})
+            assert other.fingerprint != plan.fingerprint, name
+            with pytest.raises(SlurmGPUError, match=f"cannot be extended: {name}.* is "):
+                extend(run, other, base)
+        assert extend(run, plan, base).shards.keys() == {0, 1, 2, 3}
+
+
+def test_a_column_that_another_field_fills_is_not_continued(old):
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    submit(old, "kept", overrides={"keep": ["x"], "rename": {"x": "kept"}, "input": "data/[ab].jsonl"})
+    renamed = {"keep": ["text"], "rename": {"text": "kept"}}
+    with pytest.raises(SlurmGPUError, match=r"keep\.kept is 'text', and it was 'x' there"):
+        submit(old, "more", overrides=renamed, extend=old / "kept")
+
+
+def test_a_compressed_file_that_has_grown_is_refused_by_its_name(old):
+    path = old / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(lines(0, 12).encode()))
+    submit(old, "packed", overrides={"input": str(path)})
+    (old / "more.jsonl.gz").write_bytes(gzip.compress(lines(12, 16).encode()))
+    with extending(old, "packed", {"input": [str(path), str(old / "more.jsonl.gz")]}) as draft:
+        assert draft.extension.shards.keys() == {0}
+    path.write_bytes(gzip.compress(lines(0, 16).encode()))
+    said = rf"extended: {path} is not {path} as it was, and .* with compressed files. Put the new lines into a file of"
+    with pytest.raises(SlurmGPUError, match=said), extending(old, "packed", {"input": str(path)}):
         pass
 
 

@@ -101,6 +101,17 @@ def check_values(folder, *numbers):
         assert [values.tolist() for values in merged["values"][:]] == [wanted(x) for x in numbers or (100, 200)]
 
 
+def test_a_run_in_parts_is_extended_by_one_of_as_many(divided, slurmgpu):
+    folder = divided("extended")
+    slurmgpu("plan", "--gpus", "0", "--tasks", "6", cwd=folder, expect=0)
+    slurmgpu("resubmit", "run", "--executor", "debug", "--tasks", "1", cwd=folder, expect=0)
+    (folder / "items.jsonl").write_text('{"x": 100}\n{"x": 200}\n{"x": 300}\n')
+    slurmgpu(*DEBUG, "--extend", "run", "--run-dir", "more", cwd=folder, expect=0)
+    assert (Run.open(folder / "more").plan.parts, Run.open(folder / "run").plan.parts) == (3, 3)
+    with package.open(folder / "more" / "merged.h5") as merged:
+        assert [values.tolist() for values in merged["values"][:]] == [wanted(x) for x in (100, 200, 300)]
+
+
 def test_several_tasks_compute_one_item_and_the_rows_are_those_of_one(divided, slurmgpu):
     folder, alone = divided("several"), divided("alone")
     (folder / "held").touch()
