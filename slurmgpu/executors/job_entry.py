@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
@@ -20,7 +21,7 @@ from slurmgpu.run.liveness import is_orphaned
 from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
-from slurmgpu.slurm.own_job import OwnJob, own_job
+from slurmgpu.slurm.own_job import OwnJob, nodes_here, own_job, refuse_copies
 from slurmgpu.task.node_agent import follow
 from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
@@ -31,7 +32,7 @@ from slurmgpu.util.logging import log_to_stderr
 
 log = logging.getLogger(__name__)
 
-EXIT_INTERRUPTED = 130
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 BEGIN = "-u -m slurmgpu.executors.begin"
 """Submitit starts its jobs by this instead of Python alone: signals are remembered from the first instruction on."""
 
@@ -93,6 +94,7 @@ def run_task(folder: Path, submission: int) -> None:
     """A task of an array of Submitit's; exits with the task's code, for Slurm's accounting."""
     early_signals.remember()
     _log_like_ours()
+    _end_copies()
     with blaming(node_name()):
         run, own = Run.open(folder), own_job(own_array=True)
         with _beating(folder, own):
@@ -101,6 +103,15 @@ def run_task(folder: Path, submission: int) -> None:
             code = work(run, _attempt(run, own, given, given["gpus_per_task"] // nodes, nodes), own.end_time)
     if code:
         sys.exit(code)
+
+
+def _end_copies() -> None:
+    """End with a sentence, which Submitit would show as a traceback, if srun has started this job more than once."""
+    try:
+        refuse_copies()
+    except SlurmGPUError as error:
+        log.error("%s", error)
+        sys.exit(EXIT_USAGE)
 
 
 def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[None]:
@@ -128,7 +139,7 @@ def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = F
         with _beating(run.folder, own), manual_jobs.log_beside(run, f"{own.array_job}_{own.task}"):
             given = manual_jobs.join(run, own, device, _end_if_asked)
             given = {**given, "device": device or given["device"]}
-            return work(run, _attempt(run, own, given, manual_jobs.gpus_here(), manual_jobs.nodes_here()), own.end_time)
+            return work(run, _attempt(run, own, given, manual_jobs.gpus_here(), nodes_here()), own.end_time)
 
 
 def _end_if_asked() -> None:
@@ -193,6 +204,7 @@ def run_merge(folder: Path, submission: int | None = None) -> None:
     from slurmgpu.executors.submission import merge_behind  # which imports this module, for Submitit to pickle
 
     _log_like_ours()
+    _end_copies()
     try:
         with early_signals.heeded():
             code = merge_behind(Run.open(folder), submission)

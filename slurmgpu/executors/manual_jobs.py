@@ -15,7 +15,7 @@ from slurmgpu.plan.run_file import merge_tables
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.submissions import Submission, SubmissionLine
-from slurmgpu.slurm.own_job import OwnJob
+from slurmgpu.slurm.own_job import OwnJob, nodes_here, refuse_copies
 from slurmgpu.util import gpus
 from slurmgpu.util.logging import LogFormatter
 
@@ -24,25 +24,12 @@ log = logging.getLogger(__name__)
 
 def check_job() -> None:
     """Raise SlurmGPUError unless this is the only process of a Slurm job on its node."""
-    environ = os.environ
-    if "SLURM_JOB_ID" not in environ:
+    if "SLURM_JOB_ID" not in os.environ:
         raise SlurmGPUError(
             "This is no Slurm job: sbatch/array.sbatch runs `slurmgpu task`. "
             "To compute on this machine: slurmgpu resubmit RUN --executor local."
         )
-    n_nodes, n_job_nodes = nodes_here(), int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    n_processes = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if n_processes != n_nodes or n_nodes != n_job_nodes:
-        raise SlurmGPUError(
-            f"`slurmgpu task` was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected "
-            f"once on each: srun --ntasks-per-node=1, as sbatch/multi-node.sbatch does. "
-            f"Each starts the processes of its GPUs itself."
-        )
-
-
-def nodes_here() -> int:
-    """The nodes on which srun has started this task; 1 without srun."""
-    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    refuse_copies()
 
 
 def gpus_here() -> int:

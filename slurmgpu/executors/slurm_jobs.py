@@ -121,7 +121,7 @@ def _array_options(submission: Submission) -> dict[str, Any]:
         count = submission.gpus_per_task // submission.nodes_per_task
         options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
     if submission.nodes_per_task > 1:
-        options["nodes"] = submission.nodes_per_task  # with one task of srun on each: Submitit's default
+        options["nodes"] = submission.nodes_per_task
     if submission.after:
         options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
         options["kill_on_invalid_dep"] = "yes"
@@ -141,10 +141,13 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
     except RuntimeError as error:  # it looks for srun
         raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
     # sbatch's options go to Submitit's catch-all, without its defaults (5 minutes, a wckey).
-    # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
-    cpus = options.get("cpus_per_task")
     plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
-    setup = plain.pop("setup", None)
+    setup, nodes = plain.pop("setup", None), plain.pop("nodes", 1)
+    # One process on each node: srun(1) starts as many as fit if it is told --cpus-per-task and no --ntasks.
+    step = [f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
+    if "cpus-per-task" in plain:
+        step.append(f"--cpus-per-task={plain['cpus-per-task']}")
     if broken := [key for key, value in plain.items() if len(str(value).splitlines()) > 1]:
         raise SlurmGPUError(
             f"{broken[0]} has a line break, which ends the line of sbatch's script. Write it in one line."
@@ -155,11 +158,11 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
             job_name=str(plain.pop("job-name", name)),
             time=None,
             wckey=None,
-            nodes=plain.pop("nodes", 1),
+            nodes=nodes,
             array_parallelism=parallelism,
             signal_delay_s=SIGNAL_BEFORE_END_S,
             setup=setup,
             additional_parameters=plain,
-            srun_args=None if cpus is None else [f"--cpus-per-task={cpus}"],
+            srun_args=step,
         )
     return executor

@@ -32,6 +32,10 @@ SlurmValue = str | int | float | bool | list[str]
 
 TableT = TypeVar("TableT", bound=BaseModel)
 
+NTASKS = (
+    *("ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_core", "ntasks_per_gpu", "ntasks_per_socket"),
+    "ntasks_per_tres",
+)
 SLURM_RESERVED = {
     "array": "--gpus, --tasks and --array of slurmgpu set it",
     "dependency": "--after of slurmgpu sets it",
@@ -39,6 +43,7 @@ SLURM_RESERVED = {
     "gpus_per_node": "[resources] gpus and gpus_per_task set it",
     "gpus_per_task": "[resources] gpus_per_task sets it",
     "nodes": "[resources] nodes_per_task sets it",
+    **dict.fromkeys(NTASKS, "a task is one process on each of its nodes, which starts those of the GPUs"),
     "output": "logs lie in the run directory",
     "error": "logs lie in the run directory",
     "open_mode": "logs lie in the run directory",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.submissions import seconds_of
 from slurmgpu.slurm import commands
 
@@ -33,6 +34,26 @@ class OwnJob:
     restart: int
     n_tasks: int = 1
     end_time: Callable[[], float | None] = lambda: None
+
+
+def nodes_here() -> int:
+    """The nodes on which srun has started this task; 1 without srun."""
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+
+
+def refuse_copies() -> None:
+    """Raise SlurmGPUError unless this is the only process of its job on this node, and the other nodes have one each.
+
+    Copies of a task would be one attempt, whose claims and files they all take for their own.
+    """
+    n_nodes, n_job_nodes = nodes_here(), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    n_processes = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if n_processes != n_nodes or n_nodes != n_job_nodes:
+        raise SlurmGPUError(
+            f"The task was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected once on "
+            f"each: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1, as the scripts in sbatch/ do. "
+            f"Each starts the processes of its GPUs itself."
+        )
 
 
 def own_job(*, own_array: bool) -> OwnJob:

@@ -376,7 +376,9 @@ def test_the_scripts_ask_for_what_the_task_and_slurm_need():
             assert re.search(r"^#SBATCH --signal=USR2@\d+$", text, re.M), path
             assert re.search(r"^#SBATCH --array=0$", text, re.M), path
             step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task --own-array "$RUN"\n"""
-            assert text.endswith(f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {step}'), path
+            alone = """--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1"""
+            cpus = """--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" """
+            assert text.endswith(f"srun {alone} {cpus}\\\n    {step}"), path
 
 
 # What a task is told of its job
@@ -397,7 +399,7 @@ def test_a_task_outside_slurm_says_what_to_do_instead(project, slurmgpu):
 )
 def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(project, slurmgpu, environment):
     done = slurmgpu("task", "run", cwd=project(4), expect=2, SLURM_JOB_ID="1", **environment)
-    assert "expected once on each: srun --ntasks-per-node=1" in done.stderr
+    assert "expected once on each: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,8 @@ def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(proje
 
 
 def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, slurmgpu):
-    asked = {"gres": "gpu:a100:1", "cpus-per-task": 3, "setup": ["export SHEEP=wool"]}
+    # exclusive: the 16 cores of the node are the job's, and srun must not fill them with copies of the task.
+    asked = {"gres": "gpu:a100:1", "cpus-per-task": 3, "setup": ["export SHEEP=wool"], "exclusive": True}
     folder = project(16, slurm=asked)
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))
@@ -365,6 +366,9 @@ def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, sl
     assert "#SBATCH --cpus-per-task=3" in shown
     assert "--cpus-per-task=3 " in shown.partition("srun")[2]
     slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    [line] = submissions(folder)
+    logs = {path.name for path in (folder / "run" / "logs").glob(f"{line['array_job']}_*_log.err")}
+    assert logs == {f"{line['array_job']}_{task}_0_log.err" for task in range(2)}
     assert all(len(record["gpus"]) == 1 for record in records(folder))
     with open_merged(folder / "run" / "merged.h5") as merged:
         assert set(merged["shout"][:]) == {"wool"}

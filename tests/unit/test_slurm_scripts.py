@@ -1,0 +1,70 @@
+"""The scripts that are handed to sbatch, and the options of [slurm] in them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import slurm_jobs
+from slurmgpu.plan.run_file import RunFile, parse_table
+from slurmgpu.run.submissions import Submission
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """`written(n_tasks=4, slurm={"mem": "4G"})`: the scripts of such a submission, by job."""
+    srun = tmp_path / "srun"  # Submitit looks whether there is one
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def scripts(**asked):
+        usual = {"n_tasks": 1, "n_concurrent": 1, "gpus_per_task": 1}
+        submission = Submission(submission=1, executor="slurm", device="auto", **{**usual, **asked})
+        return slurm_jobs.scripts(Path("/runs/x"), "x", submission)
+
+    return scripts
+
+
+def flags(script):
+    """The options of sbatch in a script."""
+    return {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+
+
+def step(script):
+    """The arguments of srun in a script, to the first that is no option."""
+    [line] = [line for line in script.splitlines() if line.startswith("srun ")]
+    return line.partition(" sh -c ")[0].split()
+
+
+@pytest.mark.parametrize(("slurm", "n_nodes"), [({}, 1), ({"cpus_per_task": 3}, 1), ({"exclusive": True}, 2)])
+def test_a_step_is_one_process_on_each_node(written, slurm, n_nodes):
+    scripts = written(slurm=slurm, merge=slurm, gpus_per_task=n_nodes, nodes_per_task=n_nodes)
+    alone = {"--ntasks-per-node=1", f"--ntasks={n_nodes}"}
+    assert alone <= set(step(scripts["array"]))
+    assert {"--ntasks-per-node=1", "--ntasks=1"} <= set(step(scripts["merge"]))
+    for script in scripts.values():
+        assert ("--cpus-per-task=3" in step(script)) == ("cpus_per_task" in slurm)
+
+
+@pytest.mark.parametrize("job", ["run_task", "run_merge"])
+def test_copies_of_a_job_end_with_a_sentence(tmp_path, job):
+    copies = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "1"}
+    code = (
+        f"from pathlib import Path; from slurmgpu.executors.job_entry import {job}; {job}(Path({str(tmp_path)!r}), 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **copies}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "was started 16 times on 1 of the job's 1 nodes; expected once on each" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["ntasks", "--ntasks-per-node", "tasks-per-node", "ntasks_per_gpu"])
+@pytest.mark.parametrize("table", ["slurm", "merge"])
+def test_a_number_of_processes_is_not_the_users_to_set(name, table):
+    with pytest.raises(SlurmGPUError, match="cannot be set here: a task is one process on each of its nodes"):
+        parse_table(RunFile, {"input": "x", "workload": {"use": "x.py:X"}, table: {name: 2}}, "x.toml")
