@@ -16,6 +16,7 @@ from typing import Any, cast
 from slurmgpu.code import former
 from slurmgpu.code import functions as code_functions
 from slurmgpu.code.functions import Packed
+from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, NothingToSubmitError, SlurmGPUError
@@ -152,6 +153,7 @@ class RunHandle:
         `other_code`, rows that other code computed are computed again. Raises SlurmGPUError while a task of the run
         is alive or may be alive, unless `force` is set.
         """
+        refuse_if_importing("resubmit")
         given = _packed(self.run, function, load, code)
         outcome = resubmit(
             self.run, resources, failed=failed, force=force, code=code, other_code=other_code, functions=given
@@ -196,6 +198,7 @@ def submit(
     `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload,
     are logged as warnings.
     """
+    refuse_if_importing("slurmgpu.submit")
     other = Run.open(Path(after)) if after is not None else None
     values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
@@ -226,6 +229,7 @@ def submit_all(
     returned as they are under the names that they have.
     SlurmGPUError if [sweep] does not vary keys of the run file.
     """
+    refuse_if_importing("slurmgpu.submit_all")
     other = Run.open(Path(after)) if after is not None else None
     values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     source, look = _source(run_file), look_at(items, limit)
@@ -286,6 +290,7 @@ def probe(
     The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
     `failure` is None if the probe succeeded.
     """
+    refuse_if_importing("slurmgpu.probe")
     values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     with draft_run(_source(run_file), values, _path(run_dir)) as draft:
         return probe_draft(draft, n_items, on_tick)

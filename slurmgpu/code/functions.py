@@ -349,6 +349,8 @@ def _read_in_fresh_process(content: bytes, folder: Path) -> list[str]:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         answer = {"error": f"exit code {done.returncode}: {done.stderr.decode(errors='replace')[-2000:].strip()}"}
+    if "refusal" in answer:
+        raise SlurmGPUError(answer["refusal"])
     if "error" in answer:
         raise SlurmGPUError(
             f"The function cannot be read in a fresh process, as tasks do: {answer['error']}. What it needs must be "
@@ -365,6 +367,8 @@ def _check() -> None:
     try:
         pickle.loads(sys.stdin.buffer.read())
         answer: dict[str, Any] = {"modules": own_modules(sys.modules.keys() - before)}
+    except SlurmGPUError as error:
+        answer = {"refusal": str(error)}
     except Exception as error:  # any that the user's modules raise
         answer = {"error": described(error)}
     print("\n" + json.dumps(answer), flush=True)  # noqa: T201 - the answer

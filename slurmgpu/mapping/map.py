@@ -17,6 +17,7 @@ from typing import Any
 from slurmgpu import api
 from slurmgpu.api import RunHandle
 from slurmgpu.code import functions
+from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors import probe
@@ -90,6 +91,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     `overrides` and `profile` as in `submit`. The run works in the background: on Slurm, or with executor="local" in
     processes that outlive this one; with `wait` it has ended, and is merged, when this returns.
     """
+    refuse_if_importing("slurmgpu.map")
     _refuse_unknown(resources)
     base, is_batched = Path.cwd(), batch_size is not None
     declared = _declared(columns) or annotated_types(function, batched=is_batched)

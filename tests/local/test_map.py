@@ -1,6 +1,7 @@
 """`slurmgpu.map` by the local executor: what a user writes in a script or a notebook, and what outlives it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -301,3 +302,63 @@ def test_no_zombie_is_left_of_a_run_in_the_background():
     run.wait()
     [line] = run.run.submissions()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in line["pids"]), "the end of the processes")
+
+
+SUBMITS = """
+import os
+import slurmgpu
+
+def make():
+    return lambda x: square(x)
+
+def square(x):
+    return {"a": x * x}
+
+if not os.path.isdir("runs/square-3"):  # without a refusal it ends there
+    run = slurmgpu.map(square, [1, 2], columns={"a": "int64"}, **%r)
+"""
+
+
+def test_a_module_that_maps_when_it_is_imported_makes_one_run_and_none_of_its_tasks_makes_another(
+    tmp_path, monkeypatch
+):
+    Path("unguarded.py").write_text(SUBMITS % HERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import unguarded
+
+    unguarded.run.wait()
+    refusal = (
+        f"{tmp_path}/unguarded.py, line 12, calls slurmgpu.map when it is imported, and each task imports it: put the "
+        f"call under `if __name__ == '__main__':`."
+    )
+    (attempt,) = last_report(unguarded.run.run)["attempts"]
+    assert (attempt["failure"], attempt["message"]) == ("workload_error", refusal)
+    # Nor does a fresh process that reads a pickle, or a function that imports the module.
+    with pytest.raises(SlurmGPUError, match=f"^{re.escape(refusal)}$"):
+        slurmgpu.map(unguarded.make(), [1], columns={"a": "int64"}, **HERE)
+
+    def late(x):
+        import unguarded
+
+        return unguarded.square(x)
+
+    with pytest.raises(SlurmGPUError, match=r"^Item 0 .* failed, .*/unguarded.py, line 12, calls slurmgpu.map when"):
+        slurmgpu.map(late, [1], **HERE)
+    assert sorted(os.listdir("runs")) == ["late-probe", "square"]
+
+
+def test_a_run_file_is_not_planned_whose_workload_submits_when_it_is_imported(tmp_path):
+    Path("items.txt").write_text("a\n")
+    for call in ("submit", "probe", "submit_all"):
+        Path(f"with_{call}.py").write_text(f"import slurmgpu\n\nslurmgpu.{call}({{}})\n")
+        with pytest.raises(SlurmGPUError, match=f"with_{call}.py, line 3, calls slurmgpu.{call} when it is imported"):
+            slurmgpu.submit({"input": "items.txt", "workload": {"use": f"with_{call}.py:Workload"}}, gpus=0)
+    assert not Path("runs").exists()
+
+
+def test_a_function_that_a_task_calls_may_submit_a_run():
+    def outer(x):
+        inner = slurmgpu.map(lambda y: y + 1, [x], columns="int64", name=f"inner-{x}", wait=True, **HERE)
+        return {"a": inner.results()["result"][0]}
+
+    assert slurmgpu.map(outer, [4], columns={"a": "int64"}, **HERE)["a"][:].tolist() == [5]
