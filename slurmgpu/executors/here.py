@@ -17,7 +17,7 @@ from slurmgpu.run.liveness import are_seen_here, processes_here
 from slurmgpu.run.owners import refuse_other_users
 from slurmgpu.run.submissions import Submission, slots_of
 from slurmgpu.util import gpus
-from slurmgpu.util.pids import numbering
+from slurmgpu.util.pids import numbering, processes
 
 
 class Here(Executor):
@@ -33,7 +33,7 @@ class Here(Executor):
 
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
         """The machine, and the process that submits."""
-        return {"host": platform.node(), **numbering(), "pids": [os.getpid()]}
+        return {"host": platform.node(), **numbering(), **processes([os.getpid()])}
 
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
         """Whether a process of the run lives."""

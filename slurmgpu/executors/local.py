@@ -17,6 +17,7 @@ from slurmgpu.report.attempts import Lives
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.launcher import OWN_ENVIRON, WORKER
+from slurmgpu.util.pids import processes
 
 
 class Local(Here):
@@ -68,4 +69,4 @@ class Local(Here):
             local_slots.wait(slots, on_tick)
             return local_slots.lives_of(submission, slots)
 
-        return Started({"state": "running", **self.place(run, submission), "pids": pids}, wait_for_end)
+        return Started({"state": "running", **self.place(run, submission), **processes(pids)}, wait_for_end)

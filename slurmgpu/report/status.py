@@ -232,8 +232,11 @@ class StatusReader:
         for entry in list_entries(self.run.tasks):
             if entry.name.endswith(".json") and not entry.name.startswith("."):
                 mark, record = self._read_record(entry, known.get(entry.name))
-                if not isinstance(record, Unread) and "heard" not in record:
-                    record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
+                if not isinstance(record, Unread):
+                    if "heard" not in record:
+                        record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
+                    # Later than now where the clock was set back since: a dead task would be alive until then.
+                    record["heard"] = min(record["heard"], now)
                 self._records[entry.name] = mark, record
         records = [record for _, record in self._records.values() if not isinstance(record, Unread)]
         found = ((name.removesuffix(".json"), record) for name, (_, record) in self._records.items())

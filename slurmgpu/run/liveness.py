@@ -59,7 +59,9 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
     """
     if "pids" not in submission or not are_seen_here(submission):
         return None
-    lives = {pid: _lives(pid, submission["time"]) for pid in submission["pids"]}
+    pids = submission["pids"]
+    ticks = dict(zip(pids, submission.get("ticks", ()), strict=False))  # none, if an older slurmgpu has submitted
+    lives = {pid: _lives(pid, ticks.get(pid), submission["time"]) for pid in pids}
     living = [pid for pid, is_there in lives.items() if is_there]
     return None if not living and None in lives.values() else living
 
@@ -80,12 +82,18 @@ def are_seen_here(submission: SubmissionLine) -> bool:
     return are_numbered_here(submission)
 
 
-def _lives(pid: int, submitted: float) -> bool | None:
-    """Whether a process of a submission lives, not a later one with its pid; None if it is hidden."""
+def _lives(pid: int, began: int | None, submitted: float) -> bool | None:
+    """Whether a process of a submission lives, not a later one with its pid; None if it is hidden.
+
+    `began` is its start in ticks since boot. Without it the clock says whether the process is older than the
+    submission; a clock that was set forward since, or a machine that was paused, makes the living look dead.
+    """
     seen = look(pid)
     if seen is None:
         return None if is_there(pid) else False
     state, ticks = seen
+    if began is not None:
+        return state not in DEAD and ticks == began
     uptime = float(Path("/proc/uptime").read_bytes().split()[0])
     started = time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
     return state not in DEAD and started < submitted + 60

@@ -105,6 +105,7 @@ class SubmissionLine(_Number, Jobs, Place, total=False):
     boot: str
     pid_namespace: str
     pids: list[int]
+    ticks: list[int | None]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -53,6 +53,19 @@ def own_id() -> ProcessId:
     """The identity of this process."""
     seen = look(os.getpid())
     return {"host": platform.node(), **numbering(), "pid": os.getpid(), "ticks": seen[1] if seen else None}
+
+
+class Processes(TypedDict):
+    """Processes of this machine, for JSON: their pids, and the start of each in ticks since boot; None if hidden."""
+
+    pids: list[int]
+    ticks: list[int | None]
+
+
+def processes(pids: Sequence[int]) -> Processes:
+    """The identity of processes that are alive or not waited for yet, so that their pids are theirs."""
+    seen = map(look, pids)
+    return {"pids": list(pids), "ticks": [None if each is None else each[1] for each in seen]}
 
 
 def are_numbered_here(other: Mapping[str, object]) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,14 +14,16 @@ import pytest
 from slurmgpu.cli.views.polling import Look
 from slurmgpu.cli.views.state_words import failure_words, merge_words, parting_words, queue_words
 from slurmgpu.cli.views.tables import show_status
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import judged_attempts, read_report
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run.directory import Run
-from slurmgpu.run.liveness import processes_here
+from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.slurm import queue as slurms_queue
 from slurmgpu.util.atomic_files import write_json
+from slurmgpu.util.pids import numbering, processes
 from tests.support import pretend_runs
 from tests.support.pretend_runs import BEGIN, pretend_run, reported, write_merged_head
 
@@ -381,6 +384,38 @@ def test_a_run_of_this_machine_that_was_just_submitted_again_waits_for_its_tasks
     again = {**run.submissions()[0], "submission": 2}
     run.record_submission(again)  # the first one ends when this one has
     assert read_status(run)["state"] == "queued"
+
+
+def test_a_clock_that_was_set_makes_no_living_process_look_dead(here):
+    run, process = here
+    ids = processes([process.pid])
+    [ticks] = ids["ticks"]
+    hours_ago = {"submission": 1, "time": time.time() - 7200}  # as by a clock that was set forward, or a paused machine
+    run.record_submission({**hours_ago, **numbering(), **ids})
+    [line] = run.submissions()
+    assert processes_here(line) == [process.pid]
+    assert not is_orphaned(run, 1)
+    assert executor_named("local").look(run, [line], None).at_work == f"process {process.pid} works on it"
+    assert executor_named("local").cancel(run, [{**line, **processes([os.getpid(), process.pid])}])
+    assert process.wait(200) == -signal.SIGTERM
+    own = {**line, "pids": [os.getpid()]}
+    assert processes_here({**own, "ticks": [ticks]}) == []  # a later process that has the pid of one
+    # Of an older slurmgpu there is the time alone.
+    del own["ticks"]
+    assert processes_here(own) == []
+    assert processes_here({**own, "time": time.time()}) == [os.getpid()]
+
+
+def test_a_clock_that_was_set_back_makes_no_dead_attempt_look_alive(here):
+    run, process = here
+    reader = StatusReader(run)
+    process.kill()
+    process.wait()
+    now = pretend_runs.BEGIN + 300
+    assert reader.read(now=now)["state"] == "running"
+    reader.read(now=now - 7200)
+    status = reader.read(now=now - 7200 + 20)
+    assert (status["state"], {a["silent"] for a in status["attempts"]}) == ("ended", {True})
 
 
 def test_of_a_process_that_is_hidden_nobody_can_tell_whether_it_lives(here, monkeypatch):

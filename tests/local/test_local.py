@@ -247,6 +247,8 @@ def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is
     status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
     assert status["state"] == "running"
     assert status["n_items_done"] == 16
+    path = folder / "run" / "submissions.jsonl"  # as if the clock had been set forward since
+    path.write_text(re.sub(r'"time": [\d.]+', '"time": 1.0', path.read_text()))
     assert "cancelled" in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
     process.communicate(timeout=200)
     assert process.returncode == 3
