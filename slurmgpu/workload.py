@@ -111,6 +111,9 @@ class TaskContext:
     `tell(text)` reports progress that is not saved yet. `log(step, loss=0.3)` logs numbers, which `slurmgpu track`
     shows to a tracker; rank 0's are kept. `divide(things, compute)` gives what `compute(things)` gives, a list with a
     JSON value for each; where the plan has several `parts`, other tasks compute some of them, see `Adapted.most_parts`.
+    `code` is the digest of the snapshot of the user's code, which the rows are by; None if there is no snapshot.
+    `is_again()`, on rank 0, says whether the items in hand have rows or errors, which `resubmit --failed` or
+    `--other-code` replaces.
     """
 
     device: str
@@ -125,6 +128,8 @@ class TaskContext:
     progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] = lambda text: None
     log: Callable[..., None] = lambda step, **values: None
+    code: str | None = None
+    is_again: Callable[[], bool] = lambda: False
     parts: int = 1
     divide: Callable[[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]], Sequence[Any]] = (
         lambda things, compute: json.loads(part_as_json(things, compute)) if len(things) else []

@@ -60,6 +60,10 @@ class BestWeights:
         self._written, self._is_whole = Written(**written) if written else None, False
         led(self._place, lambda: self._keep(0, self._step))
 
+    def clear(self) -> None:
+        """Remove what lost attempts left; called by all ranks of a training that begins."""
+        led(self._place, lambda: self._keep(0, -1))
+
     def prune(self, oldest: int) -> None:
         """Remove weights older than those of the oldest checkpoint's step; called by rank 0."""
         self._keep(max((step for step in self._steps() if step < oldest), default=0))

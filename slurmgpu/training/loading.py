@@ -25,6 +25,7 @@ from slurmgpu.training.batches import Cutting, Position, derive_seed, own_pieces
 from slurmgpu.training.ranks import Place, together
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import seed_everything
+from slurmgpu.training.written import UnfitCheckpointError
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SPLITS = ("train", "val", "test")
@@ -231,13 +232,13 @@ class Splits:
         return self._readers[split]
 
     def check_unchanged(self, before: Mapping[str, int]) -> None:
-        """SlurmGPUError if sizes differ from those in the checkpoint."""
+        """UnfitCheckpointError if sizes differ from those in the checkpoint."""
         for split in SPLITS:
             if self.sizes[split] != before[split]:
-                raise SlurmGPUError(
+                raise UnfitCheckpointError(
                     f"the data has changed since the checkpoint: {called(self._user, split)} had "
-                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now. Restore it, "
-                    "or train on the new data in a new run."
+                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now.",
+                    "Restore it, or train on the new data in a new run.",
                 )
 
     def _read(self) -> dict[str, int]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slurmgpu.errors import Interrupted
+from slurmgpu.errors import Interrupted, SlurmGPUError
 from slurmgpu.training import states
 from slurmgpu.training.batches import MicroBatch, Step, derive_seed
 from slurmgpu.training.best import BestWeights
-from slurmgpu.training.checkpoints import Checkpoints
+from slurmgpu.training.checkpoints import Checkpoint, Checkpoints
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.evaluating import Evaluator, Watch
 from slurmgpu.training.keeping import Keeping
@@ -28,11 +31,27 @@ from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.weighing import Weigher
-from slurmgpu.training.written import save_weights
+from slurmgpu.training.written import UnfitCheckpointError, save_weights
+
+log = logging.getLogger(__name__)
 
 LAST = "last.pt"
 MOST_POINTS = 500
 """The largest number of points of a learning curve, unless `log_steps` is set."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """The digest of the training class's code, None if unknown, and whether the training replaces what ended before.
+
+    A checkpoint of other code is then not used. Another training, which was interrupted, goes on from it.
+    """
+
+    code: str | None = None
+    is_again: bool = False
+
+
+UNKNOWN = Version()
 
 
 class Training:
@@ -43,8 +62,11 @@ class Training:
     `blocks(model)`: docs/how-to/train-a-model.md has their results.
     """
 
-    def __init__(self, user: Any, settings: TrainingSettings, place: Place, folder: Path) -> None:
+    def __init__(
+        self, user: Any, settings: TrainingSettings, place: Place, folder: Path, version: Version = UNKNOWN
+    ) -> None:
         self._user, self._settings, self._place, self._folder = user, settings, place, folder
+        self._version = version
         self._seed = settings.seed or 0
         self._device = device_of(place)
         self._standing = Standing()
@@ -79,10 +101,10 @@ class Training:
         self._n_parameters = n_parameters(model.parameters())
         self._mode = Mode(self._user, model, settings, place)
         checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
-        checkpoint = checkpoints.last()
-        found = checkpoint.shared() if checkpoint else {}
+        checkpoint, found = self._last_of(checkpoints)
         if checkpoint:
-            self._splits.check_unchanged(found["sizes"])
+            with self._advising(found):
+                self._splits.check_unchanged(found["sizes"])
         self._batch_size = self._choose_batch_size(found.get("batch_size"))
         self._cutting = cut(len(self._splits.train), self._batch_size, settings, place)
         self._n_steps = self._cutting.n_steps()
@@ -98,17 +120,53 @@ class Training:
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        given = {"batch_size": self._batch_size, "sizes": self._splits.sizes}
+        given = {"batch_size": self._batch_size, "sizes": self._splits.sizes, "code": self._version.code}
         self._keeping = Keeping(
             checkpoints, standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter, given
         )
         has_random = False
         if checkpoint:
-            has_random = self._keeping.load(checkpoint, found)
+            with self._advising(found):
+                has_random = self._keeping.load(checkpoint, found)
             standing.resumed += 1
             self._reporter.resumed()
+        else:
+            self._best.clear()
         if not has_random:
             states.seed_everything(derive_seed(self._seed, standing.step, place.rank))
+
+    def _last_of(self, checkpoints: Checkpoints) -> tuple[Checkpoint | None, dict[str, Any]]:
+        """The checkpoint to go on from, and what it has in `shared`; None and {} to begin."""
+        checkpoint, version = checkpoints.last(), self._version
+        if checkpoint is None:
+            return None, {}
+        found = checkpoint.shared()
+        if version.code is None or found.get("code") == version.code:
+            return checkpoint, found
+        codes = found.get("code") or "unknown", version.code
+        if version.is_again:
+            if self._place.leads:
+                log.info("begins from the start: the checkpoint is by code %s, and the code is %s now", *codes)
+            checkpoints.clear()
+            return None, {}
+        if self._place.leads:
+            log.warning("goes on with changed code: the checkpoint is by code %s, and the code is %s now", *codes)
+        return checkpoint, found
+
+    @contextmanager
+    def _advising(self, found: Mapping[str, Any]) -> Iterator[None]:
+        """Add to the error for a checkpoint that does not fit the class what to do."""
+        try:
+            yield
+        except UnfitCheckpointError as error:
+            former, now = found.get("code"), self._version.code
+            advice = error.advice
+            if former is not None and former != now:
+                advice = (
+                    f"The checkpoint is by code {former}, which goes on with `slurmgpu resubmit --failed --code "
+                    f"{former}`; `slurmgpu resubmit --failed` trains from the start with the changed code."
+                )
+            raise SlurmGPUError(f"{error} {advice}") from error
 
     def _choose_batch_size(self, before: int | None) -> int:
         if self._settings.batch_size != AUTO:

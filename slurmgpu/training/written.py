@@ -92,11 +92,20 @@ def _write_whole(path: Path, state: Mapping[str, Any]) -> Written:
     return written
 
 
-def other_model(error: BaseException) -> SlurmGPUError:
+class UnfitCheckpointError(SlurmGPUError):
+    """A checkpoint does not fit what the training class makes; `advice` is what to do if its code is the same."""
+
+    def __init__(self, message: str, advice: str) -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+def other_model(error: BaseException) -> UnfitCheckpointError:
     """The error for a checkpoint that does not fit the model."""
-    return SlurmGPUError(
+    return UnfitCheckpointError(
         "the checkpoint is of another model or optimizer than the training class makes now: "
-        f"{' '.join(message_of(error).split())} Submit the changed class as a new run."
+        f"{' '.join(message_of(error).split())}",
+        "Submit the changed class as a new run.",
     )
 
 

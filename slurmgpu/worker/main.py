@@ -506,6 +506,8 @@ class Worker:
             progress=only_for_calls("task.progress", self._report_progress),
             tell=lambda text: self.report({"event": "tell", "text": str(text)}),
             log=self._logged.log if group.leads else lambda step, **values: None,
+            code=given.code,
+            is_again=lambda: self._shard is not None and self.run.revision_to_make(self._shard) > 0,
             parts=plan.parts,
             **({} if self._parts is None else {"divide": only_for_calls("task.divide", self._parts.divide)}),
         )

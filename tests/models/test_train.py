@@ -400,11 +400,12 @@ def test_a_finished_row_comes_back_from_its_file_as_it_was(tmp_path):
     row = {name: math.nan if column == rows.NUMBER else 1 for name, column in rows.COLUMNS.items()}
     row |= {"config": {"lr": 0.1}, "final": {"x": None}, "best": {}, "curve": [0.5, math.nan]}
     row |= {"curve_steps": [1, 2], "eval_steps": [], "eval_curve": []}
-    rows.write_result(tmp_path, row)
+    rows.write_result(tmp_path, row, "aaaa")
     assert "NaN" not in (tmp_path / "result.json").read_text()
-    assert repr(rows.read_result(tmp_path)) == repr(row)
+    assert repr(rows.read_result(tmp_path, "aaaa")) == repr(rows.read_result(tmp_path, None)) == repr(row)
+    assert rows.read_result(tmp_path, "bbbb") is None
     (tmp_path / "result.json").write_text("{}")
-    assert rows.read_result(tmp_path) is None
+    assert rows.read_result(tmp_path, "aaaa") is None
 
 
 RUN_FILE = """
@@ -471,6 +472,34 @@ def test_a_finished_configuration_leaves_its_row_and_weights_and_is_not_trained_
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
     with results.open(folder / "run" / "merged.h5") as merged:
         assert merged["score"][0] == -1.0
+
+
+def test_a_corrected_class_trains_what_failed_from_the_start_and_on_demand_what_other_code_trained(tmp_path, slurmgpu):
+    failing = "if self.fails == 'late' and self.n > 2: raise ValueError('a bug')"
+    former = CLASS.replace("        return {", f"        self.n += 1\n        {failing}\n        return {{")
+    former = former.replace("self.lr = width", "self.lr, self.n = width").replace("fails, lr\n", "fails, lr, 0\n")
+    (tmp_path / "mine.py").write_text(former)
+    (tmp_path / "items.jsonl").write_text('{"lr": 0.01}\n{"fails": "late"}\n')
+    checkpoints = RUN_FILE.replace("epochs = 2", "epochs = 3\ncheckpoint_s = 0.0")
+    (tmp_path / "slurmgpu.toml").write_text(f'input = "items.jsonl"\n{checkpoints}')
+
+    def found():
+        with results.open(tmp_path / "run" / "merged.h5") as merged:
+            given = [each and each["val_given_lr"] for each in merged["final"][:]]
+            return given, merged["resumed"][:].tolist(), merged.code.tolist()
+
+    slurmgpu("submit", cwd=tmp_path, expect=0)
+    assert [*(tmp_path / "run" / "checkpoints" / "00001").glob("step-*")]  # of the code that failed
+    corrected = CLASS.replace("nn.Linear(3, self.width)", "nn.Linear(3, 2 * self.width)")
+    corrected = corrected.replace("nn.Linear(self.width, 1)", "nn.Linear(2 * self.width, 1)")
+    (tmp_path / "mine.py").write_text(corrected.replace('"given_lr": self.lr', '"given_lr": 2 * self.lr'))
+    slurmgpu("resubmit", "run", "--failed", cwd=tmp_path, expect=0)
+    given, resumed, (first, second) = found()
+    assert given == [pytest.approx(0.01), pytest.approx(1.0)]
+    assert resumed == [0, 0]
+    assert first != second
+    slurmgpu("resubmit", "run", "--other-code", cwd=tmp_path, expect=0)
+    assert found() == ([pytest.approx(0.02), pytest.approx(1.0)], [0, 0], [second, second])
 
 
 def test_the_report_ranks_the_configurations_by_what_distinguishes_them(ran):

@@ -17,7 +17,7 @@ from slurmgpu.training.batches import Cutting, Position  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
 from slurmgpu.training.loading import read_split  # noqa: E402
-from slurmgpu.training.loop import Training  # noqa: E402
+from slurmgpu.training.loop import UNKNOWN, Training, Version  # noqa: E402
 from slurmgpu.training.modes import Mode  # noqa: E402
 from slurmgpu.training.optimizing import lr_factor, make_optimizer  # noqa: E402
 from slurmgpu.training.pacing import Pace  # noqa: E402
@@ -76,8 +76,8 @@ def found(tmp_path_factory, slurmgpu):
 def train(tmp_path):
     """Trains in a folder of the test's own: `train(user, epochs=2)` gives the outcome."""
 
-    def call(user, place=ALONE, folder="training", **settings):
-        return Training(user, TrainingSettings(**BASE | settings), place, tmp_path / folder).run()
+    def call(user, place=ALONE, folder="training", version=UNKNOWN, **settings):
+        return Training(user, TrainingSettings(**BASE | settings), place, tmp_path / folder, version).run()
 
     return call
 
@@ -243,8 +243,37 @@ def test_a_training_is_not_taken_up_with_other_data(train):
     train(Split(), checkpoint_s=0.0)
     more = Split()
     more.n += 1
-    with pytest.raises(SlurmGPUError, match=r"Split.data\('val'\) had 7 samples then, and has 8 samples now"):
+    with pytest.raises(SlurmGPUError, match=r"had 7 samples then, and has 8 samples now. Restore it"):
         train(more)
+
+
+class Wider(Plain):
+    """The class after a change of its model."""
+
+    def model(self):
+        return nn.Sequential(*super().model(), nn.Linear(3, 3))
+
+
+def test_what_replaces_a_failed_training_begins_from_the_start_once_the_code_has_changed(train, tmp_path, caplog):
+    caplog.set_level("INFO")
+    before, after = Version("aaaa", is_again=True), Version("bbbb", is_again=True)
+    train(Plain(), version=before, checkpoint_s=0.0)
+    assert train(Plain(), version=before).resumed == 1
+    (tmp_path / "training" / "best-0000099999.pt").touch()  # what a later best of the lost attempt would have left
+    assert train(Wider(), version=after).resumed == 0
+    assert not list((tmp_path / "training").glob("best-*"))
+    assert "begins from the start: the checkpoint is by code aaaa, and the code is bbbb now" in caplog.text
+
+
+def test_what_was_interrupted_goes_on_with_changed_code_if_it_fits_and_says_so(train, caplog):
+    train(Plain(), version=Version("aaaa"), checkpoint_s=0.0)
+    assert train(Plain(), version=Version("bbbb")).resumed == 1
+    assert "goes on with changed code: the checkpoint is by code aaaa, and the code is bbbb now" in caplog.text
+    said = "goes on with `slurmgpu resubmit --failed --code aaaa`; `slurmgpu resubmit --failed` trains from the start"
+    with pytest.raises(SlurmGPUError, match=said):
+        train(Wider(), version=Version("bbbb"))
+    with pytest.raises(SlurmGPUError, match="Submit the changed class as a new run"):
+        train(Wider(), version=Version("aaaa"))
 
 
 # The step

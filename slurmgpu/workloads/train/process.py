@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slurmgpu.training.checkpoints import Checkpoints
-from slurmgpu.training.loop import Training
+from slurmgpu.training.loop import Training, Version
 from slurmgpu.training.modes import join
 from slurmgpu.training.ranks import Place, led, together
 from slurmgpu.training.settings import TrainingSettings
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def row(
     make: Callable[[], Any], settings: TrainingSettings, task: TaskContext, folder: Path, config: Mapping[str, Any]
 ) -> Row:
-    """Train, unless `result.json` has the finished row already; returns the row on all ranks.
+    """Train, unless `result.json` has the finished row by the same code already; returns the row on all ranks.
 
     Leaves `result.json` and weights in the folder, and removes checkpoints. Raises Interrupted after writing a
     checkpoint, and any error of the user's class.
@@ -38,15 +38,16 @@ def row(
     ways = task.stopping, task.progress, task.tell, task.log
     place = Place(task.device, task.rank, task.world_size, task.local_rank, *ways)
     join(place)
-    kept = led(place, lambda: read_result(folder))
+    kept = led(place, lambda: read_result(folder, task.code))
     if kept is None:
         _free_memory(settings)
         with _energy(place) as used_j, _advised(settings):
             seed_everything(settings.seed or 0)  # __init__ may draw random numbers
-            outcome = Training(make(), settings, place, folder).run()
+            version = Version(task.code, is_again=led(place, task.is_again))
+            outcome = Training(make(), settings, place, folder, version).run()
             energy_j = sum(together(place, used_j))
         kept = row_of(outcome, config=config, weights=_weights(folder), seed=settings.seed, energy_j=energy_j)
-        led(place, lambda: write_result(folder, kept))
+        led(place, lambda: write_result(folder, kept, task.code))
     Checkpoints(folder, place).clear()  # after the result is written, which replaces them
     return kept
 

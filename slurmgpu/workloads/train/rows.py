@@ -60,17 +60,21 @@ def row_of(outcome: Outcome, **others: Any) -> dict[str, Any]:
     return {**row, **others}
 
 
-def write_result(folder: Path, row: Mapping[str, Any]) -> None:
-    """Keep a finished row, for another task that gets the same item."""
-    write_json(folder / RESULT, json_value(dict(row)))
+def write_result(folder: Path, row: Mapping[str, Any], code: str | None) -> None:
+    """Keep a finished row, for another task that gets the same item and computes with the code of the same digest."""
+    write_json(folder / RESULT, {"code": code, **json_value(dict(row))})
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """The kept row, if there is one."""
+def read_result(folder: Path, code: str | None) -> dict[str, Any] | None:
+    """The kept row, if there is one by this code; None for `code` takes any."""
     path = folder / RESULT
     try:
         found = json.loads(path.read_bytes())
-        return {name: _as_column(column, found[name]) for name, column in COLUMNS.items()}
+        row = {name: _as_column(column, found[name]) for name, column in COLUMNS.items()}
+        if code is not None and found.get("code") != code:
+            log.info("trained again: %s is by %s, and the code is %s now", path, found.get("code") or "unknown", code)
+            return None
+        return row
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
