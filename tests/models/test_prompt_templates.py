@@ -1,6 +1,7 @@
 """Jinja templates, examples before a prompt, and prompts that are too long."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,16 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from tokenizers import processors
+
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Passage, Prompt
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.jinja_templates import JinjaTemplate
 from slurmgpu.llm.prompts.templates import Prompts, Template
 from slurmgpu.llm.prompts.truncation import shorten
+from slurmgpu.llm.transformers_engine.windows import tokens_of
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
@@ -270,6 +274,23 @@ def test_field_ranges_stay_those_of_the_item_after_a_cut(tmp_path):
     found = shorten(Prompt(text, truncation_side="right"), lambda each: len(each.text) <= 20)
     assert found.text == "</s>" + "x" * 8 + "</s></s>"
     assert codec.tokens_of(codec.render(found)).count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_end_in_a_template_is_kept_and_one_of_the_tokenizer_is_not(tmp_path, ends):
+    tokenizer = make_tokenizer(tmp_path, template=None)
+    if ends:
+        made = tokenizer.backend_tokenizer
+        special = [(each, tokenizer.convert_tokens_to_ids(each)) for each in ("<s>", "</s>")]
+        made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    assert (tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id) is ends
+    codec = Codec(tokenizer, EngineOptions(find_model(str(make_llama(tmp_path)))), 2048)
+    for text in ("x", "x</s>", "x</s></s>", "</s>", ""):
+        found = codec.tokens_of(codec.render(Prompt(Composed(text))))
+        assert tokenizer.convert_ids_to_tokens(found) == ["<s>", *re.findall("x|</s>", text)]
+    # Also where the probability of a text behind the prompt is asked.
+    whole, n_before = tokens_of(Passage(0, Prompt("a", answer=Composed("x</s>"))), codec, 2048)
+    assert tokenizer.convert_ids_to_tokens(whole[n_before:]) == ["x", "</s>"]
 
 
 @pytest.mark.model

@@ -49,7 +49,7 @@ class HeadCodec:
     ) -> None:
         self._tokenizer, self._context, self._cut, self._step_end = tokenizer, context, cut, step_end
         self.codec = Codec(tokenizer, options, context, marks)
-        self._before, self._after = _own_tokens(tokenizer)
+        self._before, self._after = self.codec.own_tokens
 
     def encode(self, asked: HeadInput) -> Encoded:
         """The input's tokens; PromptError for one that the model cannot take."""
@@ -153,15 +153,6 @@ class HeadCodec:
             for piece in text.split(MARK)
             for token in self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         ]
-
-
-def _own_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that a tokenizer puts before and after a text."""
-    bare, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    for start in range(len(whole) - len(bare) + 1):
-        if bare and whole[start : start + len(bare)] == bare:
-            return tuple(whole[:start]), tuple(whole[start + len(bare) :])
-    return (), ()
 
 
 def _messages(asked: HeadInput, answer: str | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -304,15 +305,25 @@ class Codec:
         [tokens] = self.tokens_of_each([text], is_whole=is_whole)
         return tokens
 
+    @cached_property
+    def own_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that the tokenizer puts before and behind a text."""
+        bare, whole = self._tokenizer("a", add_special_tokens=False)["input_ids"], self._tokenizer("a")["input_ids"]
+        for start in range(len(whole) - len(bare) + 1):
+            if bare and whole[start : start + len(bare)] == bare:
+                return tuple(whole[:start]), tuple(whole[start + len(bare) :])
+        return (), ()
+
     def tokens_of_each(self, texts: Sequence[str], *, is_whole: bool) -> list[tuple[int, ...]]:
         """The same for several texts, which is faster than one by one."""
         split = [self.parts(text) for text in texts]
         found = []
+        end = () if is_whole else self.own_tokens[1]
         firsts = self._tokenizer([first for first, *_ in split], add_special_tokens=not is_whole)["input_ids"]
         for tokens, (_, *rest) in zip(firsts, split, strict=True):
-            if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
-                tokens = tokens[:-1]  # some tokenizers also end a text, which continues here
-            tokens = (*tokens, *self.pieces(rest))
+            # Some tokenizers also end a text, which continues here; an end that the text itself has is kept.
+            n_kept = max(1, len(tokens) - len(end))
+            tokens = (*(tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens), *self.pieces(rest))
             if not tokens:
                 raise PromptError("the prompt is empty; expected at least one token")
             found.append(tokens)
