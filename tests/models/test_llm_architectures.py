@@ -1,6 +1,7 @@
 """Architectures with other caches, masks or positions than Llama's: all is as the model says of each prompt alone."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,16 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.heads.engine import HeadEngine
+from slurmgpu.llm.heads.head import HeadInput, read_head
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts.structures import structure_of
+from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.loading import load_model
-from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, make_llama
+from tests.support.tiny_heads import make_head
+from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, longrope, make_llama, make_phi3
+from tests.support.watched_engines import with_seen_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,10 +51,10 @@ def assert_as_alone(ours, prompts, most=(12, 3, 8)):
     tokenizer, model = ours._loaded.tokenizer, ours._loaded.model
 
     def said(prompt, answer):
-        """The log-probabilities behind each token of the prompt and the answer, from the prompt's last on."""
+        """The log-probabilities from which each token of the answer comes, where all of them are read at once."""
         with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
-        return logits.double().log_softmax(-1)[len(prompt) - 1 : -1]
+            logits = model(input_ids=torch.tensor([[*prompt, *answer[:-1]]]), use_cache=False).logits[0]
+        return logits.double().log_softmax(-1)[len(prompt) - 1 :]
 
     ids = [tokenizer(text)["input_ids"] for text in prompts]
     limits = [most[place % len(most)] for place in range(len(prompts))]
@@ -55,18 +62,17 @@ def assert_as_alone(ours, prompts, most=(12, 3, 8)):
     for output in ours.generate(asked):
         assert output.error is None
         tokens = output.tokens.tolist()
-        expected = said(ids[output.id], tokens)
-        own = expected[range(len(tokens)), tokens]
+        each = [said(ids[output.id] + tokens[:place], [token])[0] for place, token in enumerate(tokens)]
+        own = np.array([float(logprobs[token]) for logprobs, token in zip(each, tokens, strict=True)])
         np.testing.assert_allclose(output.logprobs, own, atol=1e-4)
-        assert float((expected.amax(-1) - own).max()) < 1e-4
+        assert all(float(logprobs.max()) < one + 1e-4 for logprobs, one in zip(each, own, strict=True))
         assert len(tokens) == limits[output.id] or tokens[-1] == SIZES["eos_token_id"]
     for scores in ours.score([Question(i, Prompt(text), CHOICES) for i, text in enumerate(prompts)]):
         assert scores.error is None
         for choice, logprob in zip(CHOICES, scores.logprobs, strict=True):
             tokens = tokenizer(choice, add_special_tokens=False)["input_ids"]
-            assert float(said(ids[scores.id], tokens)[range(len(tokens)), tokens].sum()) == pytest.approx(
-                logprob, abs=1e-4
-            )
+            expected = float(said(ids[scores.id], tokens)[range(len(tokens)), tokens].sum())
+            assert logprob == pytest.approx(expected, abs=1e-4)
     for found in ours.likelihoods([Passage(i, Prompt(text)) for i, text in enumerate(prompts)]):
         assert found.error is None
         first, *rest = ids[found.id]
@@ -107,3 +113,148 @@ def test_a_model_without_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatc
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(SlurmGPUError, match=r"is a LlamaForCausalLM, whose forward pass takes no cache"):
         load_model(EngineOptions(find_model(str(folder)), precision="fp32"), Place("cpu"))
+
+
+# Positions whose frequencies depend on the longest text of a call.
+
+BORDER = 64
+ENDING = "abcdefghijklmnopqrstuvwxyz0123456789" * 3
+
+
+def of_length(n_tokens, before=""):
+    """A text of so many tokens, with the one before it that tokenizers add."""
+    return (before + ENDING)[: n_tokens - 1]
+
+
+ACROSS = [of_length(n) for n in (5, 20, 40, 52, 53, 54, 60, 61, 62, 63, 64, 65, 66, 100, 90)]
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory):
+    return make_phi3(tmp_path_factory.mktemp("phi3"))
+
+
+def test_texts_on_both_sides_of_the_border_of_longrope_are_as_alone(phi3):
+    assert_as_alone(engine(phi3), [*ACROSS, ACROSS[3]], most=(6, 14, 2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("n_shared", [45, 63, 70])
+def test_what_texts_share_is_read_once_on_one_side_of_the_border_alone(phi3, n_shared):
+    before = of_length(n_shared)
+    assert_as_alone(engine(phi3), [before + text for text in ("a", "bc", "0", "def1234567890", "?" * 25)])
+
+
+def test_answers_that_cross_the_border_are_those_of_transformers_own_generate(phi3):
+    ours = engine(phi3)
+    outputs = ours.generate([Request(i, Prompt(text), Sampling(max_tokens=30)) for i, text in enumerate(ACROSS)])
+    for output in outputs:
+        ids = torch.tensor([ours._loaded.tokenizer(ACROSS[output.id])["input_ids"]])
+        made = ours._loaded.model.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :]
+        assert output.tokens.tolist() == made.tolist()
+
+
+def test_rows_that_cross_the_border_go_on_with_their_samples_and_structures(phi3):
+    form = structure_of(regex="[a-f0-9]{4,40}")
+    samplings = [
+        Sampling(max_tokens=30, temperature=1.0, logprobs=True),
+        Sampling(max_tokens=30, structure=form),
+        Sampling(max_tokens=30, temperature=1.0, structure=form, stop=("zz",)),
+    ]
+    asked = [Request(i, Prompt(text), samplings[i % 3], key=i) for i, text in enumerate(ACROSS)]
+    alone = [output for each in asked for output in engine(phi3).generate([each])]
+    together = {output.id: output for output in engine(phi3).generate(asked)}
+    for output in alone:
+        assert output.error is None
+        assert together[output.id].tokens.tolist() == output.tokens.tolist()
+        assert (output.logprobs is None) == (output.id % 3 > 0)
+        if output.logprobs is not None:
+            np.testing.assert_allclose(together[output.id].logprobs, output.logprobs, atol=1e-5)
+            assert len(output.logprobs) == len(output.tokens)
+
+
+def test_rows_that_cross_the_border_do_so_together_and_short_ones_share_a_batch(phi3, monkeypatch):
+    ours = engine(phi3)
+    seen = with_seen_shapes(ours, monkeypatch)
+    list(ours.generate([Request(i, Prompt(of_length(50 + i)), Sampling(max_tokens=30)) for i in range(8)]))
+    assert sum(n_rows for n_rows, n_columns in seen if n_columns == 1) > 3 * sum(1 for each in seen if each[1] == 1)
+    assert [n_columns for n_rows, n_columns in seen if n_columns > 1 and n_rows == 8] == [BORDER + 1]
+
+
+def test_memory_that_runs_out_after_the_border_loses_nothing(phi3, monkeypatch):
+    ours = engine(phi3, batch_tokens=2000)
+    asked = [Request(i, Prompt(text), Sampling(max_tokens=20)) for i, text in enumerate(ACROSS[3:10])]
+    expected = {output.id: output.tokens.tolist() for output in ours.generate(asked)}
+    forward, calls = ours._prefill.forward, []
+    for moment in (5, 20, 28):
+        calls.clear()
+        ours._static._budget.tokens = 2000
+
+        def failing(ids, *more, moment=moment, **options):
+            calls.append(len(ids))
+            if len(calls) == moment:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return forward(ids, *more, **options)
+
+        monkeypatch.setattr(ours._prefill, "forward", failing)
+        found = [(output.id, output.tokens.tolist()) for output in ours.generate(asked)]
+        assert len(calls) > moment + 5
+        assert dict(found) == expected
+        assert len(found) == len(expected)
+
+
+def test_heads_are_as_alone_on_both_sides_of_the_border(tmp_path):
+    folder = make_head(tmp_path, "phi3", **longrope())
+    options = EngineOptions(find_model(str(folder)), precision="fp32")
+    ours = HeadEngine(options, Place("cpu"), read_head(options.model, steps=False))
+    assert ours._padding
+    found = {each.id: each.logits for each in ours.score([HeadInput(i, Prompt(text)) for i, text in enumerate(ACROSS)])}
+    for number, text in enumerate(ACROSS):
+        with torch.inference_mode():
+            alone = ours._loaded.model(torch.tensor([ours._loaded.tokenizer(text)["input_ids"]])).logits[0]
+        np.testing.assert_allclose(found[number], alone.double().numpy(), atol=1e-5)
+
+
+def test_continuous_batches_have_answers_on_one_side_of_the_border_alone(phi3, monkeypatch):
+    ours, served = engine(phi3, batching="continuous"), []
+    serve = ours._continuous._serve
+    monkeypatch.setattr(ours._continuous, "_serve", lambda asked: served.extend(asked) or serve(asked))
+    asked = [Request(i, Prompt(text), Sampling(max_tokens=8)) for i, text in enumerate(ACROSS)]
+    found = {output.id: output.tokens.tolist() for output in ours.generate(asked)}
+    assert found == {output.id: output.tokens.tolist() for output in engine(phi3).generate(asked)}
+    assert not ours._continuous.given_up
+    assert {len(each.tokens) for each in served} == {5, 20, 40, 52, 53, 54}
+
+
+def test_the_border_is_where_a_configuration_has_it():
+    def of(**config):
+        return CallLengths.of(SimpleNamespace(model_type="x", **{"max_position_embeddings": 900, **config}))
+
+    assert of() == of(rope_parameters={"rope_type": "dynamic"}) == CallLengths()
+    assert of(rope_scaling={"type": "su"}, original_max_position_embeddings=40) == CallLengths(40)
+    each = {"a": {"rope_type": "longrope", "original_max_position_embeddings": 30}, "b": {"rope_type": "default"}}
+    assert of(rope_parameters=each) == CallLengths(30)
+    each["b"] = {"rope_type": "longrope", "original_max_position_embeddings": 20}
+    assert of(rope_parameters=each) == CallLengths(20, has_two=False)
+    doge = CallLengths.of(SimpleNamespace(model_type="doge", keep_window_size=100))
+    assert doge == CallLengths(50, has_two=False)
+    assert [*doge.groups([(20, 31), (60, 1), (20, 30), (60, 1), (9, 1)], lambda each: each)] == [
+        [(20, 30), (9, 1)],
+        [(20, 31)],
+        [(60, 1)],
+        [(60, 1)],
+    ]
+    assert doge.n_alike([70, 70, 60, 5]) == 2
+    assert doge.n_alike([50, 20]) == 2
+
+
+@pytest.mark.nightly
+def test_a_model_that_counts_columns_computes_long_texts_alone(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ours = engine(make("doge", tmp_path, **sizes, num_key_value_heads=2, keep_window_size=30))
+    asked = [Request(i, Prompt(text), Sampling(max_tokens=9, logprobs=True)) for i, text in enumerate(ACROSS)]
+    alone = [output for each in asked for output in ours.generate([each])]
+    together = {output.id: output for output in ours.generate(asked)}
+    for output in alone:
+        assert together[output.id].tokens.tolist() == output.tokens.tolist()
+        np.testing.assert_allclose(together[output.id].logprobs, output.logprobs, atol=1e-4)

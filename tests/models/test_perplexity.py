@@ -12,8 +12,6 @@ from transformers import (
     AutoTokenizer,
     MambaConfig,
     MambaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 
 from slurmgpu import results
@@ -22,11 +20,11 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine import token_scoring
-from slurmgpu.llm.transformers_engine.token_scoring import depends_on_length
+from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
-from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_qwen3
+from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_phi3, make_qwen3
 from tests.support.watched_engines import with_seen_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,15 +37,6 @@ def make_mamba(folder):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "initializer_range": 0.2}
     return _save(MambaForCausalLM(MambaConfig(**_sizes() | sizes)), folder, None)
-
-
-def make_phi3(folder):
-    """A Phi-3 whose positions have other frequencies in calls of more than 64 tokens."""
-    torch.manual_seed(0)
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
-    more = {"rope_parameters": rope, "original_max_position_embeddings": 64, "initializer_range": 0.2}
-    return _save(Phi3ForCausalLM(Phi3Config(**_sizes() | more)), folder, None)
 
 
 MAKERS = {"phi3": make_phi3, "llama": make_llama, "qwen3": make_qwen3, "gpt-oss": make_gpt_oss, "mamba": make_mamba}

@@ -136,6 +136,22 @@ def make_gpt_oss(folder: Path, *, template: str | None = None, seed: int = 0, **
     return _save(GptOssForCausalLM(config), folder, template)
 
 
+def longrope(n_frequencies: int = 8) -> dict[str, Any]:
+    """What a configuration of Phi-3 has for other frequencies in calls of more than 64 tokens."""
+    factors = {"short_factor": [1.0] * n_frequencies, "long_factor": [4.0] * n_frequencies}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    return {"rope_parameters": rope, "original_max_position_embeddings": 64}
+
+
+def make_phi3(folder: Path) -> Path:
+    """A random Phi-3 of two layers, in fp32, with `longrope`."""
+    import torch
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    return _save(Phi3ForCausalLM(Phi3Config(**_sizes(initializer_range=0.2), **longrope())), folder, None)
+
+
 def make_unloadable(folder: Path) -> Path:
     """A folder of a model with no weights: enough to check settings."""
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))

@@ -31,6 +31,7 @@ from slurmgpu.llm.interface.batching import (
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.prompts.codec import PromptError
 from slurmgpu.llm.prompts.images import open_image
+from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
 from slurmgpu.util.allocator import keep_freed_memory
@@ -74,6 +75,7 @@ class HeadEngine:
         self._choices = self._choice_tokens() if head.kind == "choices" else []
         self._config = self._loaded.model.config.get_text_config()
         self._pad_id: int | None = self._config.pad_token_id
+        self._lengths = CallLengths.of(self._config)
         self._budget = Budget(options.batch_tokens or default_tokens(self._loaded, place), place)
         self._padding = CPU_PADDING if self._loaded.device.type == "cpu" else GPU_PADDING
         if not self._takes_padding(EXACT if options.precision == "fp32" else ROUNDED):
@@ -93,7 +95,8 @@ class HeadEngine:
                 yield HeadScores(asked.id, np.empty(0), error=str(error))
         encoded.sort(key=lambda each: (-len(each.tokens), each.tokens))
         while encoded:
-            alike = encoded[: of_like_length([each.tokens for each in encoded], self._padding)]
+            alike = encoded[: self._lengths.n_alike([len(each.tokens) for each in encoded])]
+            alike = alike[: of_like_length([each.tokens for each in alike], self._padding)]
             n_taken, load = n_that_fit(Load(), [(len(each.tokens), 0) for each in alike], self._budget.tokens)
             batch = encoded[:n_taken]
             found = attempt(lambda batch=batch: self._read(batch), self._place)  # type: ignore[misc]

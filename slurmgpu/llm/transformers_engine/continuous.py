@@ -22,6 +22,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.interface.sampling import Kinds
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
+from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.selfcheck import agree, difference, probes
 from slurmgpu.util.exceptions import described
@@ -178,6 +179,8 @@ def available(loaded: Loaded) -> str | None:
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"its layers are on {len(devices)} devices, and the cache is on one"
+    if not CallLengths.of(model.config.get_text_config()).has_two:
+        return "its attention counts the columns of all requests"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
         return f"it has other layers than attention: {', '.join(strange)}"
@@ -216,6 +219,7 @@ class Continuous:
         self._codec = codec
         self._grammars = grammars
         self._static = static
+        self._lengths = CallLengths.of(loaded.model.config.get_text_config())
         self._attention = loaded.model.config._attn_implementation
         self._flash = flash_attention(loaded.model)
         if self._flash is not None:
@@ -233,6 +237,8 @@ class Continuous:
         """Each request's answer, in the order in which they finish."""
         # The manager's log-probabilities include our noise and masks: they are right for free greedy requests only.
         ours = [each for each in requests if not (each.request.sampling.logprobs and _is_changed(each))]
+        # A batch has requests of all lengths; of one that ends, a token more may be computed.
+        ours = [each for each in ours if _length(each) < self._lengths.border]
         given_up = self.given_up
         if ours:
             self._needs |= Needs.of(ours)

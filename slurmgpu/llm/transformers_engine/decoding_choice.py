@@ -21,9 +21,9 @@ from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions
-    from slurmgpu.llm.prompts.codec import Encoded
     from slurmgpu.llm.transformers_engine.loading import Loaded
     from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+    from slurmgpu.llm.transformers_engine.rows import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class DecodingChoice:
             make_runner,
             n_tokens=self._budget.tokens,
             n_words=self._loaded.model.config.get_text_config().vocab_size,
-            context=self._loaded.context,
+            context=min(self._loaded.context, self._prefill.lengths.border),
             rounding=self._rounding,
             replayed=replayed,
             must_gain=must_gain,
@@ -158,7 +158,7 @@ class DecodingChoice:
         """The tokens of the cache that a new batch of this load takes."""
         return tokens_of(load) if self.uses_slots else load.tokens
 
-    def n_read(self, waiting: Sequence[Encoded]) -> int:
+    def n_read(self, waiting: Sequence[Waiting]) -> int:
         """How many of these requests, the longest first, may be read at once."""
         if not self.uses_slots:
             return len(waiting)
@@ -169,17 +169,18 @@ class DecodingChoice:
 
         `most` are the most tokens of each answer.
         """
+        context = min(self._loaded.context, self._prefill.lengths.limit(load.columns))
         # Whoever asks for more answers before having taken the first ones has two batches that go on.
         is_taken = self._rows is not None and self._rows() is not None
         if self._make_runner is None or is_taken:
-            return GrowingRows(read, self._prefill, self._loaded.context)
+            return GrowingRows(read, self._prefill, context)
         if tokens_of(load) > self._budget.tokens:
             self.release()  # a cache of this size has the memory of the slots
-            return GrowingRows(read, self._prefill, self._loaded.context)
+            return GrowingRows(read, self._prefill, context)
         if self._slots is None or self._slots.n_tokens < self._budget.tokens:
             self._slots = None  # its memory, before there are others
             self._slots = Slots(read, self._budget.tokens, self._make_runner())
-        found = SlotRows(self._slots, self._prefill, self._loaded.context)
+        found = SlotRows(self._slots, self._prefill, context)
         self._rows = weakref.ref(found)
         found.join(read, most)
         return found

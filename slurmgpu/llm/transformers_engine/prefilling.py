@@ -18,6 +18,7 @@ from slurmgpu.llm.interface.batching import (
     of_like_length,
 )
 from slurmgpu.llm.transformers_engine import caches, packing
+from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.last_layer import LastLayer
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.packing import Pack, Text
@@ -63,7 +64,15 @@ class Prefill:
         self._cache_argument = caches.argument_of(loaded.model) or "past_key_values"
         self._window = caches.window(loaded.model)
         self._shared: tuple[Tokens, Any] = ((), None)
-        self.width = int(loaded.model.config.get_text_config().vocab_size)
+        config = loaded.model.config.get_text_config()
+        self.width = int(config.vocab_size)
+        self.lengths = CallLengths.of(config)
+        if self.lengths.border < loaded.context:
+            log.info(
+                "%s computes texts of more than %d tokens in another way: no batch has shorter and longer ones",
+                type(loaded.model).__name__,
+                self.lengths.border,
+            )
         self.has_rows = caches.has_rows(loaded.model)
         self._can_share = self.has_rows and caches.takes_holes(loaded.model)
         # Some models, mostly with their own code, always compute all logits.
@@ -84,6 +93,8 @@ class Prefill:
     def share(self, prompts: Sequence[Tokens]) -> Tokens:
         """The shared prefix, if it is worth computing once; else nothing."""
         n_same = common_prefix(prompts)
+        if n_same <= self.lengths.border < max(map(len, prompts)):
+            return ()
         return prompts[0][:n_same] if self._can_share and is_worthwhile(n_same, prompts) else ()
 
     def new_cache(self, n_more: int = 0) -> Any:

@@ -26,6 +26,8 @@ class Row:
     ended: FinishReason | None = None
     error: str | None = None
     is_reported: bool = False
+    n_before: int = 0
+    """The tokens of the answer that were there when its row began."""
 
     @property
     def more(self) -> int:
@@ -40,6 +42,35 @@ class Row:
         return Finished(self.encoded, tuple(self.tokens), self.ended, logprobs, self.error)
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A request that waits for a row, with the tokens that its answer has already, and their log-probabilities."""
+
+    encoded: Encoded
+    answer: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    @classmethod
+    def again(cls, row: Row) -> Waiting:
+        """The request of a row as it was when the row began."""
+        return cls(row.encoded, tuple(row.tokens[: row.n_before]), tuple(row.logprobs[: row.n_before]))
+
+    @classmethod
+    def longer(cls, row: Row) -> Waiting:
+        """The request of a row with what has been generated."""
+        return cls(row.encoded, tuple(row.tokens), tuple(row.logprobs))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that is read: the prompt, and the answer so far."""
+        return self.encoded.tokens + self.answer
+
+    @property
+    def more(self) -> int:
+        """How many more tokens the answer may have."""
+        return self.encoded.request.sampling.max_tokens - len(self.answer)
+
+
 class Chooser:
     """Chooses tokens by the sampling and the structure of each row; a token of `ends` ends an answer."""
 
@@ -51,6 +82,15 @@ class Chooser:
     def start(self, encoded: Encoded) -> Row:
         """The row of a request, without tokens."""
         return Row(encoded, self._grammars.start(encoded))
+
+    def go_on(self, waiting: Waiting) -> Row:
+        """The row of a request, with the tokens that its answer has."""
+        row = self.start(waiting.encoded)
+        if row.matcher is not None:
+            for token in waiting.answer:
+                row.matcher.take(token)
+        row.tokens, row.logprobs, row.n_before = [*waiting.answer], [*waiting.logprobs], len(waiting.answer)
+        return row
 
     def record(self, rows: Sequence[Row], logits: Tensor, rules: Rules, counts: Tensor) -> Tensor:
         """Choose each row's next token: (row,), from `logits`: (row, token), and mark rows that end with it.

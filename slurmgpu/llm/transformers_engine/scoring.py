@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,6 +44,11 @@ class Asked:
         return max(map(len, self.choices))
 
     @property
+    def n_read(self) -> tuple[int, int]:
+        """The tokens that are read of the prompt, and behind it of the longest choice."""
+        return len(self.prompt), self.longest - 1
+
+    @property
     def branches(self) -> tuple[Tokens, ...]:
         """What is read behind the prompt: choices without their last tokens, each once."""
         return tuple(dict.fromkeys(choice[:-1] for choice in self.choices if len(choice) > 1))
@@ -67,7 +73,15 @@ class Scorer:
                 asked.append(ask(question, self._codec, self._context))
             except PromptError as refusal:
                 yield failed(question, str(refusal))
-        asked.sort(key=lambda each: (-len(each.prompt), each.prompt))
+        lengths = self._prefill.lengths
+        crossing = [each for each in asked if lengths.crosses(*each.n_read)]
+        others = [each for each in asked if not lengths.crosses(*each.n_read)]
+        for group in itertools.chain(lengths.groups(others, lambda each: each.n_read), ([each] for each in crossing)):
+            yield from self._score_group(group)
+
+    def _score_group(self, asked: list[Asked]) -> Iterator[Scores]:
+        """The scores of questions that may be read together, or of one."""
+        asked = sorted(asked, key=lambda each: (-len(each.prompt), each.prompt))
         shared = self._prefill.share([each.prompt for each in asked])
         while asked:
             behind = [sum(map(len, each.branches)) for each in asked]
@@ -93,6 +107,10 @@ class Scorer:
     def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
         import torch
 
+        if self._prefill.lengths.crosses(*batch[0].n_read):
+            self._n_rows = 0
+            with torch.inference_mode():
+                return [self._score_apart(*batch)]
         texts = _texts_of(batch)
         if self._packs(texts, len(shared)):
             self._n_rows = sum(len(text.branches) for text in texts)
@@ -156,6 +174,19 @@ class Scorer:
         logprobs = (logits[which, tokens] - logits.logsumexp(-1)[which]).double().cpu().numpy()
         sums = iter(np.add.reduceat(logprobs, np.cumsum([0, *map(len, steps[:-1])])))
         return [scores_of(asked, np.array([next(sums) for _ in asked.choices])) for asked in batch]
+
+    def _score_apart(self, asked: Asked) -> Scores:
+        """The scores of a question whose prompt has other values with its choices: each is read with it, alone."""
+        import torch
+
+        sums = []
+        for choice in asked.choices:
+            ids, _ = self._prefill.pad([asked.prompt + choice[:-1]])
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            logits = self._prefill.forward(ids, None, positions, self._prefill.new_cache(), len(choice))
+            following, is_token = self._prefill.pad([choice])
+            sums += _sums(logits, following, is_token)
+        return scores_of(asked, np.array(sums))
 
     def _n_together(self, longest: int, load: Load, vocabulary: int) -> int:
         """How many choices of at most `longest` tokens are read at once."""

@@ -5,8 +5,9 @@ Every process of a group does the same in the same order, since all decisions fo
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
-from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
+from slurmgpu.llm.transformers_engine.rows import Chooser, Row, Waiting, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
 from slurmgpu.util.exceptions import described
 
@@ -41,28 +42,40 @@ class _Batch:
     rules: Rules
     latest: Tensor
 
-    def load(self) -> Load:
-        """The batch's load."""
-        return Load(len(self.rows), self.decoding.columns, max(row.more for row in self.rows))
+    def load(self, limit: int) -> Load:
+        """The batch's load, whose rows have at most `limit` tokens."""
+        more = max(min(row.more, limit - _length(row) + 1) for row in self.rows)
+        return Load(len(self.rows), self.decoding.columns, more)
 
 
 @dataclass
 class _Work:
     """The state of a call: waiting requests, those being read (`taken`), and the current batch.
 
-    `finished` has the answers that the caller has not received yet.
+    `finished` has the answers that the caller has not received yet. Rows that grow beyond `limit` tokens leave the
+    batch, and are `crossed`: those requests have to be read again.
     """
 
-    waiting: deque[Encoded]
+    waiting: deque[Waiting]
     shared: Tokens
-    taken: list[Encoded] = field(default_factory=list)
+    limit: int = sys.maxsize
+    crossed: list[Waiting] = field(default_factory=list)
+    taken: list[Waiting] = field(default_factory=list)
     batch: _Batch | None = None
     load: Load = field(default_factory=Load)
     finished: list[Finished] = field(default_factory=list)
 
+    def lengths_of(self, waiting: Waiting) -> tuple[int, int]:
+        """The tokens that are read of a request, and the most that follow in its row."""
+        n_read = len(waiting.tokens)
+        return n_read, min(waiting.more, self.limit - n_read + 1)
+
     def report(self) -> None:
         """Move answers of ended rows to `finished`, where running out of memory cannot lose them."""
         for row in self.batch.rows if self.batch is not None else ():
+            if row.ended is None and _length(row) > self.limit:
+                self.crossed.append(Waiting.longer(row))
+                row.ended, row.is_reported = "length", True  # only here
             if row.ended is not None and not row.is_reported:
                 self.finished.append(row.finish())
                 row.is_reported = True
@@ -89,9 +102,18 @@ class StaticBatches:
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
+        waiting = [Waiting(each) for each in requests]
+        for group in self._prefill.lengths.groups(waiting, lambda each: (len(each.tokens), each.more - 1)):
+            left = group
+            while left:
+                left = yield from self._answer(left)
+
+    def _answer(self, waiting: Sequence[Waiting]) -> Generator[Finished, None, list[Waiting]]:
+        """The answers of requests that may be in one batch; those that cannot be finished beside the others."""
         # The longest first: a batch too large fails at once. Equal prompts are neighbours and are read once.
-        order = sorted(requests, key=lambda each: (-len(each.tokens), each.tokens, -lengths_of(each)[1]))
-        work = _Work(deque(order), self._prefill.share([each.tokens for each in order]))
+        order = sorted(waiting, key=lambda each: (-len(each.tokens), each.tokens, -each.more))
+        limit = self._prefill.lengths.limit(len(order[0].tokens))
+        work = _Work(deque(order), self._prefill.share([each.tokens for each in order]), limit)
         while work.waiting or work.batch is not None:
             failure = self._attempt(work)
             if failure is not None and self._decodings.give_up(failure):
@@ -100,6 +122,7 @@ class StaticBatches:
                 self._back_off(work)
             finished, work.finished = work.finished, []
             yield from finished
+        return work.crossed
 
     def _attempt(self, work: _Work) -> str | None:
         """What went wrong with the slots, or that memory ran out, when nothing refers to its tensors any more."""
@@ -113,10 +136,10 @@ class StaticBatches:
                 self._decodings.raise_if_lost(described(error).partition("\n")[0])
             raise
 
-    def _redo(self, work: _Work) -> list[Encoded]:
+    def _redo(self, work: _Work) -> list[Waiting]:
         """Let the requests of the batch wait again; what they were."""
         rows = work.batch.rows if work.batch is not None else []
-        redone = [row.encoded for row in rows if row.ended is None] + work.taken
+        redone = [Waiting.again(row) for row in rows if row.ended is None] + work.taken
         work.batch, work.taken = None, []
         self._prefill.forget()
         free_memory()
@@ -129,7 +152,7 @@ class StaticBatches:
         was_alone = n_rows + len(work.taken) == 1
         redone = self._redo(work)
         if was_alone and redone:
-            work.finished.append(too_large(work.waiting.popleft()))
+            work.finished.append(too_large(work.waiting.popleft().encoded))
         else:
             self._budget.reduce(work.load.tokens)
 
@@ -173,8 +196,8 @@ class StaticBatches:
         """Read the next requests into the free budget."""
         if not work.waiting or (work.batch is not None and not self._prefill.has_rows):
             return
-        held = work.batch.load() if work.batch is not None else Load()
-        next_ones = [lengths_of(each) for each in islice(work.waiting, MOST_ROWS)]
+        held = work.batch.load(work.limit) if work.batch is not None else Load()
+        next_ones = [work.lengths_of(each) for each in islice(work.waiting, MOST_ROWS)]
         size = self._decodings.size if work.batch is None else work.batch.decoding.size
         n_taken, load = n_that_fit(held, next_ones, self._budget.tokens, size)
         # Reading even a few costs as much as a step.
@@ -188,7 +211,7 @@ class StaticBatches:
             if self._prefill.has_rows:
                 n_alike = self._prefill.n_together([each.tokens for each in left], work.shared)
                 n_read = min(n_alike, self._decodings.n_read(left))
-            batch = self._read(batch, left[:n_read], work.shared, load)
+            batch = self._read(batch, left[:n_read], work, load)
             left = left[n_read:]
         assert batch is not None  # n_taken is at least 1
         work.batch, work.taken = batch, []
@@ -196,20 +219,25 @@ class StaticBatches:
         work.report()
         self._drop_ended(work)
 
-    def _read(self, batch: _Batch | None, requests: Sequence[Encoded], shared: Tokens, load: Load) -> _Batch:
+    def _read(self, batch: _Batch | None, requests: Sequence[Waiting], work: _Work, load: Load) -> _Batch:
         """The batch with these requests."""
         import torch
 
-        read = self._prefill.read([each.tokens for each in requests], load.columns + load.more, shared)
-        samplings, keys = [each.request.sampling for each in requests], [each.request.key for each in requests]
-        rules = Rules.of(samplings, keys, read.mask.device)
-        rows = [self._chooser.start(each) for each in requests]
-        counts = read.mask.new_zeros(len(rows))
+        read = self._prefill.read([each.tokens for each in requests], load.columns + load.more, work.shared)
+        asked = [each.encoded.request for each in requests]
+        rules = Rules.of([each.sampling for each in asked], [each.key for each in asked], read.mask.device)
+        rows = [self._chooser.go_on(each) for each in requests]
+        counts = read.mask.new_tensor([len(each.answer) for each in requests])
         latest = self._chooser.record(rows, read.logits, rules, counts)
         counts = counts + 1
-        most = [each.max_tokens for each in samplings]
+        most = [work.lengths_of(each)[1] for each in requests]
         if batch is None:
             return _Batch(rows, self._decodings.open(read, most, load), counts, rules, latest)
         batch.decoding.join(read, most)
         counts, latest = torch.cat([batch.counts, counts]), torch.cat([batch.latest, latest])
         return _Batch(batch.rows + rows, batch.decoding, counts, batch.rules.join(rules), latest)
+
+
+def _length(row: Row) -> int:
+    """The tokens of a row, of which the last is not read yet."""
+    return len(row.encoded.tokens) + len(row.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,11 @@ import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import Budget, Load, attempt, free_memory, n_in_pack, n_that_fit
 from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text, Tokens
 from slurmgpu.llm.transformers_engine.prefilling import Prefill
 from slurmgpu.llm.transformers_engine.scoring import MOST_LOGITS
 from slurmgpu.llm.transformers_engine.windows import Read, Window
-
-LENGTH_ROPES = {"dynamic", "longrope"}
-"""Rotary positions whose frequencies transformers chooses by the greatest position of a call."""
-LENGTH_MASKS = {"doge"}
-"""Model types that attend to a number of columns, padding among them."""
 
 
 class TokenScorer:
@@ -111,17 +107,3 @@ class TokenScorer:
             taken = logits.gather(-1, following[:, part, None])[..., 0] - logits.logsumexp(-1)
             found.append(taken.cpu())
         return list(torch.cat(found, 1).numpy())
-
-
-def depends_on_length(config: Any) -> bool:
-    """Whether a text's values depend on the columns of all rows of a call: those of its neighbours, and padding."""
-    types = _rope_types(getattr(config, "rope_parameters", {}))
-    return config.model_type in LENGTH_MASKS or not LENGTH_ROPES.isdisjoint(types)
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """The types of rotary positions: of all layers, or of each kind of layer."""
-    if isinstance(parameters, Mapping):
-        yield str(parameters.get("rope_type", parameters.get("type", "")))
-        for each in parameters.values():
-            yield from _rope_types(each)
