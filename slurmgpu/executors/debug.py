@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.here import Here
-from slurmgpu.executors.interface import Started
+from slurmgpu.executors.here import Here, tasks_here
+from slurmgpu.executors.interface import Lines, Started
 from slurmgpu.faults import KINDS, Fault
 from slurmgpu.report.attempts import Lives
 from slurmgpu.run.directory import Run
@@ -29,6 +29,16 @@ class Debug(Here):
                     f"--inject {fault} ends the process that computes, which with the executor debug is your own, and "
                     f"nothing starts it again. Use --executor local."
                 )
+
+    def cancel(self, run: Run, lines: Lines) -> list[str]:
+        """Refuse to end the user's own process."""
+        for line in lines:
+            for pid in tasks_here(run, self.name, line["submission"]):
+                raise SlurmGPUError(
+                    f"Process {pid} computes this run itself, with the executor debug, and may be a debugger or a "
+                    f"notebook: interrupt it there (Ctrl-C), or kill {pid}."
+                )
+        return super().cancel(run, lines)
 
     def start(self, run: Run, submission: Submission) -> Started:
         """Nothing yet: the task runs in `wait`."""

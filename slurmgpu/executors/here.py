@@ -13,11 +13,12 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
-from slurmgpu.run.liveness import are_seen_here, processes_here
+from slurmgpu.run.heartbeats import Observer
+from slurmgpu.run.liveness import are_seen_here, patience, processes_here
 from slurmgpu.run.owners import refuse_other_users
-from slurmgpu.run.submissions import Submission, slots_of
+from slurmgpu.run.submissions import Submission, job_here, slots_of
 from slurmgpu.util import gpus
-from slurmgpu.util.pids import numbering, processes
+from slurmgpu.util.pids import numbering, parent_of, processes
 
 
 class Here(Executor):
@@ -42,17 +43,29 @@ class Here(Executor):
         return Sight(f"process {living[0]} works on it" if living else None, hides=None in found)
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Ask the processes of the run's slots to end."""
-        done = []
-        for line in lines:
-            if not are_seen_here(line):
-                raise SlurmGPUError(f"This run works on {line['host']}; cancel it there, outside a container.")
-            if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
+        """Ask the processes of the run's slots to end, and tasks whose slots were killed."""
+        if elsewhere := next((line for line in lines if not are_seen_here(line)), None):
+            raise SlurmGPUError(f"This run works on {elsewhere['host']}; cancel it there, outside a container.")
+        done, is_open = [], {line["submission"] for line in lines}
+        for line in run.submissions():  # also one that has ended: a task may have outlived it
+            if line["executor"] != self.name:
+                continue
+            number, pids = line["submission"], set()
+            if number in is_open:
+                pids = {*(processes_here(line) or ())} & {*slots_of(line)}
+            pids |= {pid for pid in tasks_here(run, self.name, number) if parent_of(pid) not in pids}
+            if pids:
                 refuse_other_users(run, line)
-                run.record_submission({"submission": line["submission"], "cancelled": True})
+                run.record_submission({"submission": number, "cancelled": True})
                 stop(pids)
-                done.append(f"processes {', '.join(map(str, pids))}")
+                done.append(f"processes {', '.join(map(str, sorted(pids)))}")
         return done
+
+
+def tasks_here(run: Run, executor: str, submission: int) -> list[int]:
+    """The living tasks of a submission to this machine, by their heartbeats; also those whose slots were killed."""
+    job, signs = job_here(executor, submission), Observer(run.folder, patience(run.plan.lease_s)).look()
+    return [sign.told["pid"] for sign in signs if sign.lives and sign.told.get("job") == job]
 
 
 def n_threads_of(n_slots: int) -> int:
@@ -60,11 +73,11 @@ def n_threads_of(n_slots: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // n_slots)
 
 
-def stop(pids: Iterable[int]) -> None:
-    """Ask slots that are alive to end."""
+def stop(pids: Iterable[int], signum: int = signal.SIGTERM) -> None:
+    """Ask slots that are alive, which pass it on to their tasks, or tasks to end."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)  # Submitit's controller passes it to the task
+            os.kill(pid, signum)
 
 
 def gpu_ids(submission: Submission) -> list[list[str]]:

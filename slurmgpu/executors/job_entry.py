@@ -29,6 +29,7 @@ from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
 from slurmgpu.util import early_signals, gpus
 from slurmgpu.util.logging import log_to_stderr
+from slurmgpu.util.prctl import outlive_parent
 
 log = logging.getLogger(__name__)
 
@@ -232,6 +233,7 @@ def run_local_task(
         if is_orphaned(run, submission):
             from slurmgpu.executors.submission import merge_orphaned  # which imports this module
 
+            outlive_parent()  # a slot that is killed now takes no merge along, which nobody else would make
             log.warning("the process that has submitted the run is gone: its last task merges")
             merge_orphaned(run, submission)
     if code:

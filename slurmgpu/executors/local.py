@@ -66,7 +66,7 @@ class Local(Here):
         pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
 
         def wait_for_end(on_tick: Callable[[], None]) -> Lives:
-            local_slots.wait(slots, on_tick)
+            local_slots.wait(run, submission, slots, on_tick)
             return local_slots.lives_of(submission, slots)
 
         return Started({"state": "running", **self.place(run, submission), **processes(pids)}, wait_for_end)

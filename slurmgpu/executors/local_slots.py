@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import platform
 import signal
@@ -17,17 +19,21 @@ import submitit
 from submitit.local.local import LocalJob
 
 from slurmgpu.executors import job_entry
-from slurmgpu.executors.here import gpu_ids, n_threads_of, stop
+from slurmgpu.executors.here import gpu_ids, n_threads_of, stop, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
+from slurmgpu.run.liveness import patience
 from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
 from slurmgpu.util.early_signals import ended_by_exception
 from slurmgpu.util.forks import Fork
+from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import retried
+
+log = logging.getLogger(__name__)
 
 
 def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
@@ -37,6 +43,8 @@ def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
         failure, message = class_of_exit(code := slot._process.poll()), ""
         if failure is not None:
             message = f"{node} {POLICIES[failure].says} (exit code {code})"
+        elif code < 0:
+            message = f"the slot of its task was killed by {signal.Signals(-code).name}"
         life = Life("ENDED", failure or "lost", True, 0, submission.gpus_per_task, node, message, submission.executor)
         lives[f"{job}_{number}"] = [life]
     return lives
@@ -101,8 +109,8 @@ def _ignoring_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, former)
 
 
-def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
-    """Wait for the slots. Any exception stops them, and they give their shards back.
+def wait(run: Run, submission: Submission, jobs: list[Any], on_tick: Callable[[], None]) -> None:
+    """Wait for the slots, and their tasks. Any exception stops them, and they give their shards back.
 
     SIGTERM and SIGHUP raise EndedBySignalError, once: a terminal that is closed sends several.
     """
@@ -111,9 +119,26 @@ def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
             while not all(job.done() for job in jobs):
                 on_tick()
                 time.sleep(0.1)
+            _wait_for_tasks(run, submission)
         except BaseException:
             stop([int(job.job_id) for job in jobs if not job.done()])
             for job in jobs:
                 while not job.done():
                     time.sleep(0.05)
+            _wait_for_tasks(run, submission)
             raise
+
+
+def _wait_for_tasks(run: Run, submission: Submission) -> None:
+    """Wait for tasks whose slots were killed. Each was told to end by that, and one that does not is killed."""
+    patience_s, begun, is_told = patience(run.plan.lease_s), time.monotonic(), False
+    while living := tasks_here(run, submission.executor, submission.submission):
+        words = f"{count_of(len(living), 'task')} whose slot was killed: process {', '.join(map(str, living))}"
+        if not is_told:
+            log.warning("waiting up to %.0f s for the end of %s", patience_s, words)
+            is_told = True
+        if time.monotonic() - begun > patience_s:
+            log.warning("they do not end by SIGTERM; killing %s", words)
+            stop(living, signal.SIGKILL)
+            begun = math.inf
+        time.sleep(0.1)

@@ -1,4 +1,6 @@
-"""A slot of the local executor: it forks its task, passes SIGTERM on to it, and exits with its code.
+"""A slot of the local executor: it forks its task, passes signals on to it, and exits with its code.
+
+A slot that is killed, as by the kernel for lack of memory, takes its task along: the kernel sends it SIGTERM.
 
 `python -m slurmgpu.executors.slot FOLDER` is one, for Submitit's files in FOLDER, the run's logs/. A detached process
 forks them, before it has threads. Submitit's own controller would start a second Python, always exit with 0, and die of
@@ -35,7 +37,7 @@ from slurmgpu.code.importer import has_imported  # noqa: E402
 from slurmgpu.run.failures import blaming  # noqa: E402
 from slurmgpu.run.records import node_name  # noqa: E402
 from slurmgpu.util.forks import Fork, fork, leave  # noqa: E402
-from slurmgpu.util.prctl import PR_SET_NAME, prctl  # noqa: E402
+from slurmgpu.util.prctl import PR_SET_NAME, end_with, prctl  # noqa: E402
 from slurmgpu.util.shared_files import retried  # noqa: E402
 
 log = logging.getLogger(__name__)
@@ -103,12 +105,14 @@ def run_slot(folder: Path) -> NoReturn:
 
     The fork that is the task does not return either.
     """
-    paths = JobPaths(folder, str(os.getpid()), 0)
+    own = os.getpid()
+    paths = JobPaths(folder, str(own), 0)
     with contextlib.ExitStack() as logs:
         with blaming(node_name()):
             streams = retried(lambda: [logs.enter_context(path.open("a")) for path in (paths.stdout, paths.stderr)])
         if (pid := fork()) == 0:
             remember()
+            end_with(own)
             for number, stream in enumerate(streams, 1):
                 os.dup2(stream.fileno(), number)
     if pid == 0:
@@ -122,10 +126,14 @@ def run_slot(folder: Path) -> NoReturn:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
 
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the task as well
+    passed_on = [signum for signum in SIGNUMS if signal.getsignal(signum) != signal.SIG_IGN]  # as SIGHUP under nohup
+    for signum in passed_on:
+        signal.signal(signum, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
     code = Fork(pid).wait()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its pid may be another process's from now on
+    for signum in passed_on:
+        signal.signal(signum, signal.SIG_IGN)  # its pid may be another process's from now on
     leave(code if code >= 0 else 128 - code)
 
 

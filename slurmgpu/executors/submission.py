@@ -24,7 +24,7 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.liveness import is_orphaned
 from slurmgpu.run.lock import Lock, run_lock
-from slurmgpu.run.submissions import Submission, SubmissionLine
+from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.early_signals import heeded
 
@@ -82,12 +82,13 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         lives = _wait(run, submission.submission, started.wait, on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
-        with heeded(), run_lock(run.folder, "merging", patient=True) as lock, _naming_room(run):
+        # A task of this submission may have outlived what watched it, and others may have joined the run.
+        with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as lock, _naming_room(run):
             report = merge.merge(run, lives, lock.check)
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
-            return start(run, lambda _: _next(run, submission.round + 1), on_tick, patient=True)
+            return start(run, lambda _: _next_here(run, submission), on_tick, patient=True)
     finally:
         # After the next submission is recorded: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
@@ -100,6 +101,16 @@ def _next(run: Run, number: int) -> tuple[Submission, list[str]]:
     from slurmgpu.executors.resubmission import next_submission  # pydantic: the tasks of a local run wait for imports
 
     return next_submission(run, round=number)
+
+
+def _next_here(run: Run, last: Submission) -> tuple[Submission, list[str]]:
+    """The same on this machine, whose GPUs no two submissions share."""
+    newest = run.last_submission()
+    if newest["submission"] > last.submission and is_of_processes(newest) and newest["state"] not in ENDS:
+        raise SlurmGPUError(f"Another process has submitted {run.folder} again, and goes on with it.")
+    if what := others_alive(run, None):
+        raise SlurmGPUError(f"{run.folder} is not submitted again, as {what}. `slurmgpu resubmit {run.typed}` does it.")
+    return _next(run, last.round + 1)
 
 
 def _start(run: Run, submission: Submission, executor: Executor) -> Started:

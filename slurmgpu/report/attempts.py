@@ -285,7 +285,7 @@ def verdict_of(
     if life is not None and life.failure not in (None, "lost"):
         return life.failure, f"it wrote no end; {life.message or f'Slurm: {life.state}'}"
     lease = f"; others took {n_lost} of its shards over" if n_lost else ""
-    return "lost", f"no end was recorded{lease}"
+    return "lost", f"no end was recorded{lease}" + (f"; {life.message}" if life is not None and life.message else "")
 
 
 def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
@@ -297,6 +297,8 @@ def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Ve
     elif cancelled and (POLICIES[failure or ""].is_guess or record["reason"] is None):
         # An attempt with a reason ended by itself, because little was left of its walltime.
         failure, message = "cancelled", _ADVICE.sub("", message)
+    if life is not None and life.message:
+        message += f"; {life.message}"
     return failure, message
 
 

@@ -101,11 +101,21 @@ def is_there(pid: int) -> bool:
 
 def look(pid: int) -> tuple[bytes, int] | None:
     """A process's state, and its start in ticks since boot; None if it cannot be seen."""
+    fields = _stat(pid)
+    return None if fields is None else (fields[0], int(fields[19]))
+
+
+def parent_of(pid: int) -> int | None:
+    """The pid of a process's parent; None if it cannot be seen."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the state on, the third of proc(5); None if it cannot be seen."""
     try:
         if str(Path("/proc/self").readlink()) != str(os.getpid()):
             return None  # /proc is of another PID namespace
-        # proc(5): after the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # behind the name in parentheses
     except OSError:
         return None
-    return fields[0], int(fields[19])

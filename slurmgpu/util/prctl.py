@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 
@@ -11,3 +13,18 @@ def prctl(option: int, value: int | bytes) -> None:
     """Set an option of this process; OSError if the kernel refuses."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value!r})")
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel send SIGTERM to this process, a fork of the process `parent`, when that ends, however it ends.
+
+    More exactly, when the thread ends that has forked; a fork of this process gets no such signal.
+    """
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def outlive_parent() -> None:
+    """Take `end_with` back."""
+    prctl(PR_SET_PDEATHSIG, 0)

@@ -16,6 +16,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.supervisor import Task
+from slurmgpu.util.pids import is_there
 from tests.support import failing
 from tests.support.nightly import by_night
 from tests.support.runs import (
@@ -101,6 +102,18 @@ def test_the_debug_executor_runs_the_same_in_one_process(project, slurmgpu):
     folder = project(20)
     slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
     check_rows(folder, 20)
+
+
+def test_a_run_of_the_debug_executor_is_not_cancelled_from_a_second_shell_which_says_where_it_is(project, slurmgpu):
+    folder = project(16, held_from=8)
+    process = start(*DEBUG, cwd=folder)
+    wait_until_held(folder, 1)
+    [pid] = submissions(folder)[-1]["pids"]
+    assert f"Process {pid} computes this run itself" in slurmgpu("cancel", "run", cwd=folder, expect=2).stderr
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_rows(folder, 16)
 
 
 def test_a_breakpoint_stops_the_debug_executor(project):
@@ -219,6 +232,58 @@ def test_a_run_whose_submit_was_killed_is_merged_by_its_last_task(project):
     assert (folder / "told.txt").read_text() == "complete\n"
     logs = b"".join(path.read_bytes() for path in (folder / "run" / "logs").iterdir())
     assert b"its last task merges" in logs
+
+
+def test_a_slot_that_is_killed_takes_its_task_along_before_the_run_is_submitted_again(project):
+    folder = project(48, held_from=24, auto_resubmit=1, on_end="echo $SLURMGPU_STATE >> told.txt")
+    process = start(*LOCAL, cwd=folder)
+    wait_until_held(folder, 3)
+    [slot] = submissions(folder)[-1]["pids"][1:]
+    os.kill(slot, signal.SIGKILL)
+    wait_until(lambda: len(submissions(folder)) == 2, "the next submission")
+    assert records(folder)[0]["state"] == "ended"
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_rows(folder, 48)
+    assert (folder / "told.txt").read_text() == "complete\n"
+    assert (report(folder)["failures"], records(folder)[0]["deaths"]) == ({"preempted": 1}, [])
+    assert "WARNING: incomplete; resubmitting, 1 of 1 times" in output
+    assert len(published(folder)) == 6
+    assert not workers(folder)
+
+
+def test_a_task_that_outlives_its_slot_is_cancelled_and_waited_for(project, slurmgpu):
+    folder = project(48, held_from=24)
+    process = start(*LOCAL, cwd=folder)
+    wait_until_held(folder, 3)
+    [task], [slot] = holders(folder), submissions(folder)[-1]["pids"][1:]
+    os.kill(task["pid"], signal.SIGSTOP)  # it does not heed signals for now
+    os.kill(slot, signal.SIGKILL)
+    wait_until(lambda: not is_there(slot), "the process that submitted to wait for the slot")
+    assert "still at work" in slurmgpu("resubmit", "run", "--json", cwd=folder, expect=2).stderr
+    assert f"cancelled: processes {task['pid']}" in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
+    assert not (folder / "run" / "merged.h5").exists()
+    os.kill(task["pid"], signal.SIGCONT)
+    output, _ = process.communicate(timeout=200)
+    assert (process.returncode, report(folder)["failures"]) == (3, {"cancelled": 1}), output
+    assert "WARNING: waiting up to 30 s for the end of 1 task whose slot" in output
+    assert slurmgpu("cancel", "run", cwd=folder, expect=0).stdout == "no task of this run is alive.\n"
+    assert not workers(folder)
+
+
+@pytest.mark.nightly
+def test_a_task_whose_slot_and_whose_submit_were_killed_merges_before_it_ends(project):
+    folder = project(48, held_from=24)
+    process = start(*LOCAL, cwd=folder)
+    wait_until_held(folder, 3)
+    [slot] = submissions(folder)[-1]["pids"][1:]
+    process.kill()
+    process.wait()
+    os.kill(slot, signal.SIGKILL)
+    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
+    assert (report(folder)["n_rows"], report(folder)["failures"]) == (24, {"preempted": 1})
+    wait_until(lambda: not workers(folder), "the worker")
 
 
 def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
