@@ -1,8 +1,9 @@
 """The items of a run: the files that hold them, and random access to ranges of items.
 
-`find` expands the paths of a run file, `list_files` lists files that are items themselves, `scan` reads the files
-once at planning, `Reader` reads items later, `open_items` those of a run by their indices, `repack_table` writes
-a table that lies in memory where it can be read so, and `promise` describes the output of a run that has not finished.
+`find` expands the paths of a run file, `passed_over` says which files its globs leave out, `list_files` lists files
+that are items themselves, `scan` reads the files once at planning, `Reader` reads items later, `open_items` those of a
+run by their indices, `repack_table` writes a table that lies in memory where it can be read so, and `promise` describes
+the output of a run that has not finished.
 docs/reference/inputs.md has the formats.
 
 May import: results, run, shards, util.
@@ -10,7 +11,7 @@ May import: results, run, shards, util.
 
 from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields, refuse_fields
-from slurmgpu.inputs.finding import fetch, find, is_of_hub
+from slurmgpu.inputs.finding import fetch, find, is_of_hub, passed_over
 from slurmgpu.inputs.listing import list_files
 from slurmgpu.inputs.of_runs import open_items
 from slurmgpu.inputs.reader import Reader
@@ -29,6 +30,7 @@ __all__ = [
     "is_of_hub",
     "list_files",
     "open_items",
+    "passed_over",
     "promise",
     "query_in",
     "refuse_fields",

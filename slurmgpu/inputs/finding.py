@@ -5,16 +5,20 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs import hub
+from slurmgpu.inputs import databases, hub
 from slurmgpu.inputs.formats import format_of, recognised
 from slurmgpu.util.amounts import size_of
 from slurmgpu.util.globs import matches
 from slurmgpu.util.plurals import count_of
+
+FILES = "files:"
+"""Before a path, a glob or a folder: every file is an item, whatever its suffix."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -70,8 +74,13 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     # Not Path.is_dir, which raises for a link into a folder that may not be entered.
     paths = [path for path in found if not os.path.isdir(path) or recognised(path)]  # noqa: PTH112
     if not paths:
-        raise SlurmGPUError(f"Input {pattern!r} matches no file. Relative patterns start at {base}.")
+        raise SlurmGPUError(f"Input {pattern!r} matches no file. {none_there(pattern, base)}")
     return paths
+
+
+def none_there(pattern: str, base: Path) -> str:
+    """The sentence behind one on a glob without a match."""
+    return passed_over(pattern, base) or f"Relative patterns start at {base}."
 
 
 def globbed(pattern: str, base: Path) -> set[str]:
@@ -80,6 +89,56 @@ def globbed(pattern: str, base: Path) -> set[str]:
         return matches(pattern, base)
     except OSError as error:
         raise unlisted(error) from error
+
+
+def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
+    """A note on files that globs pass over, as their suffix differs in the case of its letters; None without any.
+
+    Cameras write `.JPG` and people `.jpg`, and a pattern takes a suffix as it is written.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    globs = [_of_any_case(pattern, base) for pattern in patterns]
+    if not any(globs):
+        return None
+    taken, left = {str(base / os.path.expanduser(pattern)) for pattern in patterns}, dict[str, str]()  # noqa: PTH111
+    for pattern, found in zip(patterns, globs, strict=True):
+        if found is not None:
+            name, suffix = found
+            paths = globbed(name, base.absolute())
+            taken |= (same := {path for path in paths if path.endswith(suffix)})
+            left |= dict.fromkeys(sorted(paths - same), pattern)
+    for pattern, found in zip(patterns, globs, strict=True):
+        if found is None and left.keys() - taken and glob.has_magic(pattern) and not _is_elsewhere(pattern):
+            taken |= globbed(os.path.expanduser(pattern.removeprefix(FILES)), base.absolute())  # noqa: PTH111
+    others = [path for path in left if path not in taken and not os.path.isdir(path)]  # noqa: PTH112
+    if not others:
+        return None
+    suffixes = list(dict.fromkeys(Path(path).suffix for path in others))
+    pattern = left[others[0]]
+    more = [pattern.removesuffix(Path(pattern).suffix) + suffix for suffix in suffixes]
+    example = os.fsencode(others[0]).decode("utf-8", "backslashreplace")
+    return (
+        f"The input passes over {count_of(len(others), 'file')} with {' and '.join(suffixes)}, as {example}: a pattern "
+        f"takes a suffix as it is written, and a list of patterns, [{', '.join(map(repr, [pattern, *more]))}], takes "
+        f"each."
+    )
+
+
+def _is_elsewhere(pattern: str) -> bool:
+    """Whether an input names no files by their paths."""
+    return pattern.startswith((hub.PREFIX, *databases.PREFIXES))
+
+
+def _of_any_case(pattern: str, base: Path) -> tuple[str, str] | None:
+    """A glob that takes its suffix in any case, and that suffix; None for what is no glob with one."""
+    name = os.path.expanduser(pattern.removeprefix(FILES))  # noqa: PTH111
+    if _is_elsewhere(name) or not glob.has_magic(name) or os.path.lexists(base / name):
+        return None
+    suffix = re.search(r"\.\w*[a-zA-Z]\w*$", name)
+    if suffix is None:
+        return None
+    either = (f"[{c.lower()}{c.upper()}]" if c.isascii() and c.isalpha() else c for c in suffix[0])
+    return name.removesuffix(suffix[0]) + "".join(either), suffix[0]
 
 
 def unlisted(error: OSError) -> SlurmGPUError:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import databases, hub
-from slurmgpu.inputs.finding import globbed, is_data_set, unlisted
+from slurmgpu.inputs.finding import FILES, globbed, is_data_set, none_there, unlisted
 from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
 from slurmgpu.inputs.lines import Lines, json_object
 from slurmgpu.util.amounts import size_of
@@ -27,9 +27,6 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, PATIENCE_S, is_transien
 FILE = "input.files"
 """The listing in the run directory, a JSON object in a line for each item: `path`, `key`, `size_bytes`, `mtime_ns`."""
 
-PREFIX = "files:"
-"""Before a path, a glob or a folder: every file is an item, whatever its suffix."""
-
 IMAGES = ("avif", "bmp", "dcm", "gif", "heic", "jp2", "jpeg", "jpg", "jxl", "nii", "pgm", "png", "ppm", "svg")
 AUDIO = ("aac", "aif", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
 VIDEO = ("avi", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "webm", "wmv")
@@ -38,6 +35,8 @@ MEDIA = frozenset({*IMAGES, "tif", "tiff", "webp", *AUDIO, *VIDEO, "pdf"})
 
 FIELDS = ("path", "key", "name")
 _AT_ONCE, _OF_A_THREAD = 4096, 128
+_LISTED = 4
+"""Patterns in a refusal's list."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
     SlurmGPUError where one is named with the other, or where a folder leaves open which is meant.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    if empty := [pattern for pattern in patterns if not pattern.removeprefix(PREFIX)]:
+    if empty := [pattern for pattern in patterns if not pattern.removeprefix(FILES)]:
         raise SlurmGPUError(
             f"The input is {empty[0]!r}, which names nothing, as where a variable of the shell is not set: expected a "
             f"path, a list of paths, or a glob. The working folder is {empty[0] + '.'!r}."
@@ -86,7 +85,7 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
         other = next(pattern for pattern, listed in zip(patterns, found, strict=True) if listed is not None)
         raise SlurmGPUError(
             f"The input names {other!r}, whose files are items themselves, and {held[0]!r}, whose files hold items. "
-            f"Plan two runs, or write {PREFIX + held[0]!r} if each of its files is an item."
+            f"Plan two runs, or write {FILES + held[0]!r} if each of its files is an item."
         )
     members = [(path, key) for listed in found if listed for path, key in listed[1]]
     paths = Counter(path for path, _ in members) if len(patterns) > 1 else {}
@@ -189,8 +188,8 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
     """The folder that a pattern begins with, and its files with their keys; None if they hold items."""
     if pattern.startswith((hub.PREFIX, *databases.PREFIXES)):
         return None
-    is_explicit = pattern.startswith(PREFIX)
-    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(PREFIX))))  # noqa: PTH111 - as in finding
+    is_explicit = pattern.startswith(FILES)
+    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(FILES))))  # noqa: PTH111 - as in finding
     path = str(base / name)
     if not glob.has_magic(name) or os.path.lexists(path):
         if os.path.isdir(path):  # noqa: PTH112 - as in finding
@@ -211,7 +210,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
         if paths and not is_explicit and MEDIA.isdisjoint(map(_suffix, paths)):
             return None
     if not paths:
-        raise SlurmGPUError(f"Input {pattern!r} matches no file that is not hidden. Relative patterns start at {base}.")
+        raise SlurmGPUError(f"Input {pattern!r} matches no file that is not hidden. {none_there(pattern, base)}")
     if not is_explicit:
         _refuse_unclear(pattern, root, paths)
     return root, [(each, _key(each, root)) for each in paths]
@@ -236,27 +235,35 @@ def _raise(error: OSError) -> None:
 
 def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:
     """SlurmGPUError for files that hold items, and for media among others."""
-    suffixes, examples = Counter(map(_suffix, paths)), {_suffix(path): path for path in paths}
-    holding = {suffix for suffix, path in examples.items() if suffix not in MEDIA and recognised(Path(path))}
-    if not holding and (suffixes.keys() <= MEDIA or suffixes.keys().isdisjoint(MEDIA)):
+    suffixes, examples = Counter(map(_as_written, paths)), {_as_written(path): path for path in paths}
+    media = [suffix for suffix, _ in suffixes.most_common() if suffix.lower() in MEDIA]
+    holding = {suffix for suffix, path in examples.items() if suffix not in media and recognised(Path(path))}
+    if not holding and len(media) in (0, len(suffixes)):
         return
     shown = as_text(root)
     choices = [
         f"'{shown}/**/*.{suffix}' for {'the items in' if suffix in holding else 'each of'} its .{suffix} files"
         for suffix, _ in suffixes.most_common(3)
-        if suffix in holding or suffix in MEDIA
+        if suffix in holding or suffix in media
     ]
+    if len(media) > 1:  # which may differ in the case of their letters alone, as patterns do
+        choices.append(f"a list for several, as {[f'{shown}/**/*.{suffix}' for suffix in media[:_LISTED]]}")
     counted = [
         count_of(n, f".{suffix} file" if suffix else "file without a suffix") for suffix, n in suffixes.most_common(4)
     ]
     raise SlurmGPUError(
         f"Input {pattern!r} has {' and '.join(counted)}: it does not say whether each file is an item, or holds "
-        f"items. Write {', '.join(choices)}, or {PREFIX + shown!r} for each of its files, whatever they are."
+        f"items. Write {', '.join(choices)}, or {FILES + shown!r} for each of its files, whatever they are."
     )
 
 
 def _suffix(path: str) -> str:
-    return os.path.splitext(path)[1][1:].lower()  # noqa: PTH122 - as above
+    return _as_written(path).lower()
+
+
+def _as_written(path: str) -> str:
+    """The suffix of a path, as a pattern has to name it."""
+    return os.path.splitext(path)[1][1:]  # noqa: PTH122 - as above
 
 
 def _key(path: str, root: str) -> str:

@@ -100,15 +100,17 @@ def items_of(
     if config.input is not None:
         if config.sweep is not None:
             sweeps.expand(config.sweep, config.seed)  # which refuses it: there is no key in it
+        passed = [note] if (note := inputs.passed_over(config.input, path.parent)) else []
         if (listed := _listed(config.input, path.parent, folder, index, stride)) is not None:
             lines = _check(listed.spec, index, workload, path, config.key, kept, f"the input {config.input}")
-            return replace(listed, spec=_in_run(listed.spec), lines=lines)
+            return replace(listed, spec=_in_run(listed.spec), lines=[*passed, *lines])
         spec = _promised(config.input, path.parent, after, index, stride)
         spec = spec or _scan(config.input, path.parent, index, stride, progress, room)
         if spec.repacked:
-            return _repacked(spec, index, workload, path, config.key, kept)
+            repacked = _repacked(spec, index, workload, path, config.key, kept)
+            return replace(repacked, lines=[*passed, *repacked.lines])
         lines = _check(spec, index, workload, path, config.key, kept)
-        return Items(spec, [index], lines=lines)
+        return Items(spec, [index], lines=[*passed, *lines])
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
     own = configurations or workload.default_items
     if not own:

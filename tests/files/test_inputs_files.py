@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, list_files, listing, scan
+from slurmgpu.inputs import InputSpec, Reader, find, list_files, listing, passed_over, scan
 from slurmgpu.inputs.kept import kept_values
 from slurmgpu.inputs.listing import FILE, Files
 
@@ -136,6 +136,17 @@ def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: P
         (["a.txt"], "in", r"1 \.txt file: it does not say whether each file is an item.* or 'files:.*/in' for each"),
         (["a.jpg", "metadata.csv"], "in", r"'.*/in/\*\*/\*\.jpg' for each of its .* for the items in its \.csv files"),
         (["a.jpg", "README"], "in/*", r"has .*1 \.jpg file.*: it does not say.*'.*/in/\*\*/\*\.jpg' for each"),
+        (
+            ["a.jpg", "b.JPG", "c.JPG", "t.csv"],
+            "in",
+            r"has 2 \.JPG files and 1 \.jpg file and 1 \.csv file: .* '.*/in/\*\*/\*\.JPG' for each of its \.JPG files"
+            r".*'.*/in/\*\*/\*\.jpg' for .* a list for several, as \['.*/in/\*\*/\*\.JPG', '.*/in/\*\*/\*\.jpg'\], or",
+        ),
+        (
+            ["a.JPG"],
+            "in/*.jpg",
+            r"'in/\*\.jpg' matches no file.* The input passes over 1 file with \.JPG, as .*/a\.JPG",
+        ),
         ([".hidden"], "in", "matches no file that is not hidden"),
         (["a.jpg"], "in/*.png", "matches no file|has the suffix"),
         (["a.jpg"], "in/b.jpg", "in/b.jpg does not exist"),
@@ -187,3 +198,14 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(SlurmGPUError, match=r"in/shut cannot be listed: Permission denied"):
         list_files("in", tmp_path)
+
+
+def test_files_whose_suffix_differs_in_its_case_alone_are_said_to_be_passed_over(tmp_path: Path) -> None:
+    make(tmp_path / "in", "a.jpg", "b.JPG", "c.Jpg", "d.png", "sub/e.JPG", ".f.JPG", "x.jpgz", "Q.JSONL")
+    assert passed_over("in/**/*.jpg", tmp_path) == (
+        f"The input passes over 3 files with .JPG and .Jpg, as {tmp_path}/in/b.JPG: a pattern takes a suffix as it is "
+        f"written, and a list of patterns, ['in/**/*.jpg', 'in/**/*.JPG', 'in/**/*.Jpg'], takes each."
+    )
+    assert passed_over("files:in/*.jsonl", tmp_path) is not None
+    for taken in (["in/*.jpg", "in/*.J*"], ["in/*.jpg", "in/*.JPG", "in/c.Jpg"], "in", "in/*", "in/*.png", "in/b.JPG"):
+        assert passed_over(taken, tmp_path) is None, taken
