@@ -85,6 +85,10 @@ class Cutting:
         n_later = (self.epochs - epoch - 1) * _ceil(self.epoch_size, self.step_size)
         return max(0, n_later + _ceil(self.epoch_size - sample, self.step_size))
 
+    def n_done(self, at: Position, done: int) -> int:
+        """The number of whole steps before a position, after `done` steps of any size."""
+        return self.n_steps() - self.n_steps(at, done)
+
     def share_done(self, at: Position, done: int) -> float:
         """The finished share of the training at a position, from 0 to 1; equal for any number of processes."""
         if self.steps is not None:

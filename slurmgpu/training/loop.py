@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ class Training:
         self._batch_size = self._choose_batch_size(found.get("batch_size"))
         self._cutting = cut(len(self._splits.train), self._batch_size, settings, place)
         self._n_steps = self._cutting.n_steps()
-        self._stepper = Stepper(self._user, self._mode.model, settings, self._cutting)
+        first = replace(self._cutting, step_size=found.get("step_size", self._cutting.step_size))
+        self._stepper = Stepper(self._user, self._mode.model, settings, self._cutting, first)
         self._weigher = Weigher(self._user, place, device)
         log_steps = settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1
         self._curve = Curve(log_steps, device, place, lambda: self._weigher.odd)
@@ -120,7 +121,12 @@ class Training:
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        given = {"batch_size": self._batch_size, "sizes": self._splits.sizes, "code": self._version.code}
+        given = {
+            "batch_size": self._batch_size,
+            "step_size": first.step_size,
+            "sizes": self._splits.sizes,
+            "code": self._version.code,
+        }
         self._keeping = Keeping(
             checkpoints, standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter, given
         )
@@ -214,7 +220,7 @@ class Training:
                     loss = self._mode.forward(batch)
                     scaler.scale(_scaled(loss, factor)).backward()
                 self._curve.add(loss, factor * (step.n / self._place.world_size) if self._weigher else each.n)
-            self._stepper.step()
+            self._stepper.step(step.after, standing.step + 1)
         standing.step += 1
         standing.epoch, standing.sample = step.after
         standing.samples += step.n

@@ -17,17 +17,21 @@ from slurmgpu.training.settings import TrainingSettings
 class Stepper:
     """The optimizer of a training, and how it steps.
 
-    The learning rate depends on the finished share of the training, so it is right on another number of processes too;
-    `user.scheduler(optimizer, n_steps)` replaces it.
+    The learning rate depends on the finished share of the training, so it is right on another number of processes too.
+    `user.scheduler(optimizer, n_steps)` replaces it: it counts steps of the size in `first`, the cutting of the first
+    attempt, and is stepped once for each of these that is done. Steps of warm-up are of that size, too.
     """
 
-    def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, cutting: Cutting) -> None:
+    def __init__(
+        self, user: Any, model: nn.Module, settings: TrainingSettings, cutting: Cutting, first: Cutting | None = None
+    ) -> None:
         device = next(model.parameters()).device.type
         self.optimizer = make_optimizer(user, model, settings)
         self._settings = settings
-        self._cutting = cutting
+        self._cutting, self._first = cutting, first or cutting
+        self._n_scheduled = 0
         make_scheduler = getattr(user, "scheduler", None)
-        self._scheduler: Any = make_scheduler(self.optimizer, cutting.n_steps()) if make_scheduler else None
+        self._scheduler: Any = make_scheduler(self.optimizer, self._first.n_steps()) if make_scheduler else None
         if make_scheduler and not (hasattr(self._scheduler, "step") and hasattr(self._scheduler, "state_dict")):
             raise SlurmGPUError(
                 f"{type(user).__name__}.scheduler(optimizer, n_steps) gave a {type(self._scheduler).__name__}; "
@@ -41,13 +45,14 @@ class Stepper:
     def prepare(self, at: Position, done: int) -> None:
         """Set the learning rates of the step at a position, after `done` steps."""
         settings = self._settings
+        self._n_scheduled = self._first.n_done(at, done)
         is_constant = settings.schedule == "constant" and not (settings.warmup_steps or settings.warmup_ratio)
         if self._scheduler is None and not is_constant:
             for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
-                group["lr"] = initial * lr_factor(settings, self._cutting, at, done, initial)
+                group["lr"] = initial * lr_factor(settings, self._cutting, at, done, initial, self._first)
 
-    def step(self) -> None:
-        """Apply and clear the gradients."""
+    def step(self, at: Position, done: int) -> None:
+        """Apply and clear the gradients of the step that `prepare` began; `at` and `done` are those after it."""
         if self._settings.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self._parameters, self._settings.clip)
@@ -55,7 +60,8 @@ class Stepper:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self._scheduler is not None and not self._waits:
-            self._scheduler.step()
+            for _ in range(self._first.n_done(at, done) - self._n_scheduled):
+                self._scheduler.step()
 
     def evaluated(self, value: float) -> None:
         """Pass the metric of an evaluation to ReduceLROnPlateau."""
@@ -96,14 +102,21 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
 
 
 def lr_factor(
-    settings: TrainingSettings, cutting: Cutting, at: Position, done: int, largest: float | None = None
+    settings: TrainingSettings,
+    cutting: Cutting,
+    at: Position,
+    done: int,
+    largest: float | None = None,
+    first: Cutting | None = None,
 ) -> float:
     """The learning rate at a position as a share of `largest`, by default the settings' `lr`.
 
-    It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end.
+    It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end. The steps of the warm-up
+    are those of `first`, by default of `cutting`.
     """
-    share, step = cutting.share_done(at, done), cutting.share_of(1)
-    warmup = cutting.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio
+    first = first or cutting
+    share, step = cutting.share_done(at, done), first.share_of(1)
+    warmup = first.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio
     if share < warmup:
         return (share + step) / (warmup + step)
     if settings.schedule == "constant":

@@ -406,6 +406,13 @@ def test_the_learning_rate_is_that_of_the_position_whatever_a_step_is():
     assert len(set(factors)) == 1
 
 
+def test_a_warm_up_of_steps_is_of_those_that_the_training_began_with():
+    settings, first = TrainingSettings(epochs=4, schedule="linear", warmup_steps=8), Cutting(40, 10, 5, epochs=4)
+    at, sizes = Position(1, 20), (5, 10, 20)
+    factors = [lr_factor(settings, Cutting(40, size, 5, epochs=4), at, 60 // size, None, first) for size in sizes]
+    assert factors == pytest.approx(3 * [7 / 9])
+
+
 def test_groups_of_the_users_optimizer_keep_their_proportions(train):
     seen = []
 
@@ -718,6 +725,49 @@ def test_what_interrupts_an_evaluation_does_not_throw_away_the_one_before(train)
             train(user, Place(stopping=lambda user=user: user.stops), checkpoint_s=0.0)
         seen.append(user.seen["val"])
     assert seen == [8, 4, 1]  # each once to find out the names
+
+
+class Scheduled(Stopped):
+    """Has a scheduler of PyTorch's by name, and notes the learning rate before each step."""
+
+    def __init__(self, kind, n=0):
+        super().__init__("train" if n else "", n)
+        self.kind, self.n_steps, self.rates = kind, 0, []
+
+    def optimizer(self, model):
+        self.made = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.made.register_step_pre_hook(lambda made, *_: self.rates.append(made.param_groups[0]["lr"]))
+        return self.made
+
+    def scheduler(self, optimizer, n_steps):
+        self.n_steps = n_steps
+        schedulers = torch.optim.lr_scheduler
+        if self.kind == "LambdaLR":
+            return schedulers.LambdaLR(optimizer, lambda step: 1 - step / n_steps)
+        if self.kind == "OneCycleLR":  # raises after its last step
+            return schedulers.OneCycleLR(optimizer, 0.1, total_steps=n_steps)
+        return schedulers.CosineAnnealingLR(optimizer, n_steps)
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingLR", "LambdaLR"])
+@pytest.mark.parametrize(("size", "later"), [(12, 4), (4, 12)])
+def test_a_scheduler_of_the_class_keeps_its_place_when_the_size_of_a_step_changes(train, kind, size, later):
+    given = {"checkpoint_s": 0.0, "batch_size": 4, "epochs": 4}
+    whole = Scheduled(kind)
+    train(whole, folder="whole", global_batch_size=size, **given)
+    first = Scheduled(kind, 2 * -(-N_TRAIN // 4))  # two epochs of batches
+    with pytest.raises(Interrupted, match="after step"):
+        train(first, Place(stopping=lambda: first.stops), global_batch_size=size, **given)
+    rest = Scheduled(kind)
+    assert train(rest, global_batch_size=later, **given).epochs == 4
+    assert rest.n_steps == whole.n_steps == 4 * -(-N_TRAIN // size)
+    per_epoch = -(-N_TRAIN // size)
+    expected = [
+        whole.rates[epoch * per_epoch + per_epoch - -(-(N_TRAIN - sample) // size)]
+        for epoch in (2, 3)
+        for sample in range(0, N_TRAIN, later)
+    ]
+    assert rest.rates == pytest.approx(expected)
 
 
 class KilledError(Exception):

@@ -163,7 +163,7 @@ def test_a_scheduler_that_waits_for_evaluations_gets_them():
 
     found = stepper(like(scheduler=scheduler), lr=1.0)
     for value in (1.0, 2.0, 3.0):
-        found.step()
+        found.step(Position(1), 2)
         found.evaluated(value)
     assert found.optimizer.param_groups[0]["lr"] == 0.25
     stepper(Line()).evaluated(1.0)
