@@ -1,5 +1,6 @@
 """Architectures with other caches, masks or positions than Llama's: all is as the model says of each prompt alone."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt,
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
+from slurmgpu.llm.transformers_engine.cuda_graphs import obstacle_to
 from slurmgpu.llm.transformers_engine.loading import load_model
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, longrope, make_llama, make_phi3
@@ -113,6 +115,22 @@ def test_a_model_without_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatc
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(SlurmGPUError, match=r"is a LlamaForCausalLM, whose forward pass takes no cache"):
         load_model(EngineOptions(find_model(str(folder)), precision="fp32"), Place("cpu"))
+
+
+# Windows over columns.
+
+
+def make_gpt_neo(folder):
+    """A GPT-Neo that looks back 12 tokens in every other layer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_layers": 2, "window_size": 12}
+    return make("gpt_neo", folder, **sizes, attention_types=[[["global", "local"], 1]], max_position_embeddings=256)
+
+
+def test_prompts_share_no_beginning_in_a_model_that_looks_back_by_columns(tmp_path):
+    ours = engine(make_gpt_neo(tmp_path))
+    assert_as_alone(ours, [SHARED + text for text in PROMPTS])
+    on_a_gpu = dataclasses.replace(ours._loaded, device=torch.device("cuda"))
+    assert "look back by columns" in obstacle_to(on_a_gpu, Place("cuda"))
 
 
 # Positions whose frequencies depend on the longest text of a call.

@@ -372,7 +372,7 @@ class OnAGPU:
     dtype = torch.bfloat16
 
     def __init__(self, own="sdpa", **exchanges):
-        self.config = SimpleNamespace(_attn_implementation=own, get_text_config=lambda: SimpleNamespace())
+        self.config = SimpleNamespace(_attn_implementation=own, get_text_config=lambda: SimpleNamespace(model_type="x"))
         self.exchanges = exchanges
 
     def init_continuous_batching(self):

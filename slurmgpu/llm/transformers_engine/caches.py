@@ -61,14 +61,20 @@ def window(model: Any) -> int | None:
     return min(sizes) if sizes else None
 
 
+COLUMN_WINDOWS = ("gpt_neo",)
+"""Model types with layers that look back by columns of the whole cache, which does not slide."""
+COLUMN_COUNTERS = ("mpt", *COLUMN_WINDOWS)
+"""Model types whose attention counts columns; Bloom and Falcon in transformers count tokens."""
+
+
 def takes_holes(model: Any) -> bool:
     """Whether a row may have unused columns between its tokens, as after a shared prefix.
 
-    ALiBi may count columns instead of tokens, as in MPT; Bloom and Falcon in transformers count tokens.
+    ALiBi may count columns instead of tokens, as in MPT, and so does the local attention of GPT-Neo.
     """
     code = inspect.getmodule(type(model))
     if code is not None and code.__name__.startswith("transformers.models."):
-        return bool(model.config.model_type != "mpt")
+        return model.config.model_type not in COLUMN_COUNTERS
     try:
         return "alibi" not in inspect.getsource(type(model) if code is None else code).lower()
     except (OSError, TypeError):

@@ -58,6 +58,8 @@ def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str
     attention = str(getattr(model.config, "_attn_implementation", None))
     if "flash" in attention:
         return f"its attention ({attention}) takes no padding of a fixed size"
+    if model.config.model_type in caches.COLUMN_WINDOWS:
+        return "some of its layers look back by columns, and a cache of a fixed size has some behind the last token"
     others = {type(layer).__name__ for layer in caches.new_cache(model).layers if type(layer) is not GrowingLayer}
     if others:
         return f"its cache has other layers than those of full attention: {', '.join(sorted(others))}"
