@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slurmgpu.util.leftovers import leave_with_all
+
 Report = Callable[[Mapping[str, Any]], None]
 """Receives a worker's events: see `Task.handle`."""
 
@@ -58,6 +60,7 @@ def report_briefly(event: Mapping[str, Any], pipe: int = 1) -> None:
 def listen_on_stdin(stopping: threading.Event, on_end_time: Callable[[float], None]) -> None:
     """Set `stopping` when the task says so, and exit when the task is gone, which closes its end of the pipe.
 
+    What this process has started ends with it, as where the task ends it.
     `on_end_time` gets the end of the walltime, if the task learns it later.
     """
     stdin = _take_stdin()
@@ -72,12 +75,12 @@ def listen_on_stdin(stopping: threading.Event, on_end_time: Callable[[float], No
                     on_end_time(float(value))
                 else:
                     stopping.set()
-        os._exit(EXIT_ABANDONED)
+        leave_with_all(EXIT_ABANDONED)
 
     threading.Thread(target=watch, daemon=True, name="the task's words").start()
 
 
-def watch_stdin(on_end: Callable[[], None] = lambda: os._exit(EXIT_ABANDONED)) -> None:
+def watch_stdin(on_end: Callable[[], None] = lambda: leave_with_all(EXIT_ABANDONED)) -> None:
     """Call `on_end` when the task is gone, without reading what it writes."""
     stdin = os.dup(0)
 

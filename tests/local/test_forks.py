@@ -19,7 +19,9 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.task.spare_worker import fork_worker
 from slurmgpu.task.worker_process import EXIT_STOPPED
 from slurmgpu.util.forks import Fork
-from slurmgpu.util.pids import is_there
+from slurmgpu.util.pids import DEAD, is_there, look
+from slurmgpu.util.pipes import EXIT_ABANDONED
+from slurmgpu.util.process_tree import living
 from tests.support.runs import planned_run, wait_until
 
 HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False}}
@@ -153,6 +155,40 @@ def test_a_worker_without_work_ends_with_its_task_and_before_it(tmp_path, is_kil
             task.stdin.flush()
             assert task.stdout.readline() == f"{-signal.SIGKILL}\n"
         wait_until(lambda: not is_there(pid), "the end of the worker")
+
+
+ABANDONED = """
+import subprocess, sys, threading, time
+from slurmgpu.util.pipes import listen_on_stdin
+
+tidies = "import sys, time; sys.stdin.read(); time.sleep(0.3); open(sys.argv[1], 'w')"
+started = [
+    subprocess.Popen([sys.executable, "-c", tidies, sys.argv[1]], stdin=subprocess.PIPE),
+    subprocess.Popen(["sh", "-c", "while true; do sleep 600; done"]),
+    subprocess.Popen(["sleep", "600"], start_new_session=True),
+]
+listen_on_stdin(threading.Event(), print)
+print(*(each.pid for each in started), flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_worker_has_started_ends_with_it_when_its_task_is_killed(tmp_path):
+    command = [sys.executable, "-c", ABANDONED, str(tmp_path / "tidied")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as worker:
+        pids = [int(pid) for pid in worker.stdout.readline().split()]
+        assert all(map(is_there, pids))
+        worker.stdin.close()  # as the kernel does where the task is killed
+        assert worker.wait(200) == EXIT_ABANDONED
+        wait_until(lambda: not any(map(is_running, pids)) and not living(worker.pid), "the end of what it has started")
+    assert (tmp_path / "tidied").exists()  # what ends by itself had the time for it
+
+
+def is_running(pid):
+    seen = look(pid)
+    return seen is not None and seen[0] not in DEAD
 
 
 SLOTS = """
