@@ -125,6 +125,17 @@ def test_what_a_server_is_busy_with_is_asked_again_and_what_it_refuses_is_the_it
     assert [lines.count(f"asked {text}") for text in ("busy", "late", "bad", "fails")] == [3, 3, 1, 3]
 
 
+def test_the_ends_and_the_parts_of_answers_are_those_of_all_servers(opened, monkeypatch):
+    monkeypatch.setattr(server_engine, "PAUSE_S", 0.01)
+    words = ("stop", "stop_sequence", "eos_token", "end_turn", "length", "tool_calls")
+    *found, refused, parts, shapes = answers(opened(), *(f"ends by {word}" for word in words), "in parts", "in shapes")
+    assert [output.finish_reason for output in found] == ["stop"] * 4 + ["length"]
+    assert [output.text for output in found] == [f"ends by {word}" for word in words[:-1]]
+    assert refused.error == "the server ended the answer by 'tool_calls'"
+    assert parts.text == "in parts"
+    assert shapes.error.startswith("the server failed, with status 200: {")
+
+
 def test_an_answer_that_the_connection_loses_is_asked_for_again_of_the_same_server(opened, counts):
     found = answers(opened(), "drops", *"abcdefgh")
     assert [output.text for output in found] == ["drops", *"abcdefgh"]

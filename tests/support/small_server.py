@@ -2,9 +2,10 @@
 
 PORT may be the path of a unix socket. What a prompt says happens: "busy" is answered with 429 at first, "late" with
 503, "fails" with 500, "bad" with 400 always, "drops" once without an answer, and "deadly", or what the variable DEADLY
-says, ends the server; "mortal" ends the first one. The file COUNTS, if that variable names one, gets a line for each
-start and each request, and servers whose number is in ENDS, as "1 3", end when they start. While there is a file
-UNHEALTHY, /health answers with 502.
+says, ends the server; "mortal" ends the first one. The finish reason of "ends by WORD" is WORD, and the content of "in
+parts" and "in shapes" is a list. The file COUNTS, if that variable names one, gets a line for each start and each
+request, and servers whose number is in ENDS, as "1 3", end when they start. While there is a file UNHEALTHY, /health
+answers with 502.
 """
 
 from __future__ import annotations
@@ -81,11 +82,14 @@ class Handler(BaseHTTPRequestHandler):
         said = f"{text} {body.get('seed', '')}".strip()
         if "thinks" in text:
             said = f"<think>\nhm\n</think>\n\n{said}"
-        choice = {"index": 0, "finish_reason": "stop"}
+        usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(said.split())}
+        if "in parts" in text or "in shapes" in text:
+            more = [{"type": "image_url"}] if "in shapes" in text else []
+            said = [*({"type": "text", "text": each} for each in said.partition(" ")), *more]
+        choice = {"index": 0, "finish_reason": text.partition("ends by ")[2] or "stop"}
         choice |= {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
         if body.get("logprobs") and "TELLS" in os.environ:
             choice["logprobs"] = {"content": [{"logprob": -0.5}]} if is_chat else {"token_logprobs": [-0.5]}
-        usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(said.split())}
         return {"choices": [choice], "usage": usage}
 
     def answer(self, status, body, headers=None):

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.interface.engine import (
     EngineOptions,
+    FinishReason,
     Likelihood,
     Output,
     Passage,
@@ -58,6 +59,14 @@ MOST_SILENCE_S = 120.0
 and started again."""
 MOST_WAIT_S = 1800.0
 """How long a server may be busy, or away or silent if it is not ours, before that is an error."""
+FINISHED: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "stop_sequence": "stop",  # TGI's, where a text of `stop` ended the answer
+    "eos_token": "stop",
+    "end_turn": "stop",
+    "length": "length",
+}
+"""Why an answer ended, by what servers say."""
 SEED_BITS = 31
 """Servers keep seeds in 32 bits with a sign, or more."""
 
@@ -319,14 +328,16 @@ class ServerEngine:
         try:
             choice, usage = reply.body["choices"][0], reply.body.get("usage") or {}
             message = choice.get("message") or {"content": choice.get("text")}
-            text = message.get("content") or ""
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            reason = choice.get("finish_reason")
+            text = _text(message.get("content"))
+            reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
+            told = choice.get("finish_reason")
+            n_prompt, n_said = (int(usage.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
             logprobs = _logprobs(choice) if request.sampling.logprobs else None
-        except (AttributeError, IndexError, KeyError, TypeError):
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             return None
-        if reason not in ("stop", "length"):
-            return Output(request.id, finish_reason="error", error=f"the server ended the answer by {reason!r}")
+        reason = FINISHED.get(told) if isinstance(told, str) else None
+        if reason is None:
+            return Output(request.id, finish_reason="error", error=f"the server ended the answer by {told!r}")
         if request.sampling.logprobs and logprobs is None:
             said = "the server gave no log-probabilities; set logprobs = false, or use another server"
             return Output(request.id, finish_reason="error", error=said)
@@ -344,9 +355,9 @@ class ServerEngine:
             text,
             reasoning,
             logprobs=logprobs,
-            n_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            n_prompt_tokens=n_prompt,
             finish_reason=reason,
-            count=int(usage.get("completion_tokens") or 0),
+            count=n_said,
         )
 
 
@@ -357,6 +368,13 @@ def _with_images(prompt: Prompt, messages: list[dict[str, Any]]) -> list[dict[st
         images = [{"type": "image_url", "image_url": {"url": data_url(source)}} for source in prompt.images]
         turn["content"] = [*images, {"type": "text", "text": turn["content"]}]
     return messages
+
+
+def _text(content: Any) -> str:
+    """The text of a message, which may come in parts; KeyError or TypeError for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content)
 
 
 def _logprobs(choice: Any) -> npt.NDArray[np.float32] | None:
