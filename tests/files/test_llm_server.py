@@ -315,6 +315,19 @@ def test_a_running_server_that_does_not_come_back_or_stays_unhealthy_ends_the_wo
         answers(engine, "one")
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_server_that_a_proxy_says_is_away_is_waited_for(opened, counts, monkeypatch, tmp_path, is_own):
+    monkeypatch.setattr(server_engine, "PAUSE_S", 0.01)
+    monkeypatch.setattr(server_process, "POLL_S", 0.01)
+    monkeypatch.setenv("AWAY", str(tmp_path / "away"))
+    server = opened(BY_PORT, concurrency=2)
+    settings = {"engine": "server", "url": server._client.url, "concurrency": 2}
+    engine = server if is_own else open_engine(engine_options("small", settings), Place("cpu"))
+    (tmp_path / "away").write_text("6")  # as many as two items are asked for where each has three tries
+    assert [output.text for output in answers(engine, *"abcdefgh")] == [*"abcdefgh"]
+    assert counts().count("started") == 1
+
+
 @pytest.mark.parametrize("key", ["SECRET\nx", "SECRET\x00x", "SECRET\u20acx"])
 def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key):
     with pytest.raises(SlurmGPUError, match="a character in place 7 that a header cannot have") as found:

@@ -5,7 +5,7 @@ PORT may be the path of a unix socket. What a prompt says happens: "busy" is ans
 says, ends the server; "mortal" ends the first one. The finish reason of "ends by WORD" is WORD, and the content of "in
 parts" and "in shapes" is a list. The file COUNTS, if that variable names one, gets a line for each start and each
 request, and servers whose number is in ENDS, as "1 3", end when they start. While there is a file UNHEALTHY, /health
-answers with 502.
+answers with 502; a number in the file AWAY is how many requests of all kinds are answered so, as by a proxy.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ def text_of(content):
     )
 
 
+def is_away():
+    file = Path(os.environ.get("AWAY", "/none"))
+    seen["while away"] += file.exists()
+    return file.exists() and seen["while away"] <= int(file.read_text())
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        if self.path == "/health" and "NO_HEALTH" in os.environ:
+        if is_away():
+            self.answer(502, "Bad Gateway")
+        elif self.path == "/health" and "NO_HEALTH" in os.environ:
             self.answer(404, {"detail": "Not Found"})
         elif self.path == "/health" and Path(os.environ.get("UNHEALTHY", "/none")).exists():
             self.answer(502, "Bad Gateway")
@@ -60,7 +68,9 @@ class Handler(BaseHTTPRequestHandler):
         text = text_of(body["messages"][-1]["content"]) if is_chat else body["prompt"]
         seen[text] += 1
         note(f"asked {text}")
-        if body["model"] not in ("small", os.environ.get("MODEL")):
+        if is_away():
+            self.answer(502, "Bad Gateway")
+        elif body["model"] not in ("small", os.environ.get("MODEL")):
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
         elif os.environ.get("DEADLY", "deadly") in text or ("mortal" in text and n_started() == 1):
             os._exit(3)

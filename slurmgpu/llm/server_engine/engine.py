@@ -270,7 +270,7 @@ class ServerEngine:
             stop.set()
 
     def _complete(self, request: Request, stop: threading.Event) -> Output:
-        """The output of one request; ConnectionError if the server loses it, or another has lost the server."""
+        """The output of one request; ConnectionError if the server loses it, is not healthy, or is lost."""
         try:
             path, body = self._body(request)
         except ItemError as error:  # an image that cannot be read
@@ -286,9 +286,12 @@ class ServerEngine:
                 raise SlurmGPUError(f"{self._client.url} answers with status {reply.status}: {reply.message}")
             if reply.status in REFUSALS:
                 return Output(request.id, finish_reason="error", error=f"the server refuses it: {reply.message}")
-            if reply.status not in BUSY:
-                n_failures += 1
-            if n_failures == N_TRIES or waited_s > MOST_WAIT_S:
+            is_busy, waits_long = reply.status in BUSY, waited_s > MOST_WAIT_S
+            n_failures += 0 if is_busy else 1
+            # The answers of a proxy whose server is away: 502, 504, or 503 as of a busy one.
+            if (waits_long or not is_busy) and not is_healthy(self._client):
+                raise ConnectionError(f"{self._client.url} is not healthy, and answered with status {reply.status}")
+            if waits_long or n_failures == N_TRIES:
                 said = f"the server failed, with status {reply.status}: {reply.message}"
                 return Output(request.id, finish_reason="error", error=said)
             wait_s = min(reply.retry_after or pause_s, LONGEST_PAUSE_S)
