@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmgpu import workload
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.answers.final_answers import Number, marked, number_in, reference_number
+from slurmgpu.llm.answers.final_answers import ONE, Number, marked, number_in, reference_number
 from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
 from slurmgpu.util.exceptions import described
 from slurmgpu.workloads.sandbox import Sandbox
@@ -80,7 +80,7 @@ class Numeric(Checker):
     """Compares answers as numbers; see `number_in` for where a number is found.
 
     `tolerance` is the allowed relative difference; None for no difference between integers, and TOLERANCE otherwise.
-    If one of the two has a percent sign, the other may be the number before the sign, or the share that it means.
+    If one has a percent sign or a word such as million, the other may be the number before it, or all that it means.
     """
 
     tolerance: Fraction | None
@@ -104,9 +104,11 @@ class Numeric(Checker):
         wanted, said = self._wanted(data), self._said(text)
         if said is None:
             return False
-        # 50 % may be asked for, and answered, as 50%, as 50 and as 0.5.
-        as_share = said.is_percent != wanted.is_percent and self._equal(said.value, wanted.value)
-        return as_share or self._equal(said.face, wanted.face)
+        if said.scale == wanted.scale:
+            return self._equal(said.face, wanted.face)
+        # 50 % may be asked for, and answered, as 50%, as 50 and as 0.5; 2 million as 2 million, as 2 and as 2000000.
+        has_one = ONE in (said.scale, wanted.scale)
+        return self._equal(said.value, wanted.value) or (has_one and self._equal(said.face, wanted.face))
 
     def _equal(self, said: Fraction, wanted: Fraction) -> bool:
         if self.tolerance is None and said.denominator == wanted.denominator == 1:

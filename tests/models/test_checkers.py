@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.final_answers import number_in, reference_number
+from slurmgpu.llm.answers.parsing import Labels
 from slurmgpu.llm.answers.steps import Tree, split_steps
 from slurmgpu.workloads.checkers import open_checker
 
@@ -46,6 +47,13 @@ from slurmgpu.workloads.checkers import open_checker
         (r"\boxed{8 (from step 2)}", "8", 8),
         ("(from 2)", "2", 2),
         ("2 hours (120 minutes)", "120", 120),
+        ("The answer is negative 3.", "negative 3", -3),
+        (r"\boxed{-2\text{ million}}", "-2  million", -2_000_000),
+        ("10 minus 5", "5", 5),
+        ("# −4", "-4", -4),
+        ("about $1.5 million in all", "$1.5 million", 1_500_000),
+        ("2 hundred thousand people", "2 hundred thousand", 200_000),
+        ("3 million-dollar houses", "3", 3),
         ("eight", "eight", 8),
         ("Minus three.", "Minus three", -3),
         (r"\boxed{\text{Twenty}}", "Twenty", 20),
@@ -75,6 +83,13 @@ def test_the_number_that_a_text_ends_on(text, said, value):
         ({"kind": "numeric"}, "it is 0.5", "50%", True),
         ({"kind": "numeric"}, "it is 50%", "50 %", True),
         ({"kind": "numeric"}, "it is 50%", 0.005, False),
+        ({"kind": "numeric"}, "it is minus 3", -3, True),
+        ({"kind": "numeric"}, "it is minus 3", 3, False),
+        ({"kind": "numeric"}, "2 million", 2_000_000, True),
+        ({"kind": "numeric"}, "2 million", 2, True),
+        ({"kind": "numeric"}, "2,000,000", "2 million", True),
+        ({"kind": "numeric"}, "2 million", "2 billion", False),
+        ({"kind": "numeric"}, "50%", "50 million", False),
         ({"kind": "numeric"}, "it is 0.005", "50%", False),
         ({"kind": "numeric"}, "12345679", 12345678, False),
         ({"kind": "numeric", "tolerance": 1e-6}, "12345679", 12345678, True),
@@ -153,13 +168,14 @@ def test_a_checker_that_cannot_be_is_refused(settings, problem):
         open_checker(settings.pop("kind"), **settings)
 
 
-@pytest.mark.parametrize("text", [" ", "\n", "1", "1,111", "# ", "\\frac{", "x ", "- "])
+@pytest.mark.parametrize("text", [" ", "\n", "1", "1,111", "# ", "\\frac{", "x ", "- ", "minus ", "1 million "])
 def test_a_long_answer_without_an_end_is_read_all_the_same(text):
     """Some patterns take as long as the cube of the length, and this test would not end."""
     text = (text * 100_000)[:100_000]
     for answer in (f"it is 5{text}!", f"#### {text}!", f"\\boxed{{{text}!"):
         number_in(answer)
         reference_number(answer)
+        Labels(["-1", "0"]).within(answer)
 
 
 def test_a_pattern_that_takes_for_ever_is_the_items_error(monkeypatch):

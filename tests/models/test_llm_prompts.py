@@ -162,6 +162,46 @@ def test_a_label_is_found_as_a_word_and_never_guessed(text, label):
     assert Labels(["hate", "hate speech", "ok"]).within(text) == label
 
 
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("Sentiment: −1", "-1"),
+        ("Sentiment: –1.", "-1"),
+        ("The label is **−1.0**", "-1"),
+        ("score: - 1", "-1"),
+        ("Sentiment: minus 1", "-1"),
+        ("it is Negative 1, surely", "-1"),
+        ("I pick 1 – surely", "1"),
+        ("It is 1\n- 90 % sure", "1"),
+        ("Sentiment - 1", None),  # a minus, or a dash
+        ("between −1 and 1", None),
+        ("I first said 1.\nIt is −3", None),
+    ],
+)
+def test_a_label_that_is_a_number_is_named_with_its_sign(text, label):
+    assert Labels(["-1", "0", "1"]).within(text) == label
+    own = Labels(["−1", "0", "1"]).within(text)  # a label of the user's may be written with the sign of mathematics
+    assert own == ("−1" if label == "-1" else label)
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "label"),
+    [
+        ("12345", "5/5", "5"),
+        ("12345", "4/5", None),
+        ("12345", "Score: −3", None),
+        ("12345", "Rating – 3", "3"),
+        ("12345", "Rating:\n- 4", "4"),
+        ("12345", "on a scale of 1–5 it is 4", "4"),
+        (["0", "1–2", "3–5"], "It is 3–5, surely", "3–5"),
+        (["1.5%", "2%"], "It is 1.5% of it", "1.5%"),
+        (["1.5 million", "2 million"], "It is 1.5 million", "1.5 million"),
+    ],
+)
+def test_a_label_that_is_a_number_is_not_a_part_of_another(names, text, label):
+    assert Labels(names).within(text) == label
+
+
 def test_case_counts_where_labels_differ_in_nothing_else():
     assert Labels(["A", "a"]).within("It is a") == "a"
     assert Labels(["(a)", "(b)"]).within("I say (B), yes") == "(b)"

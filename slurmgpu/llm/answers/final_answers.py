@@ -5,6 +5,7 @@ All patterns take time in proportion to the text: models also write 100,000 blan
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,12 +14,24 @@ from typing import NamedTuple
 LONGEST = 400
 """The most characters of a number; longer ones are no answers, and slow."""
 
-# 1,234.5   -3/4   2 1/2   .5   6e23   50%
+_SCALES = {
+    "hundred": Fraction(100),
+    "thousand": Fraction(10**3),
+    "million": Fraction(10**6),
+    "billion": Fraction(10**9),
+    "trillion": Fraction(10**12),
+}
+_SCALE = "|".join(_SCALES)
+
+ONE, PERCENT = Fraction(1), Fraction(1, 100)
+
+# 1,234.5   -3/4   2 1/2   .5   6e23   50%   minus 3   2 million; and 10 minus 5 is no -5
 _NUMBER = re.compile(
-    r"(?<![\w.)])(?:(?P<sign>[-+])\s{0,8})?(?:\$\s{0,8})?"
+    r"(?<![\w.)])(?:(?P<sign>[-+]|(?<![\d%)]\s)(?i:minus\s)|(?i:negative\s))\s{0,8})?(?:\$\s{0,8})?"
     r"(?:(?P<whole>\d+)\s{1,8}(?=\d+/\d))?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?P<exponent>[eE][-+]?\d{1,3}(?!\w))?"
-    r"(?:/(?P<below>\d+(?:\.\d+)?))?(?:\s{0,8}(?P<percent>%))?"
+    r"(?:/(?P<below>\d+(?:\.\d+)?))?"
+    rf"(?:\s{{0,8}}(?P<percent>%)|(?P<scales>(?:\s{{1,8}}(?i:{_SCALE})){{1,3}})(?![\w-]))?"
 )
 _POWER = r"10\s{0,3}\^\s{0,3}(?:\{\s{0,3}([-+]?\d{1,3})\s{0,3}\}|([-+]?\d{1,3})(?!\d))"
 _PLAIN = [
@@ -33,7 +46,7 @@ _PLAIN = [
     (re.compile(r"(?<=\d)\s{0,3}(?:\\times|\\cdot|[×·*x])\s{0,3}" + _POWER), r"e\1\2"),
     (re.compile(r"(?<![\w.^{(/*])" + _POWER), r"1e\1\2"),
 ]
-_MARK = re.compile(r"####|#(?=\s{0,8}[-+$.\d])")
+_MARK = re.compile(r"####|#(?=\s{0,8}[-−–+$.\d])")
 _BOX = "\\boxed{"
 
 # In a text with # for each number: a sign or function of mathematics, two numbers without a word between them, a number
@@ -72,16 +85,21 @@ _BECAUSE = re.compile(r"(?:\s[A-Za-z]{1,20})?[,;]?\s(?:since|because)\b", re.IGN
 
 
 class Number(NamedTuple):
-    """A number as written, and its value, a hundredth of what is written if it is in percent."""
+    """A number as written, and its value, which is `face` times the `scale` of a percent sign or a word as million."""
 
     text: str
     value: Fraction
-    is_percent: bool
+    scale: Fraction = ONE
 
     @property
     def face(self) -> Fraction:
-        """The value without the percent sign."""
-        return self.value * 100 if self.is_percent else self.value
+        """The value without the percent sign or the word."""
+        return self.value / self.scale
+
+    @property
+    def is_percent(self) -> bool:
+        """Whether there is a percent sign."""
+        return self.scale == PERCENT
 
 
 def marked(text: str) -> tuple[str | None, bool]:
@@ -101,7 +119,7 @@ def number_in(text: str) -> Number | None:
 
     It is the last number in `\boxed{}`, else the first after the last `####` or `#`, else the last of all before a
     reason in brackets that ends the text. Thousands separators, fractions, also in LaTeX, mixed numbers, powers of ten,
-    and words up to twenty are understood.
+    `minus` and `negative`, words up to twenty, and hundred to trillion behind digits are understood.
     """
     answer, is_boxed = marked(text)
     plain = _without_reason(_plain(text if answer is None else answer))
@@ -188,7 +206,7 @@ def _name(found: re.Match[str] | None) -> Number | None:
     if found is None:
         return None
     value = Fraction(_NAMES.index(found["name"].lower()))
-    return Number(found[0], -value if found["minus"] else value, False)
+    return Number(found[0], -value if found["minus"] else value)
 
 
 def _right_side(plain: str) -> str:
@@ -220,6 +238,8 @@ def _number(found: re.Match[str]) -> Number | None:
             return None
         value /= below
     value += int(found["whole"] or 0)
-    if found["sign"] == "-":
+    if found["sign"] not in (None, "+"):
         value = -value
-    return Number(found[0].strip(), value / 100 if found["percent"] else value, bool(found["percent"]))
+    words = (found["scales"] or "").lower().split()
+    scale = PERCENT if found["percent"] else math.prod((_SCALES[word] for word in words), start=ONE)
+    return Number(found[0].strip(), value * scale, scale)

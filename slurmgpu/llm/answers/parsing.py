@@ -70,6 +70,10 @@ def json_field(text: str, field: str) -> Any:
     return found
 
 
+_DASH = re.compile(r"[−–](?=\s{0,8}\.?\d)")
+_SPACED, _WORD_BEFORE = re.compile(r"-\s"), re.compile(r"\w ")
+
+
 class Labels:
     """Finds a label in a text, ignoring case unless labels differ only in case; numbers by their value: 1.0 is 1."""
 
@@ -82,12 +86,18 @@ class Labels:
         for name in self.names:
             if number := number_of(name):
                 self._by_number.setdefault(_value(number), []).append(name)
+        # Dashes before digits are minus signs, as for `exactly`; not where a label such as 1–2 is no number.
+        dashed = [name for name in self.names if _DASH.search(name)]
+        self._has_signs = bool(self._by_number) and all(number_of(name) for name in dashed)
         # The longest first: "hate speech" before "hate".
-        longest_first = "|".join(map(re.escape, sorted(self.names, key=lambda name: -len(name))))
-        # Before them a number as a whole, so that 1.5 is not read as a 1.
-        longer = r"\d+(?:[.,]\d+)+|" if self._by_number else ""
-        flags = re.IGNORECASE if self._folds else 0
-        self._pattern = re.compile(rf"(?<![\w-])(?:{longer}{longest_first})(?![\w-])", flags)
+        longest_first = sorted(map(self._signs, self.names), key=lambda name: -len(name))
+        names = "|".join(map(re.escape, longest_first))
+        signed = any(value < 0 for value, _ in self._by_number)
+        # Numbers as a whole, so that neither 1.5 nor minus 1 is read as a 1.
+        sign = r"(?:-\s{0,8}|(?i:minus|negative)\s{1,8})" if signed else r"(?i:minus|negative)\s{1,8}"
+        numbers = rf"|{sign}\d+(?:[.,]\d+)*|\d+(?:[.,]\d+)+" if self._by_number else ""
+        end = r"(?![\w-]|[.,]\d)" if self._by_number else r"(?![\w-])"
+        self._pattern = re.compile(rf"(?<![\w-])(?:{names}{numbers}){end}", re.IGNORECASE if self._folds else 0)
 
     def exactly(self, text: str) -> str | None:
         """The label that a text is, without white space and punctuation at its ends; else None."""
@@ -95,7 +105,8 @@ class Labels:
             found = self._known.get(stripped.casefold() if self._folds else stripped)
             if found is not None:
                 return found
-            number = number_of(stripped) if self._by_number else None
+            # 5/5 is a rating of 5, and not a 1.
+            number = number_of(stripped) if self._by_number and "/" not in stripped else None
             named = self._by_number.get(_value(number), []) if number else []
             if len(named) == 1:
                 return named[0]
@@ -109,10 +120,27 @@ class Labels:
             if found is not None:
                 return found
         for part in (*lines[-1:], text):
-            if texts := self._pattern.findall(part):
-                named = {self.exactly(each) for each in texts} - {None}
-                return named.pop() if len(named) == 1 else None
+            if named := self._named(part):
+                labels = named - {None}
+                return labels.pop() if len(labels) == 1 else None
         return None
+
+    def _signs(self, text: str) -> str:
+        return _DASH.sub("-", text) if self._has_signs else text
+
+    def _named(self, text: str) -> set[str | None]:
+        """The labels named in a text, and None for a number that is none."""
+        plain = self._signs(text)
+        named = set()
+        for found in self._pattern.finditer(plain):
+            label = self.exactly(found[0])
+            if _SPACED.match(found[0]):
+                # A minus, or behind a word also a dash; if it is no label, the line may be one of a list.
+                behind_word = found.start() > 1 and _WORD_BEFORE.match(plain, found.start() - 2)
+                named |= {label, self.exactly(found[0][1:]) if behind_word else None} - {None}
+            else:
+                named.add(label)
+        return named
 
 
 def _value(number: Number) -> tuple[Fraction, bool]:
