@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from slurmgpu.training import states
 from slurmgpu.training.modes import Mode
@@ -39,7 +40,7 @@ class BestWeights:
         weights = states.weights(self._mode.model, sharded=self._mode.sharded)
         # Weights from a GPU are copies already.
         own = not self._mode.sharded and self._mode.device.type == "cpu"
-        self._step, self._held, self._written = step, copy.deepcopy(weights) if own else weights, None
+        self._step, self._held, self._written = step, _copied(weights) if own else weights, None
         if self._mode.sharded:
             self.write()
 
@@ -107,3 +108,12 @@ class BestWeights:
 
     def _path(self, step: int | None = None) -> Path:
         return self._folder / f"best-{self._step if step is None else step:010d}.pt"
+
+
+def _copied(weights: dict[str, Any]) -> dict[str, Any]:
+    """Copies of tensors, also sparse ones, which `copy.deepcopy` refuses; one that has two names stays one."""
+    copies: dict[int, torch.Tensor] = {}
+    for value in weights.values():
+        if isinstance(value, torch.Tensor) and id(value) not in copies:
+            copies[id(value)] = value.clone()
+    return {name: copies.get(id(value), value) for name, value in weights.items()}

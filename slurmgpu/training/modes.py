@@ -18,7 +18,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.training.states import keeping_buffers, random_state, set_random_state
+from slurmgpu.training.states import keeping_buffers, own_buffers, random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class Mode:
         self.sharded = settings.strategy == "fsdp" and place.world_size > 1
         _check(settings, place, self.sharded)
         model = model.to(self.device)
+        own_buffers(model)
+        _check_buffers(model, place)
         if settings.gradient_checkpointing:
             checkpoint_blocks(user, model)
         if settings.sync_batchnorm and place.world_size > 1:
@@ -246,6 +248,16 @@ def _check(settings: TrainingSettings, place: Place, sharded: bool) -> None:
         )
     if settings.strategy == "fsdp" and not sharded:
         log.info('strategy "fsdp" has no effect on one process')
+
+
+def _check_buffers(model: nn.Module, place: Place) -> None:
+    """Refuse sparse buffers on several processes: PyTorch's collectives, which DDP shares buffers by, lack them."""
+    for name, buffer in model.named_buffers():
+        if place.world_size > 1 and buffer.layout != torch.strided:
+            raise SlurmGPUError(
+                f"the model's buffer {name!r} is sparse, and DDP and FSDP share no sparse ones: train on one process, "
+                "or keep its indices and values as two buffers, and make the sparse tensor of them in forward()."
+            )
 
 
 def _check_gloo(place: Place) -> None:

@@ -110,7 +110,19 @@ def load_buffers(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Restore the state of `buffers`; a buffer whose shape differs, such as a cache, is left alone."""
     for name, buffer in unwrapped(model).named_buffers():
         if name in state and state[name].shape == buffer.shape:
-            buffer.detach().copy_(state[name])
+            _once(buffer.detach(), buffer).copy_(_once(state[name], buffer))
+
+
+def own_buffers(model: nn.Module) -> None:
+    """Give each value of an expanded buffer memory of its own, as moving it to a GPU does.
+
+    PyTorch refuses to load or to broadcast into memory that several values share.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            if _repeats(buffer):
+                setattr(module, name, copies.setdefault(id(buffer), buffer.contiguous()))
 
 
 @contextlib.contextmanager
@@ -149,6 +161,20 @@ def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
             value = copies.setdefault(id(value), value.detach().cpu())
         found[name] = value
     return found
+
+
+def _repeats(tensor: torch.Tensor) -> list[int]:
+    """The dimensions along which all values are the same memory."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return []
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
+
+
+def _once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor in which the memory of `like`, of the same shape, comes once."""
+    for dim in _repeats(like):
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _by_users_names(state: dict[str, T]) -> dict[str, T]:

@@ -180,8 +180,13 @@ def _plain(value: Any) -> Any:
 
 
 def _off_the_file(value: Any) -> Any:
-    """Copies of small tensors; kept ones would hold the file open."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.nbytes < SMALL_BYTES else value
+    """Copies of small tensors; kept ones would hold the file open.
+
+    Sparse ones are copied, too: their bytes are those of several tensors, which `nbytes` does not know of all layouts.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if value.layout != torch.strided or value.nbytes < SMALL_BYTES else value
 
 
 def _without_tensors(value: Any) -> Any:

@@ -24,6 +24,7 @@ from slurmgpu.training.pacing import Pace  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
+from slurmgpu.training.states import keeping_buffers  # noqa: E402
 from tests.support.nightly import by_night  # noqa: E402
 from tests.support.training_ranks import (  # noqa: E402
     BASE,
@@ -725,6 +726,58 @@ def test_what_interrupts_an_evaluation_does_not_throw_away_the_one_before(train)
             train(user, Place(stopping=lambda user=user: user.stops), checkpoint_s=0.0)
         seen.append(user.seen["val"])
     assert seen == [8, 4, 1]  # each once to find out the names
+
+
+BUFFERS = {
+    "coo": lambda: torch.eye(5).to_sparse(),
+    "csr": lambda: torch.eye(5).to_sparse_csr(),
+    "bsc": lambda: torch.eye(6).to_sparse_bsc((2, 2)),
+    "expanded": lambda: torch.arange(5.0).expand(3, 5),
+    "empty and expanded": lambda: torch.zeros(1, 0).expand(3, 0),
+}
+
+
+class Buffered(Stopped):
+    """A model with buffers of a kind, one of which belongs to its state, and is in two of its modules."""
+
+    def __init__(self, kind, n=0):
+        super().__init__("train" if n else "", n)
+        self.kind = kind
+
+    def model(self):
+        model, kept = super().model(), BUFFERS[self.kind]()
+        model.register_buffer("graph", BUFFERS[self.kind](), persistent=False)
+        model.register_buffer("kept", kept)
+        model[0].register_buffer("kept", kept)
+        return model
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_training_with_odd_buffers_goes_on_as_if_nothing_had_been(train, tmp_path, kind):
+    given = {"checkpoint_s": 0.0, "batch_size": 12, "epochs": 2}
+    user = Buffered(kind, 4)
+    with pytest.raises(Interrupted, match="after step"):
+        train(user, Place(stopping=lambda: user.stops), **given)
+    again = train(Buffered(kind), **given)
+    assert again.resumed == 1
+    assert again.curve == train(Buffered(kind), folder="alone", **given).curve
+    for name in ("kept", "0.kept"):
+        found = torch.load(tmp_path / "training" / "best.pt", weights_only=True)[name]
+        assert found.layout == BUFFERS[kind]().layout
+        assert torch.equal(found.to_dense(), BUFFERS[kind]().to_dense())
+
+
+def test_a_buffer_that_a_model_expands_as_it_computes_is_restored():
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1, 2).expand(3, 2))
+    with keeping_buffers(model):
+        model.mask = torch.zeros(1, 2).expand(3, 2)
+    assert model.mask.tolist() == 3 * [[1, 1]]
+
+
+def test_sparse_buffers_are_refused_on_several_processes(tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"the model's buffer 'graph' is sparse.*train on one process"):
+        Mode(Plain(), Buffered("csr").model(), TrainingSettings(**BASE), Place(world_size=2))
 
 
 class Scheduled(Stopped):
