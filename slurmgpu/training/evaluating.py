@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,27 +49,32 @@ class Evaluator:
         self._weigher = weigher
         self._names: list[str] = []  # equal on all ranks, whose sums are added in this order
         self._odd = ""  # what is wrong with this rank's metrics
+        self._of_batches: set[str] = set()  # metrics with one number for each batch
         self._warned: set[str] = set()
 
     def names(self) -> list[str]:
-        """The names of the results, found with the first batch."""
+        """The names of the results, found with a batch; ItemError on all ranks as of `evaluate`."""
         with self._undisturbed():
-            batch = self._reader.__getitems__(next(iter(self._readings)))
-            self._settle_names(self._measure(to_device(batch, self._mode.device)))
+            # The first of several may be the only one of a single sample.
+            reading = max(itertools.islice(self._readings, 2), key=lambda each: len(each.indices))
+            batch = self._reader.__getitems__(reading)
+            self._settle_names(self._measure(to_device(batch, self._mode.device), len(reading.indices)))
+            if odd := next(filter(None, together(self._place, lambda: self._odd)), ""):
+                raise ItemError(odd)
             return [f"{self.split}_{name}" for name in self._names]
 
     def evaluate(self, poll: Callable[[], None] = lambda: None) -> dict[str, float]:
         """{"val_loss": …, "val_accuracy": …}; model and random numbers stay unchanged.
 
         `poll` is called after each batch, equally often on all ranks; its exceptions end the evaluation. ItemError on
-        all ranks if the names of metrics differ between batches.
+        all ranks if the names of metrics differ between batches, or one has another number of values than samples.
         """
         sums: dict[str, torch.Tensor] = {}  # each with its number of samples or total weight
         with self._undisturbed():
             share_buffers(self._mode.model)
             for n, batch in zip(self._readings.counts(), self._loader.read(), strict=True):
                 weight = self._weigher.weigh(batch) if n and self._weigher else float(n)
-                found = self._measure(self._loader.moved(batch))
+                found = self._measure(self._loader.moved(batch), n)
                 self._settle_names(found)
                 for name in self._names:
                     total = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._mode.device))
@@ -84,10 +90,26 @@ class Evaluator:
         """Stop the loader's workers."""
         self._loader.close()
 
-    def _measure(self, batch: Any) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Means over a batch, on the device, and whether each has a value for each sample."""
+    def _measure(self, batch: Any, n: int) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Means over a batch of `n` samples, on the device, and whether each is one over values for the samples.
+
+        A tensor with another number of values is reported after the last batch. `n` is 0 if the batch does not count.
+        """
         found, device = self._mode.plain(batch, measure=True), self._mode.device
-        return {name: (_mean(name, value, device), getattr(value, "ndim", 0) > 0) for name, value in found.items()}
+        measured = {}
+        for name, value in found.items():
+            n_values = value.numel() if isinstance(value, torch.Tensor) else 1
+            if n and n_values not in (1, n):
+                self._odd = self._odd or (
+                    f"metrics() gave {name!r} as a tensor of {n_values:,} values for a batch of {n:,} samples; "
+                    "expected one value for each sample, or one for the batch: give the mean over what belongs to each "
+                    "sample"
+                )
+            is_one = n_values == 1 and (n > 1 or getattr(value, "ndim", 0) == 0 or name in self._of_batches)
+            if is_one and n > 1:
+                self._of_batches.add(name)  # also in a batch of one sample
+            measured[name] = _mean(name, value, device), not is_one
+        return measured
 
     def _settle_names(self, found: Mapping[str, Any]) -> None:
         """Keep the names that rank 0 finds first; other names are reported after the last batch."""
@@ -134,7 +156,7 @@ class Evaluator:
 
 def _mean(name: str, value: Any, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        return value.detach().to(torch.float64).mean()
+        return value.detach().to(device, torch.float64).mean()
     try:
         return torch.tensor(float(value), dtype=torch.float64, device=device)
     except (TypeError, ValueError) as error:

@@ -91,7 +91,7 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
             )
         return made
     parameters = [each for each in model.parameters() if each.requires_grad]
-    fused = parameters[0].is_cuda if settings.fused is None else settings.fused
+    fused = parameters[0].is_cuda and can_be_fused(model) if settings.fused is None else settings.fused
     arguments: dict[str, Any] = {"lr": settings.lr, "fused": fused or None}
     if settings.weight_decay is not None:
         arguments["weight_decay"] = settings.weight_decay
@@ -99,6 +99,12 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
         return torch.optim.SGD(parameters, momentum=settings.momentum, **arguments)
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[settings.optimizer]
     return kind(parameters, betas=settings.betas, **arguments)
+
+
+def can_be_fused(model: nn.Module) -> bool:
+    """Whether a fused optimizer takes the model: PyTorch's take neither complex parameters nor sparse gradients."""
+    has_sparse = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in model.modules())
+    return not has_sparse and all(each.is_floating_point() for each in model.parameters() if each.requires_grad)
 
 
 def lr_factor(

@@ -5,15 +5,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from slurmgpu.errors import ItemError, SlurmGPUError  # noqa: E402
 from slurmgpu.training.batches import Cutting, Position  # noqa: E402
-from slurmgpu.training.evaluating import Evaluator  # noqa: E402
+from slurmgpu.training.evaluating import Evaluator, _mean  # noqa: E402
 from slurmgpu.training.loading import read_split  # noqa: E402
 from slurmgpu.training.loop import Training  # noqa: E402
 from slurmgpu.training.modes import Mode, computing  # noqa: E402
-from slurmgpu.training.optimizing import Stepper  # noqa: E402
+from slurmgpu.training.optimizing import Stepper, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
 from slurmgpu.training.weighing import Weigher  # noqa: E402
@@ -69,6 +70,16 @@ WRONG = {
         {},
         r"cannot train on one sample\..* drop_last = true",
     ),
+    "values of tokens": (
+        {"metrics": lambda _, __, batch: {"hits": torch.ones(2 * len(batch[0]))}},
+        {},
+        r"gave 'hits' as a tensor of 8 values for a batch of 4 samples; expected one value for each sample",
+    ),
+    "no values": (
+        {"metrics": lambda _, __, batch: {"hits": batch[1][batch[1] > 100]}},
+        {},
+        r"gave 'hits' as a tensor of 0 values for a batch of 4 samples",
+    ),
     "names differ": (
         {"metrics": lambda _, __, batch: {"a": 1.0} | ({"recall": 1.0} if batch[1].min() > 1 else {})},
         {},
@@ -86,6 +97,43 @@ def test_what_a_class_cannot_mean_is_refused_in_a_sentence(tmp_path, methods, gi
 def test_a_metric_that_is_no_number_is_warned_of_once(tmp_path, caplog):
     train(like(metrics=lambda *_: {"odd": float("nan")}), tmp_path)
     assert caplog.text.count("val_odd is NaN") == 1
+
+
+def test_one_number_for_a_batch_weighs_as_much_whatever_its_shape_also_in_a_batch_of_one(tmp_path):
+    def measured(_, model, batch):
+        mean = model(batch[0]).mean()
+        return {"number": mean, "tensor": mean[None], "float": float(mean)}
+
+    weighed = like(n=5, weight=lambda _, batch: 5.0, metrics=measured)
+    final = train(weighed, tmp_path, batch_size=2).final  # an evaluation of 1, 2 and 2 samples
+    assert final["val_number"] == final["val_tensor"] == final["val_float"]
+
+
+def test_a_metric_that_is_not_on_the_device_is_moved_there():
+    assert _mean("far", torch.tensor(0.5), torch.device("meta")).device.type == "meta"
+
+
+class Odd(nn.Module):
+    """A model with parameters that no fused optimizer takes."""
+
+    def __init__(self, dtype=torch.float32, *, is_sparse=False):
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=is_sparse, device="cuda")
+        self.factors = nn.Parameter(torch.ones(2, dtype=dtype, device="cuda"))
+
+
+def test_on_gpus_the_optimizer_is_fused_where_pytorch_can():
+    with FakeTensorMode():  # tensors without memory, on GPUs that need not be there
+        made = {
+            name: make_optimizer(object(), model, TrainingSettings(epochs=1, optimizer="sgd")).defaults["fused"]
+            for name, model in {
+                "plain": Odd(),
+                "low": Odd(torch.bfloat16),
+                "complex": Odd(torch.complex64),
+                "sparse": Odd(is_sparse=True),
+            }.items()
+        }
+    assert made == {"plain": True, "low": True, "complex": None, "sparse": None}
 
 
 class Counting(nn.Linear):
