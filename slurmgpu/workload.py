@@ -241,6 +241,7 @@ class Adapted:
             self.most_parts,
             self.summarize,
             self.exports,
+            self.files_of_item,
             self.fetch,
             self.default_items,
         )
@@ -368,6 +369,11 @@ class Adapted:
     def explain_misfit(self) -> Callable[[Any], str] | None:
         """A sentence to add to the error of an item whose row does not fit the columns."""
         return self._read_method("explain_misfit", "row")
+
+    @cached_property
+    def files_of_item(self) -> Callable[[int], Collection[str]] | None:
+        """The files that an item's row stands for, by the item's index, as paths relative to the run directory."""
+        return self._read_method("files_of_item", "index")
 
     @cached_property
     def fetch(self) -> Callable[[], object] | None:

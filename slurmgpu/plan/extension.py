@@ -6,9 +6,9 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
@@ -17,20 +17,26 @@ from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.util.atomic_files import beside, fsync_dir
 from slurmgpu.util.plurals import count_of
-from slurmgpu.util.shared_files import replace, retried
+from slurmgpu.util.shared_files import exists, make_folder, replace, retried
 
 OF_INPUT = frozenset({"input_digest", "n_items", "ranges"})
 """What may differ of all that the rows depend on: the input, which is compared file by file."""
+FilesOfItem = Callable[[int], Collection[str]]
+"""The files that a workload keeps for an item's row, as paths relative to the run directory."""
 CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """What says that a file can only be copied: another file system, another user's file, too many links."""
 
 
 @dataclass(frozen=True)
 class Extension:
-    """The run that is extended, and its published shards that have the same items in both runs, by revisions."""
+    """The run that is extended, and its published shards that have the same items in both runs, by revisions.
+
+    `files_of_item` is the workload's.
+    """
 
     run: Run
     shards: Mapping[int, list[int]]
+    files_of_item: FilesOfItem | None = None
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
@@ -46,18 +52,43 @@ class Extension:
             f"{count_of(plan.n_items - n_taken, 'item')} {'is' if plan.n_items - n_taken == 1 else 'are'} computed."
         )
 
+    def check(self) -> None:
+        """SlurmGPUError, before anything is made, for files of the workload that cannot be taken."""
+        for _ in self._files():
+            pass
+
     def put_into(self, run: Run) -> None:
-        """Link the shards into the run directory of the extending run, or copy them where they cannot be linked."""
+        """Link the shards into the run directory of the extending run, or copy them where they cannot be linked.
+
+        So are the files that the workload keeps beside the rows; those that are not there are left out.
+        """
+        for path in self._files():
+            _link_or_copy_into(run.folder, path, self.run.folder)
         for shard, revisions in self.shards.items():
             for revision in revisions:
                 _link_or_copy(self.run.revision_path(shard, revision), run.revision_path(shard, revision))
         fsync_dir(run.shards)
 
+    def _files(self) -> Iterator[PurePosixPath]:
+        """The workload's files of the items in these shards; SlurmGPUError if one is not below the run directory."""
+        if (files_of_item := self.files_of_item) is None:
+            return
+        for shard in self.shards:
+            for index in self.run.plan.indices(*self.run.plan.bounds(shard)):
+                for name in files_of_item(index):
+                    path = PurePosixPath(name)
+                    if path.is_absolute() or ".." in path.parts or not path.parts:
+                        raise SlurmGPUError(
+                            f"files_of_item({index}) of the workload gave {name!r}; expected paths of files below "
+                            "the run directory, relative to it."
+                        )
+                    yield path
 
-def extend(old: Run, plan: Plan, folder: Path) -> Extension:
+
+def extend(old: Run, plan: Plan, folder: Path, files_of_item: FilesOfItem | None = None) -> Extension:
     """The extension of `old` by a plan; SlurmGPUError says why the plan does not extend it.
 
-    `folder` has the input's files that lie in run directories.
+    `folder` has the input's files that lie in run directories. `files_of_item` is the workload's.
     """
     before, spec = InputSpec.from_json(old.plan.input), InputSpec.from_json(plan.input)
     if before.ranges is not None:
@@ -79,7 +110,10 @@ def extend(old: Run, plan: Plan, folder: Path) -> Extension:
         )
     n_whole = before.n_items // plan.shard_items
     there = old.shard_files(fresh=True)
-    return Extension(old, {shard: there[shard] for shard in sorted(there) if shard < n_whole})
+    taken = {shard: there[shard] for shard in sorted(there) if shard < n_whole}
+    extension = Extension(old, taken, files_of_item)
+    extension.check()
+    return extension
 
 
 def _check_prefix(old: Run, before: tuple[InputFile, ...], spec: InputSpec, folder: Path) -> None:
@@ -131,6 +165,16 @@ def _begins_with(path: Path, former: InputFile) -> bool:
             last = chunk[-1:]
         is_end_of_line = b"\n" in (last, file.read(1))
     return not left and is_end_of_line and checksum.hexdigest() == former.sha256
+
+
+def _link_or_copy_into(folder: Path, path: PurePosixPath, old: Path) -> None:
+    """Link or copy a file of an old run directory into another one, unless it is missing there."""
+    if not exists(old / path):
+        return
+    for number in range(1, len(path.parts)):
+        make_folder(folder.joinpath(*path.parts[:number]))
+    _link_or_copy(old / path, folder / path)
+    fsync_dir((folder / path).parent)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -227,7 +227,7 @@ def draft_run(
             exports=sorted(workload.exports),
             parts=parts,
         )
-        extension = None if extends is None else extend(extends, plan, Path(scratch))
+        extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
         notes += [extension.describe(plan)] if extension else []
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
         yield Draft(

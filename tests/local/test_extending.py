@@ -68,6 +68,47 @@ def test_an_extended_run_has_the_bytes_of_a_full_one_and_computes_what_is_new(ol
         assert merged["double"][:].tolist() == [2.0 * index for index in range(60)]
 
 
+KEEPS = '''
+
+class Keeps(Rows):
+    """Writes each item down in a file of its own as well; of item 5 it is lost."""
+
+    def load(self, task):
+        super().load(task)
+        self.folder = task.run_dir / "kept"
+        self.folder.mkdir(exist_ok=True)
+
+    def __call__(self, items):
+        for item in items:
+            if item.index != 5:
+                (self.folder / f"{item.index}.txt").write_text(item.data["text"])
+        return super().__call__(items)
+
+    def files_of_item(self, index):
+        return [f"kept/{index}.txt"]
+'''
+
+
+def test_files_that_a_workload_keeps_for_a_row_come_with_it(old):
+    with open(old / "workloads.py", "a") as file:
+        file.write(KEEPS)
+    run_file = old / "slurmgpu.toml"
+    run_file.write_text(run_file.read_text().replace("workloads.py:Rows", "workloads.py:Keeps"))
+    submit(old, "kept/run")
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    submit(old, "more/run", extend=old / "kept" / "run")
+    there = {int(path.stem): path for path in (old / "more" / "run" / "kept").iterdir()}
+    assert sorted(there) == [index for index in range(45) if index != 5]
+    assert there[0].samefile(old / "kept" / "run" / "kept" / "0.txt")  # of a shard that was taken
+    assert not there[32].samefile(old / "kept" / "run" / "kept" / "32.txt")
+    assert there[31].read_text() == "item 31 of many"
+    source = (old / "workloads.py").read_text().replace('f"kept/{index}.txt"]', 'f"kept/../../{index}.txt"]')
+    (old / "workloads.py").write_text(source)
+    with pytest.raises(SlurmGPUError, match=r"files_of_item\(0\) .* gave 'kept/../../0.txt'; expected paths"):
+        submit(old, "most/run", extend=old / "kept" / "run")
+    assert not (old / "most").exists()
+
+
 def test_shards_are_copied_where_they_cannot_be_linked(old, monkeypatch):
     (old / "data" / "c.jsonl").write_text(lines(36, 45))
 

@@ -449,6 +449,9 @@ def test_a_row_has_the_configuration_its_curves_and_where_its_weights_are(ran):
         assert len(merged["curve"][0]) == len(merged["curve_steps"][0]) == 10
         assert merged["metric"][0] == "val_loss"
         assert merged["score"][0] == pytest.approx(min(merged["eval_curve"][0]))
+        workload = Train(training="mine.py:Lines", epochs=1)
+        assert merged["weights"][1] in workload.files_of_item(1)
+        assert all((folder / "run" / name).is_file() for name in workload.files_of_item(1))
         weights = torch.load(folder / "run" / merged["weights"][1], weights_only=True)
     assert weights["0.weight"].shape == (8, 3)
 

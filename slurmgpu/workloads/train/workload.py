@@ -16,7 +16,7 @@ from slurmgpu.util.packages import check_torch
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, UnknownSettingError
 from slurmgpu.workloads.train.exports import write_csv, write_curves
 from slurmgpu.workloads.train.items import Configuration, check_items, taken_over
-from slurmgpu.workloads.train.rows import COLUMNS
+from slurmgpu.workloads.train.rows import COLUMNS, RESULT
 from slurmgpu.workloads.train.settings import HINTS, check_each, meant, typed
 from slurmgpu.workloads.train.summary import summarize
 from slurmgpu.workloads.train.training_class import TrainingClass, class_of, load_class, read_class, resolve_training
@@ -156,11 +156,15 @@ class Train:
             settings = found.check(self._about)
             if settings.seed is None:
                 settings = replace(settings, seed=item.seed)
-            folder = self._task.run_dir / FOLDER / f"{item.index:05d}"
+            folder = self._task.run_dir / _folder_of(item.index)
             arguments = found.for_class(self._about, settings)
             return process.row(lambda: self._class(**arguments), settings, self._task, folder, found.shown)
         except SlurmGPUError as error:  # other configurations may be right
             raise ItemError(str(error)) from error
+
+    def files_of_item(self, index: int) -> list[str]:
+        """What a finished training leaves, which the row's `weights` name; relative to the run directory."""
+        return [f"{_folder_of(index)}/{name}" for name in ("best.pt", "last.pt", RESULT)]
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """The configurations by their score, the best ones first."""
@@ -170,6 +174,10 @@ class Train:
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
         """A table with a column for each setting, and the learning curves."""
         return {"csv": write_csv, "curves": write_curves}
+
+
+def _folder_of(index: int) -> str:
+    return f"{FOLDER}/{index:05d}"
 
 
 def _step_size(settings: TrainingSettings, n_processes: int) -> str:
