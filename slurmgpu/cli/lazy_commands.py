@@ -1,4 +1,4 @@
-"""Typer commands that are built on demand and read their arguments without pydantic.
+"""Typer commands that are built on demand, read their arguments without pydantic, and lose no repeated option.
 
 Typer reads every argument with pydantic, even those that were not given. Importing pydantic takes as long as Typer and
 Rich together, most of the start time of a command such as `status` on a login node.
@@ -17,7 +17,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_transient, may
+
+_LISTS = ("--columns", "--items", "--keep")
+"""Options with values such as A,B: given again, they add up."""
+_CONDITION = "--where"
 
 
 class App(typer.Typer):
@@ -57,12 +62,44 @@ def _read_here(params_for: Callable[[Any], list[Any]], ctx: Any) -> list[Any]:
     """A command's parameters, with our reader."""
     params = params_for(ctx)
     for param in params:
+        if param.param_type_name == "option" and not (param.multiple or param.is_flag or param.count):
+            param.add_to_parser = functools.partial(_collect, param)
+            param.handle_parse_result = functools.partial(_handle_all, param, param.handle_parse_result)
         # Older versions of Typer have no such method: click reads their arguments.
         if hasattr(param, "get_runtime_param"):
             param.get_runtime_param = functools.partial(
                 _Reader, functools.partial(type(param).get_runtime_param, param)
             )
     return params
+
+
+def _collect(param: Any, parser: Any, ctx: Any) -> None:
+    """Make the parser keep all values of an option; by itself it keeps the last of them."""
+    parser.add_option(obj=param, opts=param.opts, dest=param.name, action="append", nargs=param.nargs)
+
+
+def _handle_all(param: Any, handle: Callable[..., Any], ctx: Any, opts: dict[str, Any], args: list[str]) -> Any:
+    """Handle the one value that all values of an option make."""
+    given = opts.get(param.name)
+    if isinstance(given, list):
+        opts = {**opts, param.name: given[-1] if ctx.resilient_parsing else _one_of(param.opts, given)}
+    return handle(ctx, opts, args)
+
+
+def _one_of(names: Sequence[str], given: Sequence[Any]) -> Any:
+    """The one value that the values of an option make; SlurmGPUError for different ones of an option that takes one."""
+    values = list(dict.fromkeys(given))
+    if len(values) == 1:
+        return values[0]
+    if _CONDITION in names:
+        return " and ".join(f"({value})" for value in values)
+    if names[0] in _LISTS:
+        return ",".join(values)
+    name = next((each for each in names if each.startswith("--")), names[0])
+    raise SlurmGPUError(
+        f"{name} is given {len(given)} times, as {' and '.join(map(str, values))}, and takes one value. Leave the "
+        f"others out."
+    )
 
 
 class _Reader:

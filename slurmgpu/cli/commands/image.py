@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurmgpu.cli.lazy_commands import Commands
 from slurmgpu.errors import SlurmGPUError
 
 if TYPE_CHECKING:
     from slurmgpu.containers.settings import Bind
 
 image_app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
