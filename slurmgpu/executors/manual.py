@@ -33,6 +33,8 @@ class Manual(Slurm):
             typed = "; ".join(dict.fromkeys(commands_first))
             notes.append(f"The scripts do not run the setup of [slurm] or [merge]; write it into them: {typed}")
         try:
+            if why := commands.other_cluster():
+                notes.append(f"{why} Its queue is not seen here: type these lines there.")
             asked, limited = respect_limits(asked)
         except commands.SlurmUnavailableError as error:
             limited = [f"The cluster's limits are not known here. {error}"]
@@ -57,7 +59,8 @@ def lines_to_type(run: Run, submission: Submission) -> list[str]:
     return [
         f"J=$(sbatch --parsable {shlex.join(tasks)})",
         # afterany: a failed task must not keep the others from being merged.
-        f"sbatch --dependency=afterany:$J {shlex.join(merge)}",
+        # %%: with --clusters, which SLURM_CLUSTERS may say, --parsable prints "1234;CLUSTER".
+        f"sbatch --dependency=afterany:${{J%%;*}} {shlex.join(merge)}",
     ]
 
 

@@ -53,6 +53,8 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
         asked = _as_submission(run, own.n_tasks, device)
         lock.check()
         line: SubmissionLine = {**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job}
+        if name := os.environ.get("SLURM_JOB_NAME"):
+            line["array_name"] = name
         run.record_submission(line if cluster is None else {**line, "cluster": cluster})
     return next(line for line in run.submissions() if line["submission"] == asked.submission)
 

@@ -41,8 +41,9 @@ class Slurm(Executor):
     not_in_paths = "'\"\\"
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse a machine without Slurm."""
+        """Refuse a machine without Slurm, and a shell that submits to another cluster."""
         commands.run("sbatch", "--version")
+        refuse_other_cluster()
 
     def describe(self, container: ContainerRecord | None) -> str:
         """Its version and MaxArraySize."""
@@ -83,6 +84,7 @@ class Slurm(Executor):
         from slurmgpu.executors import slurm_jobs
         from slurmgpu.slurm import facts, limits
 
+        refuse_other_cluster()
         seen.submission, fitted = self.fit(seen.submission, container)
         seen.notes += fitted
         seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
@@ -188,6 +190,15 @@ class Slurm(Executor):
         from slurmgpu.executors import slurm_jobs
 
         return slurm_jobs.check_command(config, command)
+
+
+def refuse_other_cluster() -> None:
+    """Raise SlurmGPUError if the environment asks for a cluster whose queue is not seen here."""
+    if why := commands.other_cluster():
+        raise SlurmGPUError(
+            f"{why} slurmgpu looks for its jobs here, and sees no other queue. Submit from a login node of that "
+            f"cluster; or unset the variable, to submit here."
+        )
 
 
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:

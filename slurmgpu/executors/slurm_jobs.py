@@ -23,7 +23,7 @@ from slurmgpu.plan.planner import refuse_odd_path
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
-from slurmgpu.slurm import commands
+from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.commands import ARRAY_JOB
 from slurmgpu.util.array_ids import array_of
 
@@ -110,7 +110,7 @@ def _let_back_in(excluded: Sequence[str]) -> str:
 
 
 def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
-    return _executor(logs, f"slurmgpu:{name}", _array_options(submission), submission.n_concurrent)
+    return _executor(logs, f"{queue.JOB_NAME}:{name}", _array_options(submission), submission.n_concurrent)
 
 
 def _array_options(submission: Submission) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _array_options(submission: Submission) -> dict[str, Any]:
 def _merge_executor(logs: Path, name: str, submission: Submission, dependency: str) -> submitit.SlurmExecutor:
     # afterany: a failed task must not keep the others from being merged.
     options = {**submission.merge_options, "dependency": dependency, "kill_on_invalid_dep": "yes"}
-    return _executor(logs, f"slurmgpu-merge:{name}", options, 1)
+    return _executor(logs, f"{queue.MERGE_NAME}:{name}", options, 1)
 
 
 def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:

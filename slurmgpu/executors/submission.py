@@ -170,7 +170,10 @@ def _record_merge_job(run: Run, own_job: str) -> None:
     """Record this job as the merge job of the submissions that lack one, for runs that wait for it (--after)."""
     for line in run.submissions():
         if line.get("by_hand") and line["state"] != "ended" and "merge_job" not in line:
-            run.record_submission({"submission": line["submission"], "merge_job": own_job})
+            told: SubmissionLine = {"submission": line["submission"], "merge_job": own_job}
+            if name := os.environ.get("SLURM_JOB_NAME"):
+                told["merge_name"] = name
+            run.record_submission(told)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,9 @@ SLURM_RESERVED = {
     "gpus_per_task": "[resources] gpus_per_task sets it",
     "nodes": "[resources] nodes_per_task sets it",
     **dict.fromkeys(NTASKS, "a task is one process on each of its nodes, which starts those of the GPUs"),
+    **dict.fromkeys(
+        ("clusters", "cluster", "M"), "slurmgpu looks for its jobs on this cluster; submit on the other one"
+    ),
     "output": "logs lie in the run directory",
     "error": "logs lie in the run directory",
     "open_mode": "logs lie in the run directory",

@@ -99,6 +99,8 @@ class SubmissionLine(_Number, Jobs, Place, total=False):
     message: str
     cluster: str | None
     by_hand: bool
+    array_name: str
+    merge_name: str
     cancelled: bool
     copied: bool
     host: str

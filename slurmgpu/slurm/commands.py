@@ -41,6 +41,9 @@ PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CL
 ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 """Names of arrays are not cut at 64 characters, and times have the format that `queue` reads."""
 
+CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+"""What sbatch reads as --clusters."""
+
 
 class SlurmUnavailableError(NoAnswerError):
     """A Slurm command is missing, failed or did not answer."""
@@ -168,6 +171,18 @@ def signals_children(config: Mapping[str, str]) -> bool:
 def cluster_name() -> str:
     """The name of the cluster that Slurm's commands ask here."""
     return configuration().get("ClusterName", "")
+
+
+def other_cluster() -> str | None:
+    """Why sbatch, as this shell types it, would submit to another cluster than the one that is asked here; or None.
+
+    Of several clusters it takes the one where the job starts first.
+    """
+    for name in CLUSTER_VARIABLES:
+        named = os.environ.get(name, "")
+        if named and named != (own := cluster_name()):
+            return f"{name} = {named} in the environment names other clusters than {own}, which is the one here."
+    return None
 
 
 def max_array_size() -> int:

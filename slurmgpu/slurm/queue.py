@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.queued import Job
@@ -143,8 +143,9 @@ _SUBMITTED_BY: dict[str, str] = {}
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
     """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet.
 
-    The id is not enough to identify a job: on another cluster that shares the disk it is another job's. `among` are
-    all of the user's jobs, if they are known already.
+    The id is not enough to identify a job: on another cluster that shares the disk it is another job's, and so it is
+    where ids began again because slurmctld lost its state. `among` are all of the user's jobs, if they are known
+    already.
     """
     lines = run.submissions()
     ids = {line[key] for line in lines for key in JOB_KEYS if key in line}
@@ -155,13 +156,24 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJo
         here = own_cluster()
         lines = [line for line in lines if here is None or line.get("cluster", here) == here]
         over = ended_jobs(lines)
-    known = {line[key]: "cluster" in line for line in lines for key in JOB_KEYS if key in line}
+    names = {line[key]: _name_of(run, line, key) for line in lines for key in JOB_KEYS if key in line}
 
     def is_known(job: QueuedJob) -> bool:
-        # By its id, and also by its name if its cluster is not recorded.
-        return job.array_job in known and (known[job.array_job] or job.name.startswith(JOB_NAME))
+        if job.array_job not in names:
+            return False
+        name = names[job.array_job]
+        return job.name.startswith(JOB_NAME) if name is None else job.name == name
 
     return [job for job in jobs if job.array_job not in over and (job.is_of(run) or is_known(job))]
+
+
+def _name_of(run: Run, line: SubmissionLine, key: Literal["array_job", "merge_job"]) -> str | None:
+    """The name of a submission's job; None if an older slurmgpu recorded none."""
+    if key == "array_job":
+        told, options, prefix = line.get("array_name"), line.get("slurm"), JOB_NAME
+    else:
+        told, options, prefix = line.get("merge_name"), line.get("merge"), MERGE_NAME
+    return told if line.get("by_hand") else str((options or {}).get("job_name") or f"{prefix}:{run.plan.name}")
 
 
 def _epoch(text: str) -> float | None:

@@ -260,7 +260,7 @@ settings.faults = {3 = "item_error", 17 = "segfault"}
 resources = {gpus = 0, executor = "local"}
 """
 # Of a submission that is queued, refused, cancelled or made by hand.
-ON_SLURM_ONLY = {"cluster", "array_job", "merge_job", "by_hand", "message", "cancelled"}
+ON_SLURM_ONLY = {"array_name", "merge_name", "cluster", "array_job", "merge_job", "by_hand", "message", "cancelled"}
 
 
 @pytest.fixture(scope="module")

@@ -348,7 +348,7 @@ def test_a_line_has_the_script_that_fits_and_its_options(tmp_path, monkeypatch, 
     shown = shown if "--comment" in shown else f"{comment} {shown}"
     assert tasks == f"J=$(sbatch --parsable {shown.format(SCRIPTS)} 'runs/x y')"
     options = f"{comment} --kill-on-invalid-dep=yes"
-    assert merge == f"sbatch --dependency=afterany:$J {options} {SCRIPTS}/merge.sbatch 'runs/x y'"
+    assert merge == f"sbatch --dependency=afterany:${{J%%;*}} {options} {SCRIPTS}/merge.sbatch 'runs/x y'"
 
 
 def test_a_copy_of_the_scripts_in_the_working_directory_is_the_one_to_submit(project, slurmgpu):
@@ -474,13 +474,20 @@ def cancelling(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "name", "stops"),
     [
-        ({"cluster": "here"}, "any", True),
-        ({"cluster": "there"}, "slurmgpu", False),
-        ({}, "slurmgpu", True),  # by an older slurmgpu
-        ({}, "any", False),
+        ({"cluster": "here", "array_name": "train"}, "train", True),
+        ({"cluster": "here", "array_name": "train"}, "precious", False),  # ids have begun again
+        ({"cluster": "there", "array_name": "train"}, "train", False),
+        ({"cluster": "here"}, "slurmgpu", True),  # by an older slurmgpu
+        ({"cluster": "here"}, "any", False),
+        ({"cluster": "here", "by_hand": False}, "slurmgpu:run", True),
+        ({"cluster": "here", "by_hand": False}, "slurmgpu:other", False),
+        ({"cluster": "here", "by_hand": False, "slurm": {"job_name": "mine"}}, "mine", True),
+        ({"array_job": "6", "merge_job": "7", "merge_name": "join"}, "join", True),
+        ({"array_job": "6", "merge_job": "7", "merge_name": "join"}, "precious", False),
+        ({"array_job": "6", "merge_job": "7", "by_hand": False}, "slurmgpu-merge:run", True),
     ],
 )
-def test_a_job_of_another_cluster_that_has_the_same_id_is_not_cancelled(cancelling, line, name, stops):
+def test_a_job_that_has_the_same_id_and_is_not_the_runs_is_not_cancelled(cancelling, line, name, stops):
     job = queue.QueuedJob("7", "RUNNING", "None", name, "/home/ada", "train.sh x")
     assert cancelling(job, **line) == ((["7"], True) if stops else ([], False))
 
@@ -492,7 +499,7 @@ def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_i
 
 def test_a_hetjob_by_hand_is_cancelled_by_its_own_id(cancelling):
     parts = [queue.QueuedJob(f"7+{part}", "PENDING", "None", "any", "/", "x") for part in (0, 1)]
-    assert cancelling(*parts, cluster="here") == (["7"], True)
+    assert cancelling(*parts, cluster="here", array_name="any") == (["7"], True)
 
 
 NEWER_SQUEUE = r"""#!{python}

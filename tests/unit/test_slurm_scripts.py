@@ -9,17 +9,30 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_jobs
-from slurmgpu.plan.run_file import RunFile, parse_table
+from slurmgpu.plan.run_file import RunFile, parse_slurm_options, parse_table
 from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import commands
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
+def pretending(tmp_path, monkeypatch):
+    """`pretending("srun", "echo something")`: a command that is a line of shell."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+    def pretend(name, line):
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+
+    return pretend
+
+
+@pytest.fixture
+def written(pretending):
     """`written(n_tasks=4, slurm={"mem": "4G"})`: the scripts of such a submission, by job."""
-    srun = tmp_path / "srun"  # Submitit looks whether there is one
-    srun.write_text("#!/bin/sh\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    pretending("srun", "exit 1")  # Submitit looks whether there is one
 
     def scripts(**asked):
         usual = {"n_tasks": 1, "n_concurrent": 1, "gpus_per_task": 1}
@@ -68,3 +81,32 @@ def test_copies_of_a_job_end_with_a_sentence(tmp_path, job):
 def test_a_number_of_processes_is_not_the_users_to_set(name, table):
     with pytest.raises(SlurmGPUError, match="cannot be set here: a task is one process on each of its nodes"):
         parse_table(RunFile, {"input": "x", "workload": {"use": "x.py:X"}, table: {name: 2}}, "x.toml")
+
+
+@pytest.mark.parametrize("name", ["clusters", "cluster", "M"])
+def test_another_cluster_is_no_option(name):
+    with pytest.raises(SlurmGPUError, match="cannot be set here: slurmgpu looks for its jobs on this cluster"):
+        parse_slurm_options([f"{name}=far"])
+
+
+def test_a_shell_that_submits_to_another_cluster_is_told_so(pretending, monkeypatch, project, slurmgpu):
+    pretending("sbatch", "echo slurm 22.05.8")
+    pretending("scontrol", "echo 'ClusterName = here'")
+    folder = project(4)
+    for command in (("submit", "--dry-run"), ("submit",)):
+        done = slurmgpu(*command, cwd=folder, expect=2, SLURM_CLUSTERS="far")
+        assert "SLURM_CLUSTERS = far in the environment names other clusters than here" in done.stderr
+        assert "Submit from a login node of that cluster" in done.stderr
+    assert not (folder / "run").exists()
+    monkeypatch.setenv("SBATCH_CLUSTERS", "here")
+    assert commands.other_cluster() is None
+    monkeypatch.setenv("SBATCH_CLUSTERS", "here,far")
+    assert str(commands.other_cluster()).startswith("SBATCH_CLUSTERS = here,far in the environment")
+
+
+def test_the_lines_of_plan_wait_for_the_id_alone_where_sbatch_prints_a_cluster(pretending, project, slurmgpu):
+    pretending("sbatch", 'case "$*" in *array.sbatch*) echo "15;far";; *) echo "$1";; esac')
+    folder = project(4)
+    lines = slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0).stdout
+    done = subprocess.run(["bash", "-ec", lines], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "--dependency=afterany:15\n"
