@@ -29,13 +29,13 @@ class Manual(Slurm):
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within this cluster's limits, if these are known."""
         asked, notes = replace(submission, executor=Slurm.name), []
-        if commands_first := [*asked.slurm.get("setup", ()), *asked.merge.get("setup", ())]:
+        if commands_first := [*asked.sbatch_options.get("setup", ()), *asked.merge_options.get("setup", ())]:
             typed = "; ".join(dict.fromkeys(commands_first))
             notes.append(f"The scripts do not run the setup of [slurm] or [merge]; write it into them: {typed}")
         try:
             if why := commands.other_cluster():
                 notes.append(f"{why} Its queue is not seen here: type these lines there.")
-            asked, limited = respect_limits(asked)
+            asked, limited = respect_limits(asked, is_array=True)
         except commands.SlurmUnavailableError as error:
             limited = [f"The cluster's limits are not known here. {error}"]
         return asked, [*notes, *limited]
@@ -86,7 +86,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     given = {
         f"--{key.replace('_', '-')}": value
         for key, value in options.items()
-        if value is not False and key != "setup"  # which is no option of sbatch
+        if key != "setup"  # which is no option of sbatch
     }
     return [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
 

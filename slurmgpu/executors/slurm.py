@@ -23,7 +23,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
 from slurmgpu.run.owners import refuse_other_users
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
-from slurmgpu.slurm import accounting, commands, queue
+from slurmgpu.slurm import accounting, commands, facts, limits, queue
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
@@ -50,7 +50,7 @@ class Slurm(Executor):
         version = commands.run("sbatch", "--version").strip()
         if found := hazards(container):
             raise SlurmGPUError(found[0])
-        return f"{version}, MaxArraySize {commands.max_array_size()}"
+        return f"{version}, MaxArraySize {commands.max_array_size(commands.configuration())}"
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
         """Refuse all."""
@@ -82,14 +82,15 @@ class Slurm(Executor):
 
     def _ask(self, seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
         from slurmgpu.executors import slurm_jobs
-        from slurmgpu.slurm import facts, limits
 
         refuse_other_cluster()
-        seen.submission, fitted = self.fit(seen.submission, container)
-        seen.notes += fitted
+        known = facts.read_facts(commands.configuration(), seen.submission.sbatch_options.get("account"))
+        seen.submission, fitted = respect_limits(seen.submission, known)
+        seen.notes += [*fitted, *hazards(container)]
         seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
-        known = facts.read_facts(seen.submission.slurm.get("account"))
         seen.notes += known.notes
+        for name in limits.empty_partitions(seen.submission, known):
+            seen.notes.append(f"The partition {name} has no nodes, so no task starts there.")
         seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
         seen.bound_gpu_hours = limits.bound_gpu_hours(seen.submission, seen.walltime_s)
         try:
@@ -201,17 +202,29 @@ def refuse_other_cluster() -> None:
         )
 
 
-def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
+def respect_limits(
+    asked: Submission, known: facts.Facts | None = None, *, is_array: bool = False
+) -> tuple[Submission, list[str]]:
     """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
 
-    Fewer tasks still finish the run: they take shards until none is left.
+    Fewer tasks still finish the run: they take shards until none is left. One task alone is a plain job, unless
+    `is_array`. `known` is what Slurm says of the limits, if it was asked already.
     """
-    limits = {"MaxArraySize": commands.max_array_size()}
-    if (submit_jobs := commands.max_submit_jobs()) is not None:
-        limits["MaxSubmitJobs (one is for the merge job)"] = submit_jobs - 1
-    name, limit = min(limits.items(), key=lambda item: item[1])
+    if known is None:
+        account = asked.sbatch_options.get("account")
+        known = facts.read_facts(commands.configuration(), account, with_gpus=False)
+        for note in known.notes:
+            log.info("%s", note)
+    size = commands.max_array_size(known.config)
+    most = {"MaxArraySize": size if is_array else max(1, size)}
+    for name, n_jobs in limits.most_jobs(asked, known).items():
+        most[f"{name} (one is for the merge job)"] = n_jobs - 1
+    name, limit = min(most.items(), key=lambda item: item[1])
     if limit < 1:
-        raise SlurmGPUError(f"{name} of this cluster allows no task; ask its administrators.")
+        raise SlurmGPUError(
+            f"{name} is {limit}, which allows no task. Name another account, partition or qos in [slurm], or ask the "
+            f"cluster's administrators."
+        )
     if asked.n_tasks <= limit:
         return asked, []
     less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))

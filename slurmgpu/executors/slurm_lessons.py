@@ -70,7 +70,7 @@ def _with_more_memory(
     if by_hand and had:  # the script may ask for another amount than the run file
         options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
     for name in sorted(MEMORY_OPTIONS):
-        if name in options:
+        if options.get(name, False) is not False:
             match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
             if match is None:
                 note = f"Memory ran out, and {name} = {options[name]!r} cannot be read: raise it with --slurm {name}=…"

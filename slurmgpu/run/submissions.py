@@ -143,8 +143,8 @@ class Submission:
 
     @property
     def sbatch_options(self) -> dict[str, Any]:
-        """[slurm], with the nodes to exclude."""
-        options = dict(self.slurm)
+        """[slurm], as `given`, with the nodes to exclude."""
+        options = given(self.slurm)
         if self.exclude:
             options["exclude"] = ",".join(part for part in (str(options.get("exclude") or ""), *self.exclude) if part)
         return options
@@ -156,11 +156,20 @@ class Submission:
 
     @property
     def merge_options(self) -> dict[str, Any]:
-        """[merge], with account, partition, QOS and reservation of [slurm] by default."""
+        """[merge], as `given`, with account, partition, QOS and reservation of [slurm] by default."""
         inherited = {
             key: self.slurm[key] for key in ("account", "partition", "qos", "reservation") if key in self.slurm
         }
-        return {**inherited, **self.merge}
+        return given({**inherited, **self.merge})
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of sbatch without those that are false, which leave out an option of the site file.
+
+    `requeue = false` is --no-requeue: left out, the cluster's JobRequeue or a script's own line would say.
+    """
+    kept = {name: value for name, value in options.items() if value is not False}
+    return {**kept, "no_requeue": True} if options.get("requeue") is False else kept
 
 
 def is_over(lines: Sequence[SubmissionLine]) -> bool:

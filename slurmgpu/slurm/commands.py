@@ -14,7 +14,6 @@ from pathlib import Path
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
-from slurmgpu.util.users import own_name
 
 log = logging.getLogger(__name__)
 
@@ -185,18 +184,6 @@ def other_cluster() -> str | None:
     return None
 
 
-def max_array_size() -> int:
-    """MaxArraySize of the cluster; indices run to one less."""
-    return int(configuration().get("MaxArraySize", "1001"))  # Slurm's default
-
-
-def max_submit_jobs() -> int | None:
-    """The smallest limit on submitted jobs of this user's associations; None without one, or without accounting."""
-    asked = ("show", "assoc", f"user={own_name()}", "format=MaxSubmitJobs,GrpSubmitJobs")
-    try:
-        text = run("sacctmgr", "--noheader", "--parsable2", *asked)
-    except SlurmUnavailableError as error:
-        log.info("job limits are not known: %s", error)
-        return None
-    limits = [int(line) for line in re.split(r"[|\s]", text) if line.isdecimal()]
-    return min(limits) if limits else None
+def max_array_size(config: Mapping[str, str]) -> int:
+    """MaxArraySize of the cluster; indices run to one less, and of 0 there are no arrays."""
+    return int(config.get("MaxArraySize", "1001"))  # Slurm's default

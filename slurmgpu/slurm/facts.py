@@ -50,13 +50,16 @@ class Facts:
     notes: list[str] = field(default_factory=list)
 
 
-def read_facts(account: str | None = None) -> Facts:
-    """Ask scontrol, sinfo and sacctmgr; `account` is that of the submission, None for the default."""
-    facts = Facts()
+def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gpus: bool = True) -> Facts:
+    """Ask scontrol, sinfo and sacctmgr; `account` is that of the submission, None for the default.
+
+    `config` is what `commands.configuration` answered. Without `with_gpus`, sinfo is not asked.
+    """
+    facts = Facts(config=config)
     notes = facts.notes
-    facts.config = _asked("The cluster's configuration is", commands.configuration, {}, notes)
     facts.partitions = _asked("Limits of partitions are", _partitions, {}, notes)
-    facts.gpus = _asked("GPUs of partitions are", _gpus, {}, notes)
+    if with_gpus:
+        facts.gpus = _asked("GPUs of partitions are", _gpus, {}, notes)
     enforced = facts.config.get("AccountingStorageEnforce", "limits")
     if not re.search("limits|safe", enforced):
         notes.append(f"Limits of QOSes and associations are not enforced here: AccountingStorageEnforce = {enforced}.")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurmgpu.run.submissions import Submission, seconds_of
-from slurmgpu.slurm.facts import Facts
+from slurmgpu.slurm.facts import Facts, Row
 from slurmgpu.util.gpus import number_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
@@ -66,6 +66,11 @@ class Held:
     key: str
     value: str
 
+    @property
+    def in_words(self) -> str:
+        """Its name and whose it is."""
+        return f"{self.key} of {self.source.name}"
+
 
 RULES = (
     Rule("wall", {"MaxWall": "MaxWallDurationPerJobLimit"}),
@@ -82,18 +87,30 @@ RULES = (
 
 def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float | None]:
     """The limits that hold for a submission, and the walltime of its tasks in seconds, None if that is not known."""
-    partitions = [facts.partitions[name] for name in _partitions(submission, facts) if name in facts.partitions]
-    associations = _associations(submission, facts, partitions)
-    names = _qos_names(submission, facts, partitions, associations)
-    sources = list(_sources(facts, names, associations))
+    partitions = _partitions(submission, facts)
+    names, sources = _limiting(submission, facts, partitions)
     held = [each for rule in RULES for each in _held(rule, sources, submission)]
     walltime_s = _walltime_s(submission, partitions, [each.value for each in held if each.rule.kind == "wall"])
     asked = replace(submission, slurm={**submission.slurm, "time": _time(walltime_s)})
     # The partition's MaxTime does not hold for jobs of such a QOS.
     is_free = any("PartitionTimeLimit" in _flags(facts, name) for name, is_job_s in names if is_job_s)
-    found = [limit for partition in partitions for limit in _of_partition(asked, partition, facts, is_free)]
+    empty = empty_partitions(submission, facts)
+    usable = [row for row in partitions if row["PartitionName"] not in empty] or partitions
+    found = [limit for partition in usable for limit in _of_partition(asked, partition, facts, is_free)]
     found += [_of_rule(asked, each) for each in held]
     return [*found, *_of_cluster(asked, facts.config)], walltime_s
+
+
+def most_jobs(submission: Submission, facts: Facts) -> dict[str, int]:
+    """The limits on how many jobs a user, or an account's, may have submitted that hold for a submission, by name."""
+    _, sources = _limiting(submission, facts, _partitions(submission, facts))
+    held = [each for rule in RULES if rule.kind == "submit" for each in _held(rule, sources, submission)]
+    return {each.in_words: int(each.value) for each in held}
+
+
+def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
+    """The partitions of a submission that have no nodes, so that no task starts there."""
+    return [name for row in _partitions(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
 
 
 def bound_gpu_hours(submission: Submission, walltime_s: float | None) -> float | None:
@@ -103,17 +120,24 @@ def bound_gpu_hours(submission: Submission, walltime_s: float | None) -> float |
     return None if walltime_s is None else submission.n_tasks * submission.gpus_per_task * walltime_s / 3600
 
 
-def _partitions(submission: Submission, facts: Facts) -> list[str]:
-    if named := str(submission.slurm.get("partition", "")):
-        return named.split(",")
-    return [name for name, row in facts.partitions.items() if row.get("Default") == "YES"]
+def _partitions(submission: Submission, facts: Facts) -> list[Row]:
+    if named := str(submission.sbatch_options.get("partition", "")):
+        return [facts.partitions[name] for name in named.split(",") if name in facts.partitions]
+    return [row for row in facts.partitions.values() if row.get("Default") == "YES"]
 
 
-def _associations(
-    submission: Submission, facts: Facts, partitions: Sequence[Mapping[str, str]]
-) -> list[Mapping[str, str]]:
+def _limiting(
+    submission: Submission, facts: Facts, partitions: Sequence[Row]
+) -> tuple[list[tuple[str, bool]], list[Source]]:
+    """The QOSes that limit the jobs, as `_qos_names`, and all sources of limits, both by precedence."""
+    associations = _associations(submission, facts, partitions)
+    names = _qos_names(submission, facts, partitions, associations)
+    return names, list(_sources(facts, names, associations))
+
+
+def _associations(submission: Submission, facts: Facts, partitions: Sequence[Row]) -> list[Row]:
     """The user's associations with the account, by partition if there are such, and those of the accounts above."""
-    account = str(submission.slurm.get("account") or facts.default_account)
+    account = str(submission.sbatch_options.get("account") or facts.default_account)
     names = [row["PartitionName"] for row in partitions]
     own = [row for row in facts.associations if row["User"] == facts.user and row["Account"] == account]
     found = [row for row in own if row["Partition"] in names] or [row for row in own if not row["Partition"]]
@@ -133,7 +157,7 @@ def _qos_names(
 ) -> list[tuple[str, bool]]:
     """The QOSes that limit the jobs, by precedence; True marks the jobs' own."""
     default = next((row["DefaultQOS"] for row in associations if row["User"]), "")
-    own = str(submission.slurm.get("qos") or default or "normal")
+    own = str(submission.sbatch_options.get("qos") or default or "normal")
     names = [(row.get("QoS", ""), False) for row in partitions]
     names = [(own, True), *names] if "OverPartQOS" in _flags(facts, own) else [*names, (own, True)]
     return [(name, is_job_s) for name, is_job_s in names if name in facts.qos]
@@ -184,7 +208,7 @@ def _deciding(rule: Rule, sources: Sequence[Source], tres: str | None = None) ->
 
 def _walltime_s(submission: Submission, partitions: Sequence[Mapping[str, str]], most: Sequence[str]) -> float | None:
     """The walltime that was asked for, or else the partition's default, or else the longest one."""
-    if "time" in submission.slurm:
+    if "time" in submission.sbatch_options:
         return submission.walltime_s
     defaults = [seconds for row in partitions if (seconds := seconds_of(row.get("DefaultTime", ""))) is not None]
     longest = [row.get("MaxTime", "") for row in partitions]
@@ -203,15 +227,16 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
     kind = asked.gpu_type or ""
     counts = [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus[name]]
     what = f"{kind} GPUs" if kind else "GPUs"
-    most, per_node = max(counts), asked.gpus_per_task // asked.nodes_per_task
-    then = f"{REFUSED}: no node has {per_node}" if per_node > most else ""
+    most, per_node = max(counts, default=0), asked.gpus_per_task // asked.nodes_per_task
+    lacks = f"no node has {per_node}" if counts else "it has no nodes"
+    then = f"{REFUSED}: {lacks}" if per_node > most else ""
     yield Limit(f"{what} of a node of partition {name}", str(most), str(per_node), then)
     yield _at_once(asked, f"{what} of partition {name}", sum(counts), "Resources")
 
 
 def _of_rule(asked: Submission, held: Held) -> Limit:
     rule, source, value = held.rule, held.source, held.value
-    name, reason = f"{held.key} of {source.name}", f"{source.reasons}{rule.keys[held.key]}"
+    name, reason = held.in_words, f"{source.reasons}{rule.keys[held.key]}"
     never = REFUSED if source.denies else f"{NEVER} ({reason})"
     if rule.kind == "wall":
         return _of_walltime(asked, name, value, never)
@@ -231,7 +256,8 @@ def _of_rule(asked: Submission, held: Held) -> Limit:
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:
     n_tasks, n_jobs = asked.n_tasks, asked.n_tasks + 1  # the merge job
     if (most := config.get("MaxArraySize", "")).isdecimal():
-        then = REFUSED if n_tasks > int(most) else ""
+        # One task is a plain job; of 0 there are no arrays.
+        then = REFUSED if n_tasks > max(1, int(most)) else ""
         yield Limit("MaxArraySize", most, f"{n_tasks} task{'' if n_tasks == 1 else 's'}", then)
     if (most := config.get("MaxJobCount", "")).isdecimal():
         yield Limit("MaxJobCount, of all users", most, str(n_jobs), REFUSED if n_jobs > int(most) else "")

@@ -333,13 +333,17 @@ def test_an_array_larger_than_the_cluster_allows_is_cut_and_finishes_the_run(pro
 
 def test_fewer_tasks_are_queued_where_the_account_allows_no_more(project, slurmgpu, cluster):
     folder = project(160)
-    cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=4")
+    set_limit = ("sacctmgr", "--immediate", "modify", "user", "root", "where", "account=test", "set")
+    cluster.run("sacctmgr", "--immediate", "add", "account", "course")
+    cluster.run("sacctmgr", "--immediate", "add", "user", "root", "account=course", "MaxSubmitJobs=1")
+    cluster.run(*set_limit, "MaxSubmitJobs=4")
     try:
-        wait_until(lambda: commands.max_submit_jobs() == 4, "the limit")
         done = slurmgpu(*WAIT, "--gpus", "8", cwd=folder, expect=0)
     finally:
-        cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
-    assert "MaxSubmitJobs" in done.stderr
+        cluster.run(*set_limit, "MaxSubmitJobs=-1")
+        cluster.run("sacctmgr", "--immediate", "delete", "user", "root", "account=course")
+        cluster.run("sacctmgr", "--immediate", "delete", "account", "course")
+    assert "MaxSubmitJobs of root in account test (one is for the merge job) is 3" in done.stderr
     assert submissions(folder)[0]["n_tasks"] == 3
     check_rows(folder, 160)
 
@@ -357,7 +361,13 @@ def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(proje
 
 def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, slurmgpu):
     # exclusive: the 16 cores of the node are the job's, and srun must not fill them with copies of the task.
-    asked = {"gres": "gpu:a100:1", "cpus-per-task": 3, "setup": ["export SHEEP=wool"], "exclusive": True}
+    asked = {
+        "gres": "gpu:a100:1",
+        "cpus-per-task": 3,
+        "setup": ["export SHEEP=wool"],
+        "exclusive": True,
+        "export": "NONE",
+    }
     folder = project(16, slurm=asked)
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))

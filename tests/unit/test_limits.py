@@ -2,10 +2,12 @@
 
 import pytest
 
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.slurm import respect_limits
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm import commands, facts
 from slurmgpu.slurm.facts import Facts
-from slurmgpu.slurm.limits import bound_gpu_hours, limits_of
+from slurmgpu.slurm.limits import bound_gpu_hours, empty_partitions, limits_of
 
 PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "DefaultTime": "NONE", "QoS": "N/A"}
 USERS = {"User": "ada", "Account": "lab", "Partition": "", "DefaultQOS": "normal"}
@@ -204,7 +206,7 @@ def test_accounts_are_asked_for_upwards_on_this_cluster_alone(monkeypatch):
         return "".join("|".join(row.get(key, "") for key in keys) + "\n" for row in rows)
 
     monkeypatch.setattr(commands, "run", answer)
-    known = facts.read_facts("lab")
+    known = facts.read_facts(commands.configuration(), "lab")
     assert asked == [("lab", True), ("faculty", True), ("root", True)]
     rows = [(row["User"], row["Account"]) for row in known.associations]
     assert rows == [("", "lab"), (known.user, "lab"), ("", "faculty"), ("", "root")]
@@ -240,12 +242,60 @@ def test_one_dead_command_costs_its_limits_alone(monkeypatch):
         return {"sinfo": "gpu\x1f2\x1fgpu:a100:4\n"}.get(command[0], "PartitionName=gpu Default=YES MaxTime=1:00:00")
 
     monkeypatch.setattr(commands, "run", answer)
-    known = facts.read_facts()
+    known = facts.read_facts({})
     assert known.notes == ["Limits of QOSes and associations are not known. sacctmgr did not answer within 30 s."]
     assert set(what_happens(submission(), known)) >= {"MaxTime of partition gpu", "GPUs of partition gpu"}
 
 
 def test_limits_that_are_not_enforced_are_not_shown(monkeypatch):
-    answers = {"scontrol": "AccountingStorageEnforce = associations\n", "sinfo": ""}
-    monkeypatch.setattr(commands, "run", lambda *command, **environ: answers[command[0]])
-    assert "not enforced" in facts.read_facts().notes[0]
+    monkeypatch.setattr(commands, "run", lambda *command, **environ: {"scontrol": "", "sinfo": ""}[command[0]])
+    assert "not enforced" in facts.read_facts({"AccountingStorageEnforce": "associations"}).notes[0]
+
+
+COURSE = {**USERS, "Account": "course", "MaxSubmitJobs": "1"}
+QUICK = {**USERS, "Partition": "quick", "MaxSubmitJobs": "2"}
+
+
+@pytest.mark.parametrize(
+    ("slurm", "own", "n_tasks"),
+    [
+        ({}, {}, 8),
+        ({}, {"MaxSubmitJobs": "5"}, 4),
+        ({"account": False}, {"MaxSubmitJobs": "5"}, 4),
+        ({"partition": "quick"}, {"MaxSubmitJobs": "5"}, 1),
+    ],
+)
+def test_a_submission_is_cut_to_what_its_own_account_and_partition_allow(slurm, own, n_tasks):
+    known = cluster_of(association={**USERS, **own})
+    known.associations = [*known.associations, COURSE, QUICK]
+    known.partitions = {**known.partitions, "quick": {**PARTITION, "PartitionName": "quick", "Default": "NO"}}
+    assert respect_limits(submission(**slurm), known)[0].n_tasks == n_tasks
+    with pytest.raises(SlurmGPUError, match=r"MaxSubmitJobs of ada in account course .* is 0, which allows no task"):
+        respect_limits(submission(account="course"), known)
+
+
+def test_where_there_are_no_arrays_one_task_is_a_plain_job():
+    known = cluster_of(MaxArraySize="0")
+    one = submission(n_tasks=1)
+    assert respect_limits(one, known) == (one, [])
+    assert what_happens(one, known)["MaxArraySize"] == ""
+    less, notes = respect_limits(submission(n_tasks=8), known)
+    assert less.n_tasks == 1
+    assert notes == ["8 tasks were asked for; MaxArraySize is 1, so 1 will take all the shards."]
+    with pytest.raises(SlurmGPUError, match="MaxArraySize is 0"):
+        respect_limits(one, known, is_array=True)
+
+
+def test_a_partition_without_nodes_is_told():
+    known = cluster_of()
+    known.partitions = {**known.partitions, "empty": {**PARTITION, "PartitionName": "empty", "Default": "NO"}}
+    known.gpus = {**known.gpus, "empty": []}
+    both, alone = submission(partition="gpu,empty"), submission(partition="empty")
+    assert empty_partitions(both, known) == ["empty"]
+    assert not any("empty" in name for name in what_happens(both, known))
+    assert what_happens(alone, known)["GPUs of a node of partition empty"] == "sbatch refuses it: it has no nodes"
+
+
+def test_options_that_are_false_are_as_if_they_were_left_out():
+    false = dict.fromkeys(("partition", "account", "qos", "time", "gres"), False)
+    assert limits_of(submission(**false), cluster_of()) == limits_of(submission(), cluster_of())
