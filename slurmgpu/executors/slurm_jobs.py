@@ -75,7 +75,7 @@ def check_command(config: RunFile, command: list[str]) -> list[str]:
     """The srun that runs a command where a task of the run file would run, for five minutes at most."""
     submission = first_submission(config.resources.model_dump(), most_tasks=1)
     options = _array_options(replace(submission, slurm=config.slurm))
-    asked = {key: value for key, value in options.items() if key in FOR_SRUN and value is not False}
+    asked = {key: value for key, value in options.items() if key in FOR_SRUN}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]
     if "setup" in options:
         script = "\n".join(["set -e", *options["setup"], f"exec {shlex.join(command)}"])
@@ -141,10 +141,13 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
     except RuntimeError as error:  # it looks for srun
         raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
     # sbatch's options go to Submitit's catch-all, without its defaults (5 minutes, a wckey).
-    plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
+    plain = {key.replace("_", "-"): value for key, value in options.items()}
+    if not plain.keys() & {"requeue", "no-requeue"}:
+        plain["requeue"] = True  # after a preemption or a node's death, also where JobRequeue of slurm.conf is 0
     setup, nodes = plain.pop("setup", None), plain.pop("nodes", 1)
     # One process on each node: srun(1) starts as many as fit if it is told --cpus-per-task and no --ntasks.
-    step = [f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    # A step has the variables that sbatch's --export names, without --export of its own; setup and Submitit set others.
+    step = ["--export=ALL", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
     if "cpus-per-task" in plain:
         step.append(f"--cpus-per-task={plain['cpus-per-task']}")

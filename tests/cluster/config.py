@@ -183,7 +183,7 @@ JobAcctGatherFrequency=task=5
 PriorityType=priority/basic
 SchedulerParameters=sched_min_interval=0,sched_interval=1,bf_interval=1,batch_sched_delay=0,default_queue_depth=1000
 MaxArraySize={settings.max_array_size}
-JobRequeue=1
+JobRequeue=0
 
 # A node is down 15 to 20 s after its slurmd has died, and back as soon as a slurmd reports. slurmctld tries to reach a
 # dead slurmd for MessageTimeout before it looks at SlurmdTimeout: with the default of 10 s it took up to 26 s.

@@ -69,7 +69,7 @@ def test_a_job_above_its_memory_is_out_of_memory(cluster: Cluster) -> None:
 @pytest.mark.nightly
 def test_qos_high_preempts_and_requeues(cluster: Cluster, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    low = submit(cluster, f"echo yes > {started}; {WAIT_FOREVER}", "--gpus=4", "--nodelist=gpu1")
+    low = submit(cluster, f"echo yes > {started}; {WAIT_FOREVER}", "--gpus=4", "--nodelist=gpu1", "--requeue")
     wait_for_file(cluster, started)
     high = submit(cluster, "true", "--gpus=4", "--nodelist=gpu1", "--qos=high")
     wait_for_states(cluster, high, "COMPLETED")

@@ -371,12 +371,12 @@ def test_the_scripts_ask_for_what_the_task_and_slurm_need():
         assert re.search(r"^#SBATCH --open-mode=append$", text, re.M), path
         [output] = re.findall(r"^#SBATCH --output=(.*)$", text, re.M)
         assert "/" not in output, path
+        assert re.search(r"^#SBATCH --requeue$", text, re.M), path
         if path.name != "merge.sbatch":
-            assert re.search(r"^#SBATCH --requeue$", text, re.M), path
             assert re.search(r"^#SBATCH --signal=USR2@\d+$", text, re.M), path
             assert re.search(r"^#SBATCH --array=0$", text, re.M), path
             step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task --own-array "$RUN"\n"""
-            alone = """--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1"""
+            alone = """--export=ALL --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1"""
             cpus = """--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" """
             assert text.endswith(f"srun {alone} {cpus}\\\n    {step}"), path
 

@@ -197,7 +197,7 @@ def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_s
 
 def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
     settings = {"item_s": 0.15, "load_s": 0.1}
-    folder = project(56, held_from=24, settings=settings, slurm={"qos": "normal", "requeue": True})
+    folder = project(56, held_from=24, settings=settings, slurm={"qos": "normal"})
     process = start(*WAIT, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 3, 2)
     urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "true"]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import slurm_jobs
+from slurmgpu.executors import manual, slurm_jobs
+from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.plan.run_file import RunFile, parse_slurm_options, parse_table
+from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands
 
@@ -61,6 +63,45 @@ def test_a_step_is_one_process_on_each_node(written, slurm, n_nodes):
     assert {"--ntasks-per-node=1", "--ntasks=1"} <= set(step(scripts["merge"]))
     for script in scripts.values():
         assert ("--cpus-per-task=3" in step(script)) == ("cpus_per_task" in slurm)
+
+
+def test_a_step_has_the_variables_of_the_script_whatever_sbatch_exports(written):
+    for script in written(slurm={"export": "NONE"}, merge={"export": "FOO=7"}).values():
+        assert "--export=ALL" in step(script)
+        assert not {"--export=NONE", "--export=FOO=7"}.isdisjoint(flags(script))
+
+
+OPTIONS = {"requeue", "no_requeue", "cpus_per_task", "setup", "mem", "job_name"}
+
+
+def test_options_that_are_false_are_left_out(written, monkeypatch):
+    false = {**dict.fromkeys(OPTIONS - {"requeue", "no_requeue"}, False), "account": False}
+    assert written(slurm=false, merge=false) == written()
+    asked = Submission(1, "slurm", "auto", 1, 1, 1, slurm=false, merge=false)
+    assert lines_to_type(Run(Path("/runs/x"), None), asked) == lines_to_type(
+        Run(Path("/runs/x"), None), Submission(1, "slurm", "auto", 1, 1, 1)
+    )
+    monkeypatch.setattr(manual, "respect_limits", lambda asked, **given: (asked, []))
+    assert manual.Manual().fit(asked, None)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "typed"),
+    [
+        ({}, {"--requeue"}, set()),  # the scripts in sbatch/ say --requeue themselves
+        ({"requeue": True}, {"--requeue"}, {"--requeue"}),
+        ({"no_requeue": True}, {"--no-requeue"}, {"--no-requeue"}),
+        ({"requeue": False}, {"--no-requeue"}, {"--no-requeue"}),
+        ({"no_requeue": False}, {"--requeue"}, set()),
+    ],
+)
+def test_a_job_is_started_again_unless_the_options_say_otherwise(written, options, asked, typed):
+    both = {"--requeue", "--no-requeue"}
+    for script in written(slurm=options, merge=options).values():
+        assert flags(script) & both == asked
+    submission = Submission(1, "slurm", "auto", 1, 1, 1, slurm=options, merge=options)
+    for line in lines_to_type(Run(Path("/runs/x"), None), submission):
+        assert set(line.split()) & both == typed
 
 
 @pytest.mark.parametrize("job", ["run_task", "run_merge"])
