@@ -237,9 +237,8 @@ def submit_all(
     if variants is None:
         raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run: slurmgpu.submit submits it.")
     with drafted(source, variants, other, look) as drafts:
-        for _, draft in drafts.to_submit:
-            for note in draft.notes:
-                log.warning("%s", note)
+        for note in (*drafts.notes(), *(note for _, draft in drafts.to_submit for note in draft.notes)):
+            log.warning("%s", note)
         check_drafts(drafts, other)
         drafts.record()
         found = {run.name: RunHandle(run) for run in drafts.there}

@@ -18,6 +18,7 @@ from slurmgpu.run.submissions import Code
 from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 
 FORMER = "former"
+MANY_NAMED = 5
 
 
 def code_now(run: Run, container: ContainerRecord | None, given: Packed | None = None) -> tuple[Code, list[str]]:
@@ -47,6 +48,23 @@ def code_now(run: Run, container: ContainerRecord | None, given: Packed | None =
         now = replace(now, about={**now.about, "functions": in_use})
     snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
+
+
+def changed_since(run: Run, now: Snapshot) -> str:
+    """The files of a snapshot that are not as in the last submission of a run, in words; "" if all are.
+
+    What only the former one has does not count: a module may have been seen when it was computed.
+    """
+    digest = snapshots.code_digest(run.submissions())
+    if digest is None or digest == now.digest:
+        return ""
+    try:
+        then = {file.name: file.digest for file in snapshots.read(run.folder, digest, with_sources=False).files}
+    except SlurmGPUError as error:
+        return f"which files differ is unknown. {error}"
+    names = sorted(file.name for file in now.files if then.get(file.name) != file.digest)
+    more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
+    return f"{', '.join(names[:MANY_NAMED])}{more} changed since." if names else ""
 
 
 def former_code(run: Run, named: str) -> tuple[Code, list[str]]:

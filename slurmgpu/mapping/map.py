@@ -17,6 +17,7 @@ from typing import Any
 from slurmgpu import api
 from slurmgpu.api import RunHandle
 from slurmgpu.code import functions
+from slurmgpu.code.former import changed_since
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
@@ -238,8 +239,10 @@ def _about_former(folder: Path, draft: Draft) -> str:
         run = Run.open(folder)
     except (SlurmGPUError, OSError):
         return f"{begun}, as {folder} exists."
-    if run.plan.fingerprint != draft.plan.fingerprint:
+    if not run.plan.computes_same(draft.plan):
         return f"{begun}: {folder} is of another function, other items or other columns."
+    if changed := changed_since(run, draft.code):
+        return f"{begun}: {folder} is of the same function and items, and of other code: {changed}"
     handle = f"slurmgpu.open_run({str(folder)!r})"
     if is_complete(run):
         return f"{begun}. {folder} is of the same function and items, and complete: {handle} has its rows."

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.code.former import changed_since
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.items import Look
@@ -61,11 +62,24 @@ class Variants:
 
 @dataclass(frozen=True)
 class Drafts:
-    """The runs of a sweep: those to submit, with their drafts, and those that are there already."""
+    """The runs of a sweep: those to submit, with their drafts, and those that are there already.
+
+    `changed` says, by name of a run that is there, which files have changed since it was submitted.
+    """
 
     variants: Variants
     to_submit: Sequence[tuple[Variant, Draft]]
     there: Sequence[Run]
+    changed: Mapping[str, str] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """A sentence for each run that is there with the rows of other code."""
+        return [
+            f"{run.name} is of other code: {changed} Its rows stay as they are; "
+            f"slurmgpu resubmit --other-code {run.typed} computes them by the present code."
+            for run in self.there
+            if (changed := self.changed.get(run.name))
+        ]
 
     def record(self) -> None:
         """Write into the folder of the sweep which runs it has, before each of them is made.
@@ -165,37 +179,49 @@ def drafted(
     A run that exists, and computes the same, is left out; one that computes something else is refused.
     """
     to_submit, there, found = [], [], []
+    changed: dict[str, str] = {}
     replaces = variants.replace_looks
     with contextlib.ExitStack() as stack:
         for variant in variants.runs:
             with _naming(variant):
                 if variant.namesake and not replaces:
                     folder = variants.folder / variant.namesake
-                    if was_submitted(folder) and _computes_same(run := Run.open(folder), source, variant, after, look):
-                        there.append(run)
-                        found.append(replace(variant, name=variant.namesake))
-                        continue
+                    if was_submitted(folder):
+                        run = Run.open(folder)
+                        since = _changed_since(run, source, variant, after, look)
+                        if since is not None:
+                            changed[run.name] = since
+                            there.append(run)
+                            found.append(replace(variant, name=variant.namesake))
+                            continue
                 folder = variants.folder / variant.name
                 found.append(variant)
                 if replaces or not was_submitted(folder):
                     draft = draft_run(source, variant.overrides, folder, None, after, look, replaces_look=replaces)
                     to_submit.append((variant, stack.enter_context(draft)))
                     continue
-                there.append(Run.open(folder))
-                if not _computes_same(there[-1], source, variant, after, look):
+                there.append(run := Run.open(folder))
+                since = _changed_since(run, source, variant, after, look)
+                if since is None:
                     raise SlurmGPUError(
                         f"{folder} holds a run that computes something else. Name another folder, by --run-dir or "
                         f"run_dir, or move that run away."
                     )
-        yield Drafts(replace(variants, runs=found), to_submit, there)
+                changed[run.name] = since
+        yield Drafts(replace(variants, runs=found), to_submit, there, changed)
 
 
-def _computes_same(run: Run, source: RunFileSource, variant: Variant, after: Run | None, look: Look | None) -> bool:
-    """Whether a run that is there computes what this one of [sweep] would."""
+def _changed_since(
+    run: Run, source: RunFileSource, variant: Variant, after: Run | None, look: Look | None
+) -> str | None:
+    """What code has changed since a run was submitted that computes what this one of [sweep] would.
+
+    None for a run that computes something else.
+    """
     # The directory of a run that is there cannot be planned once more.
     target = run.folder.with_name(f".{run.name}.again")
     with draft_run(source, _cut_as(run, source, variant.overrides), target, None, after, look) as draft:
-        return draft.plan.fingerprint == run.plan.fingerprint
+        return changed_since(run, draft.code) if draft.plan.computes_same(run.plan) else None
 
 
 def _cut_as(run: Run, source: RunFileSource, overrides: Overrides) -> Overrides:

@@ -197,6 +197,15 @@ class Plan:
         hashed += [{"parts": n_parts}] if n_parts > 1 else []
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:32]
 
+    def computes_same(self, other: Plan) -> bool:
+        """Whether another plan has the same rows: what they depend on is equal, and so is how the input is read.
+
+        Of what a file is read as, its lines or its records, the fingerprint has nothing: `x.txt` may be `x.jsonl`.
+        """
+        ways = ([plan.input.get(name) for name in ("format", "columns", "folders")] for plan in (self, other))
+        mine, others = json.loads(json.dumps([*ways]))
+        return self.basis == other.basis and mine == others
+
     @property
     def fingerprints(self) -> tuple[str, ...]:
         """The fingerprints that its shards may carry."""

@@ -77,6 +77,33 @@ def test_runs_that_are_there_stay_and_only_the_others_are_submitted(swept, slurm
     assert "items holds a run that computes something else" in changed.stderr
 
 
+def test_a_run_that_is_there_of_other_code_is_said_to_be(swept, slurmgpu):
+    only = (*LOCAL, "-s", 'sweep.input=["items.jsonl"]')
+    slurmgpu("submit", *only, cwd=swept, expect=0)
+    assert "other code" not in slurmgpu("submit", *only, cwd=swept, expect=0).stderr
+    with open(swept / "workloads.py", "a") as file:
+        file.write("# A comment is no other code.\n")
+    assert "other code" not in slurmgpu("submit", *only, cwd=swept, expect=0).stderr
+    with open(swept / "workloads.py", "a") as file:
+        file.write("CHANGED = True\n")
+    told = slurmgpu("submit", *only, cwd=swept, expect=0).stderr
+    assert "items is of other code: workloads.py changed since. Its rows stay as they are; slurmgpu resubmit" in told
+
+
+def test_a_run_whose_input_was_read_in_another_format_is_another(project, slurmgpu):
+    folder = project(6, sweep={"settings.item_s": [0.0]})
+    shutil.copy(folder / "items.jsonl", folder / "items.txt")
+    slurmgpu("submit", *LOCAL, cwd=folder, expect=0)
+    run = Run.open(next((folder / "run").glob("*/run.json")).parent)
+    as_text = ("-s", "input=items.txt")
+    assert (
+        "holds a run that computes something else" in slurmgpu("submit", *LOCAL, *as_text, cwd=folder, expect=2).stderr
+    )
+    slurmgpu("plan", "--gpus", "0", *as_text, "--run-dir", "text", cwd=folder, expect=0)
+    plan = Run.open(next((folder / "text").glob("*/run.json")).parent).plan
+    assert plan.fingerprint == run.plan.fingerprint  # it has the bytes alone
+
+
 def inputs(folder, *names):
     """The key of [sweep] with these inputs, each with items of its own."""
     for number, name in enumerate(names):

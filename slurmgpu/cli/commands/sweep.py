@@ -139,6 +139,8 @@ def _say_first(drafts: Drafts) -> None:
     for run in drafts.there:
         state = "complete" if is_complete(run) else f"not complete: slurmgpu status {run.typed}"
         say(f"{run.name} is there already, and {state}.")
+    for note in drafts.notes():
+        say(note)
     said = dict.fromkeys(line for _, draft in drafts.to_submit for line in (*draft.notes, *draft.plan.placement))
     for line in said:
         say(line)
