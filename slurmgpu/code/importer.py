@@ -10,14 +10,17 @@ import contextlib
 import hashlib
 import importlib.util
 import linecache
+import logging
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any, SupportsIndex
 
 import slurmgpu
 from slurmgpu.code import snapshots
@@ -34,6 +37,8 @@ ENVIRON = "SLURMGPU_CODE"
 """The environment variable that passes the snapshot to processes that a worker spawns."""
 
 Signature = tuple[int, int, int]
+
+log = logging.getLogger(__name__)
 
 _imported: dict[str, str] = {}
 """Digests of the imported files of the user, from planning or from a snapshot."""
@@ -63,7 +68,12 @@ class _PatientLoader(SourceFileLoader):
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of a snapshot under their original names."""
+    """Finds the modules of a snapshot under their original names.
+
+    It is the first in `sys.meta_path`, since an editable install or a hook of the user's may have a finder there that
+    reads the present files. Of these it asks the others about its modules: a loader that compiles source in a way of
+    its own, as typeguard's and jaxtyping's do, gets the source of the snapshot.
+    """
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self._folder = folder
@@ -74,15 +84,76 @@ class Finder(MetaPathFinder):
         self._by_name = {name: file for file in files for name in file.modules}
         # Needed to unpickle objects of a file's module in another process.
         self._by_name |= {name_of_file(Path(file.path)): file for file in files}
+        self._spaces = {name: _folders_of(name, files) for name in snapshot.namespaces}
+        self._path_hooks = list(sys.path_hooks)
+        self._there = set(_files_of_modules().values())
+        # What it found while another finder was asked, by thread and module.
+        self._asked: dict[tuple[int, str], ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module in the snapshot, else None."""
+        """The spec of a module or a namespace in the snapshot, else None."""
         file = self._by_name.get(fullname)
-        if file is None:
+        if file is None and fullname not in self._spaces:
             return None
-        return importlib.util.spec_from_file_location(fullname, file.path, loader=_Loader(fullname, file))
+        if BuiltinImporter.find_spec(fullname) or FrozenImporter.find_spec(fullname):
+            return None
+        if file is None:
+            return self._space(fullname, path, target)
+        own = _Loader(fullname, file)
+        spec = importlib.util.spec_from_file_location(fullname, file.path, loader=own)
+        asked = threading.get_ident(), fullname
+        if asked in self._asked:  # by a finder that changes what others find, as wrapt's does
+            self._asked[asked] = spec
+            return spec
+        self._asked[asked] = None
+        try:
+            found = self._ask_others(fullname, path, target)
+        finally:
+            given = self._asked.pop(asked)
+        loader = None if found is None else found.loader
+        if found is None or loader is None:
+            return spec
+        if found is given:
+            return found
+        if isinstance(loader, SourceFileLoader) and loader.path == file.path:
+            if type(loader) is SourceFileLoader:
+                found.loader = own
+            else:
+                vars(loader).update(get_data=own.get_data, path_stats=own.path_stats)
+            return found
+        if not isinstance(loader, SourceFileLoader):
+            log.warning("%s is imported from the snapshot of the code, and not by %s", fullname, type(loader).__name__)
+        return spec
+
+    def _space(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """A namespace as Python finds it, or that of the snapshot if it is gone, or a package by now."""
+        found = self._ask_others(fullname, path, target, also=(PathFinder,))
+        if found is not None and found.loader is None:
+            return found
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = self._spaces[fullname]
+        return spec
+
+    def _ask_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, also: Sequence[object] = ()
+    ) -> ModuleSpec | None:
+        """What other finders find; Python's search of folders only with `also`, or if the user's code hooks into it."""
+        own: list[object] = [BuiltinImporter, FrozenImporter]
+        if not also and all(hook in self._path_hooks for hook in sys.path_hooks):
+            own.append(PathFinder)
+        for finder in list(sys.meta_path):
+            if finder in own or isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
+                continue
+            if (found := finder.find_spec(fullname, path, target)) is not None:
+                return found
+        return None
+
+    def bypassed(self) -> list[str]:
+        """The files of the snapshot that another loader has imported since, from disk."""
+        now = {path for path in _files_of_modules().values() if path in self.by_path} - self._there
+        return sorted(path for path in now if _imported.get(path) != self.by_path[path].digest)
 
     def as_submitted(self, path: Path) -> Path:
         """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
@@ -104,6 +175,34 @@ class Finder(MetaPathFinder):
         return self._same.get(file.path) == signature
 
 
+def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
+    """The folders of a namespace by the paths of its modules; not those that an editable install maps elsewhere."""
+    found: dict[str, None] = {}
+    for file in files:
+        for name in file.modules:
+            if name.startswith(f"{space}."):
+                depth = name.count(".") - space.count(".") - (Path(file.path).name != "__init__.py")
+                folder = Path(file.path).parents[depth]
+                if folder.name == space.rpartition(".")[2]:
+                    found[str(folder)] = None
+    return list(found)
+
+
+class _MetaPath(list[Any]):
+    """`sys.meta_path` in which the finder of a snapshot stays the first when others are put before it."""
+
+    def insert(self, index: SupportsIndex, finder: Any) -> None:
+        super().insert(index, finder)
+        self._order()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        self._order()
+
+    def _order(self) -> None:
+        self.sort(key=lambda finder: not isinstance(finder, Finder))  # which keeps the order of the others
+
+
 def _as_seen_here(file: SourceFile) -> SourceFile:
     """The file with its path in the run's image, if this process runs there."""
     is_inside = file.inside is not None and image_name() is not None and __file__.startswith(f"{INSIDE}/")
@@ -118,18 +217,17 @@ class _Loader(SourceFileLoader):
         self._file = file
 
     def get_data(self, path: str) -> bytes:
-        return self._file.source if path == self._file.path else super().get_data(path)
-
-    def path_stats(self, path: str) -> Mapping[str, int]:
-        raise OSError("no bytecode is kept of a snapshot")  # it would lie beside the present file
-
-    def exec_module(self, module: ModuleType) -> None:
+        if path != self._file.path:
+            return super().get_data(path)
         # Tracebacks, debuggers and inspect.getsource, and so Triton, read lines from here. None: it is not looked
         # whether the file has changed.
         lines = importlib.util.decode_source(self._file.source).splitlines(keepends=True)
         linecache.cache[self._file.path] = (len(self._file.source), None, lines, self._file.path)
         _imported[self._file.path] = self._file.digest
-        super().exec_module(module)
+        return self._file.source
+
+    def path_stats(self, path: str) -> Mapping[str, int]:
+        raise OSError("no bytecode is kept of a snapshot")  # it would lie beside the present file
 
 
 def _finder(run: Path, digest: str) -> Finder:
@@ -182,7 +280,7 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path = [each for each in sys.meta_path if each is not finder]
         if former:
             _take_out(finder.by_path)
             sys.modules.update(former)
@@ -226,6 +324,12 @@ def outside(folder: Path) -> list[str]:
     return sorted(path for path in mine if not INSTALLED.intersection(Path(path).parts))
 
 
+def bypassed() -> list[str]:
+    """The files of the active snapshot that another loader than its own has imported, as they are on disk."""
+    finder = _in_use()
+    return [] if finder is None else finder.bypassed()
+
+
 def forget_changed() -> None:
     """Drop the modules that planning imported if one of their files has changed, so that they are imported again."""
     if any(_has_changed(path, digest) for path, digest in _imported.items()):
@@ -242,11 +346,8 @@ def _has_changed(path: str, digest: str) -> bool:
 
 
 def _install(finder: Finder) -> None:
-    """Replace the active finder; the new one comes before Python's search of folders."""
-    if (former := _in_use()) is not None:
-        sys.meta_path.remove(former)
-    place = next((i for i, each in enumerate(sys.meta_path) if each is PathFinder), len(sys.meta_path))
-    sys.meta_path.insert(place, finder)
+    """Replace the active finder; the new one comes before all others."""
+    sys.meta_path = _MetaPath([finder, *(each for each in sys.meta_path if not isinstance(each, Finder))])
 
 
 def _in_use() -> Finder | None:

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
+from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 
 import slurmgpu
@@ -82,8 +82,16 @@ class Locator:
             if not parent:
                 self._places[name] = self._locate_top(name)
             else:
-                self._places[name] = search(above.folders, tail) if above else None
+                self._places[name] = self._locate_below(above, name, tail) if above else None
         return self._places[name]
+
+    def _locate_below(self, above: Place, name: str, tail: str) -> Place | None:
+        found = search(above.folders, tail)
+        if found is None and self._packages is None:
+            # An editable install may map a package of a namespace to a folder of another name.
+            there = _installed(name, above)
+            found = there if isinstance(there, Place) else None
+        return found
 
     def _locate_top(self, name: str) -> Place | None:
         if name == "slurmgpu" or name.startswith(BY_PATH):  # no distribution has a file that is named by path
@@ -159,28 +167,33 @@ def search(folders: Sequence[str], name: str) -> Place | None:
     return Place(None, tuple(spaces)) if spaces else None
 
 
-def _installed(name: str) -> Place | bool | None:
-    """The place of a module on the path that is not in an installed distribution; False for one that is, else None."""
-    others = (finder for finder in sys.meta_path if finder not in (BuiltinImporter, FrozenImporter))
+def _installed(name: str, above: Place | None = None) -> Place | bool | None:
+    """The place of a module on the path that is not in an installed distribution; False for one that is, else None.
+
+    `above` is the package of a submodule; one with a file has no others in its folders than `search` finds.
+    """
+    folders = None if above is None else above.folders
+    known: list[object] = [BuiltinImporter, FrozenImporter, *([PathFinder] if above and above.path else [])]
+    others = (finder for finder in sys.meta_path if finder not in known)
     for finder in others:
         if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
             continue
         spec = None
         with contextlib.suppress(Exception):  # a foreign finder
-            spec = finder.find_spec(name, None)
+            spec = finder.find_spec(name, folders)
         if spec is not None:
             break
     else:
         return None if name not in sys.builtin_module_names else False
-    folders = tuple(spec.submodule_search_locations or ())
+    inner = tuple(spec.submodule_search_locations or ())
     path = spec.origin if spec.origin and spec.has_location else None
-    if path is None and not folders:
+    if path is None and not inner:
         return False
-    if any(is_others(each) for each in ((path,) if path else folders)):
+    if any(is_others(each) for each in ((path,) if path else inner)):
         return False
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
         return False  # for example in a zip archive
-    return Place(path, folders)
+    return Place(path, inner)
 
 
 def is_others(path: str) -> bool:

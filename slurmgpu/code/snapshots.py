@@ -31,7 +31,7 @@ SNAPSHOT_VERSION = 1
 FOLDER = "code"
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 """Redundant fields of syntax trees, and type comments."""
-_OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out"})
+_OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out", "namespaces"})
 SHOWN_DIGITS = 4
 """The least number of digits of a shortened digest."""
 
@@ -70,11 +70,15 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The user's modules; `about` has Python, versions, commit and image. `left_out` says what is not included."""
+    """The user's modules; `about` has Python, versions, commit and image. `left_out` says what is not included.
+
+    `namespaces` are the packages of these modules that have no `__init__.py`.
+    """
 
     files: tuple[SourceFile, ...]
     about: CodeAbout
     left_out: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -120,7 +124,8 @@ def _former(run: Path, digest: str) -> Snapshot | None:
 def _write_about(path: Path, snapshot: Snapshot) -> None:
     head = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "digest": snapshot.digest}
     left_out, files = list(snapshot.left_out), [file.to_json() for file in snapshot.files]
-    told = {**head, **snapshot.about, "left_out": left_out, "files": files}
+    spaces = {"namespaces": list(snapshot.namespaces)} if snapshot.namespaces else {}
+    told = {**head, **snapshot.about, "left_out": left_out, **spaces, "files": files}
     text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
     # A group with write permission by the umask may not choose what is imported.
     write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
@@ -150,7 +155,8 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
             raise ValueError(f"it is a {value['format']!r} of version {value['version']!r}")
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
         about = cast(CodeAbout, {key: value[key] for key in value if key not in _OF_THE_FILE})
-        snapshot = Snapshot(files, about, tuple(map(str, value.get("left_out", ()))))
+        left_out, namespaces = (tuple(map(str, value.get(key, ()))) for key in ("left_out", "namespaces"))
+        snapshot = Snapshot(files, about, left_out, namespaces)
         if snapshot.digest != digest:
             raise ValueError(f"its files are those of {snapshot.digest}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -79,7 +79,7 @@ def snapshot_of(
         "image": container["identity"].get("sha256") if container else None,
         "git": git,
     }
-    return Snapshot(files, about, tuple(tracer.sentences()))
+    return Snapshot(files, about, tuple(tracer.sentences()), tracer.namespaces(files))
 
 
 def git_state(folder: Path) -> Git | None:
@@ -110,6 +110,7 @@ class _Tracer:
         self._files: dict[str, _Found] = {}
         self._todo: list[_Found] = []
         self._dropped: set[str] = set()
+        self._spaces: set[str] = set()
 
     def add_named(self, module: str, *, needed: bool) -> None:
         """Add a module or a file that the run file names."""
@@ -147,6 +148,13 @@ class _Tracer:
                 return
             if place.path is not None:
                 self._take(place.path, whole, needed=needed)
+            else:
+                self._spaces.add(whole)
+
+    def namespaces(self, files: Iterable[SourceFile]) -> tuple[str, ...]:
+        """The packages without an `__init__.py` that have modules among the files."""
+        names = [name for file in files for name in file.modules]
+        return tuple(sorted(space for space in self._spaces if any(name.startswith(f"{space}.") for name in names)))
 
     def sentences(self) -> list[str]:
         """Sentences on imports that are not in the snapshot."""

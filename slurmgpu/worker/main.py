@@ -218,7 +218,10 @@ class Worker:
         files = importer.outside(Path(self.run.plan.search_path))
         if new := [file for file in files if file not in logged]:
             log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
-        return files
+        bypassed = importer.bypassed()
+        if new := [file for file in bypassed if file not in logged]:
+            log.warning("imported by a loader of its own, not from the snapshot of the code: %s", ", ".join(new))
+        return [*files, *bypassed]
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
         waiting: list[Waiting] = []

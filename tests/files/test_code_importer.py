@@ -1,0 +1,213 @@
+"""Modules of a snapshot are imported, whatever hooks and editable installs are in front of Python's own finders."""
+
+import importlib.util
+import inspect
+import sys
+from importlib.machinery import FileFinder, PathFinder, SourceFileLoader
+
+import pytest
+
+from slurmgpu.code import importer, snapshots
+from slurmgpu.code.locator import Locator
+from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """A function that has modules in a snapshot, edits their files, and imports from the snapshot from then on."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    (run / "code").mkdir(parents=True)
+    (run / "run.json").touch()
+    monkeypatch.setattr(sys, "path", [str(base), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    before = {*sys.modules}
+
+    def using(files, namespaces=()):
+        found = []
+        for name, source in files.items():
+            path, parts = base / name, (base / name).relative_to(base).with_suffix("").parts
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("VALUE = 'edited'\n")
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append(SourceFile(name, str(path), (module,), tree_digest(source, name), source))
+        snapshot = Snapshot(tuple(found), {}, namespaces=namespaces)
+        snapshots.write(run, snapshot)
+        return importer.using(run, snapshot.digest)
+
+    yield using
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+    sys.path_importer_cache.clear()
+
+
+HOOKED = {"hooked/__init__.py": b"", "hooked/core.py": b"VALUE = 'submitted'\n"}
+
+
+class Marking(SourceFileLoader):
+    """Compiles a module's source in its own way, as the loaders of typeguard, jaxtyping and beartype do."""
+
+    def source_to_code(self, data, path, **options):
+        return super().source_to_code(bytes(data) + b"MARKED = True\n", path, **options)
+
+
+class Instrumenting:
+    """As typeguard's finder: Python's own finder is asked first."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        spec = PathFinder.find_spec(fullname, path, target) if fullname.startswith("hooked.") else None
+        if spec is not None:
+            spec.loader = Marking(fullname, spec.loader.path)
+        return spec
+
+
+class Redirecting:
+    """As the finder of an editable install by scikit-build-core or meson-python."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "hooked":
+            return importlib.util.spec_from_file_location(fullname, self.folder / "hooked" / "__init__.py")
+        known = fullname == "hooked.core"
+        return importlib.util.spec_from_file_location(fullname, self.folder / "hooked" / "core.py") if known else None
+
+
+class Chained:
+    """As the loader of wrapt: what another loader does, and something after it."""
+
+    def __init__(self, loader):
+        self.create_module, self.loader = loader.create_module, loader
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        module.MARKED = True
+
+
+class Chaining:
+    """As the finder of wrapt: all finders are asked, itself left out."""
+
+    def __init__(self):
+        self.at_work = False
+
+    def find_spec(self, fullname, path=None, target=None):
+        if self.at_work or not fullname.startswith("hooked."):
+            return None
+        self.at_work = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.at_work = False
+        spec.loader = Chained(spec.loader)
+        return spec
+
+
+def core():
+    import hooked.core
+
+    return hooked.core
+
+
+def test_an_editable_install_by_a_finder_is_imported_from_the_snapshot(edited, tmp_path):
+    sys.meta_path.insert(0, Redirecting(tmp_path / "base"))
+    with edited(HOOKED):
+        assert core().VALUE == "submitted"
+        assert core().__file__ == str(tmp_path / "base" / "hooked" / "core.py")
+        assert importer.bypassed() == []
+
+
+@pytest.mark.parametrize("hook", [Instrumenting, Chaining])
+def test_a_hook_that_the_workload_installs_instruments_the_snapshot(edited, hook):
+    with edited(HOOKED):
+        sys.meta_path.insert(0, hook())
+        assert (core().VALUE, core().MARKED) == ("submitted", True)
+        assert inspect.getsource(core()) == "VALUE = 'submitted'\n"
+        assert importer.bypassed() == []
+        [place] = [i for i, finder in enumerate(sys.meta_path) if isinstance(finder, importer.Finder)]
+        assert place == 0
+    assert type(sys.meta_path) is list
+    assert [type(finder) for finder in sys.meta_path].count(hook) == 1
+
+
+def test_a_hook_into_the_search_of_folders_instruments_the_snapshot(edited):
+    with edited(HOOKED):
+        sys.path_hooks.insert(0, FileFinder.path_hook((Marking, [".py"])))
+        sys.path_importer_cache.clear()
+        assert (core().VALUE, core().MARKED) == ("submitted", True)
+
+
+def test_a_loader_that_cannot_be_given_source_does_not_come_before_the_snapshot(edited, caplog):
+    class Odd:
+        def find_spec(self, fullname, path=None, target=None):
+            is_its = fullname == "hooked.core"
+            return importlib.util.spec_from_loader(fullname, Chained(Marking(fullname, ""))) if is_its else None
+
+    with edited(HOOKED):
+        sys.meta_path.insert(0, Odd())
+        assert core().VALUE == "submitted"
+    assert "hooked.core is imported from the snapshot of the code, and not by Chained" in caplog.text
+
+
+def test_what_another_loader_imports_from_disk_is_told(edited, tmp_path):
+    class Reading(Marking):
+        def get_code(self, fullname):
+            with open(self.path, "rb") as file:
+                return compile(file.read(), self.path, "exec")
+
+    class Hook(Instrumenting):
+        def find_spec(self, fullname, path=None, target=None):
+            spec = super().find_spec(fullname, path, target)
+            if spec is not None:
+                spec.loader = Reading(fullname, spec.loader.path)
+            return spec
+
+    with edited(HOOKED):
+        sys.meta_path.insert(0, Hook())
+        assert core().VALUE == "edited"
+        assert importer.bypassed() == [str(tmp_path / "base" / "hooked" / "core.py")]
+
+
+def test_a_file_named_as_a_module_of_python_itself_is_not_imported_in_its_place(edited):
+    with edited({"time.py": b"VALUE = 1\n"}):
+        assert importlib.util.find_spec("time").origin == "built-in"
+
+
+def test_a_package_that_an_editable_install_maps_to_a_folder_of_another_name_is_located(tmp_path, monkeypatch):
+    class Mapping:
+        def find_spec(self, fullname, path=None, target=None):
+            file = tmp_path / "lib" / "__init__.py"
+            return importlib.util.spec_from_file_location(fullname, file) if fullname == "spaced.tools" else None
+
+    (tmp_path / "path" / "spaced").mkdir(parents=True)
+    (tmp_path / "lib").mkdir()
+    for name in ("__init__", "core"):
+        (tmp_path / "lib" / f"{name}.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "path")])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Mapping()])
+    locator = Locator(tmp_path, None)
+    names = ("spaced", "spaced.tools", "spaced.tools.core", "spaced.other")
+    files = {name: place and place.path for name in names for place in [locator.locate(name)]}
+    inits = {"spaced": None, "spaced.tools": f"{tmp_path}/lib/__init__.py"}
+    assert files == {**inits, "spaced.tools.core": f"{tmp_path}/lib/core.py", "spaced.other": None}
+
+
+@pytest.mark.parametrize("became", ["gone", "a package", "as it was"])
+def test_a_namespace_is_as_it_was_submitted(edited, tmp_path, became):
+    with edited({"spaced/inner/core.py": b"VALUE = 'submitted'\n"}, ("spaced", "spaced.inner")):
+        folder = tmp_path / "base" / "spaced"
+        (folder / "inner" / "other.py").write_text("")
+        if became == "gone":
+            folder.rename(tmp_path / "moved")
+        elif became == "a package":
+            (folder / "__init__.py").write_text("raise ImportError('not as it was submitted')\n")
+            (folder / "inner" / "__init__.py").write_text("raise ImportError('not as it was submitted')\n")
+        importlib.invalidate_caches()
+        from spaced.inner.core import VALUE
+
+        assert VALUE == "submitted"
+        assert list(sys.modules["spaced"].__path__) == [str(folder)]
+        if became != "gone":
+            import spaced.inner.other
+
+            assert spaced.inner.other.__file__ == str(folder / "inner" / "other.py")
