@@ -46,6 +46,7 @@ class _Found:
     """Whether it is imported unconditionally, so that the run fails if it is not valid."""
     top: str | None = None
     """Its package, if that is outside of the run file's folder."""
+    is_script: bool = False
 
 
 def snapshot_of(
@@ -186,7 +187,7 @@ class _Tracer:
                 if found.needed and not isinstance(error, RecursionError):
                     raise _not_python(found.path, error) from error
                 # It may be for another version of Python.
-                sources[found.path] = source, hashlib.sha256(source).hexdigest()[:DIGITS]
+                sources[found.path] = source, _digest_of_bytes(source)
                 continue
             except OSError as error:
                 if found.needed:
@@ -196,7 +197,9 @@ class _Tracer:
                     ) from error
                 self._left_out.append(f"{found.path} cannot be read and is not in the snapshot: {error.strerror}.")
                 continue
-            sources[found.path] = source, tree_digest(source, found.path)
+            # A program's first line, or its comments as of PEP 723, may say what runs it.
+            digest = _digest_of_bytes(source) if found.is_script else tree_digest(source, found.path)
+            sources[found.path] = source, digest
             try:
                 self._follow_imports(found, tree)
             except RecursionError:  # an expression of a thousand operators
@@ -257,6 +260,7 @@ class _Tracer:
                     f"{top} has more than {MANY_FILES:,} modules: they are not in the snapshot of the code."
                 )
         found.needed |= needed
+        found.is_script |= is_script
         if module is not None and module not in found.modules:
             found.modules.append(module)
 
@@ -271,8 +275,9 @@ class _Tracer:
         else:
             name = where.name
         taken = {found.name for found in self._files.values()}
+        folders = {str(folder) for each in taken for folder in Path(each).parents}
         number = 2
-        while name in taken:
+        while name in taken or name in folders or any(str(folder) in taken for folder in Path(name).parents):
             name, number = f"{number}/{name}", number + 1
         return name
 
@@ -293,6 +298,10 @@ class _Tracer:
         said = f"{error.filename} cannot be listed: modules in it are not in the snapshot: {error.strerror}."
         if said not in self._left_out:
             self._left_out.append(said)
+
+
+def _digest_of_bytes(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()[:DIGITS]
 
 
 class _Imports(ast.NodeVisitor):

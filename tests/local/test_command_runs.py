@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import slurmgpu as package
 from slurmgpu.cli.commands.run import as_toml, whole_run_file
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.binds import container_binds
@@ -144,6 +145,39 @@ def test_a_script_that_is_edited_runs_as_it_was_submitted(tmp_path, reference, s
     assert datasets(project) == datasets(reference)
     logs = "".join(path.read_text() for path in (project / "run/logs").glob("*.log"))
     assert f"{script}, or what it imports, has changed since it was submitted" in logs
+
+
+def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_on(slurmgpu, tmp_path):
+    folder = make(tmp_path / "project", "one.py", run=["./one.py", "{text}"], texts=["a", "b"])
+    script = folder / "one.py"
+    source = script.read_text()
+    script.write_text(f"#!{tmp_path}/none/python\n{source}")
+    script.chmod(0o755)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "python").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "none" / "python").chmod(0o755)
+    slurmgpu("submit", cwd=folder)
+    script.write_text(f"#!{sys.executable}\n{source}")
+    told = slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0).stderr
+    assert "one.py differs" in told
+    assert len(list((folder / "run" / "code").glob("*.json"))) == 2
+    with package.open(folder / "run" / "merged.h5") as merged:
+        assert (merged.errors, merged["shout"][:]) == ({}, ["A", "B"])
+
+
+def test_a_script_and_a_package_of_its_name_are_both_in_the_snapshot(slurmgpu, tmp_path):
+    folder = make(tmp_path / "project", "one.py", run=["./tool", "{text}"], texts=["a"])
+    (folder / "one.py").rename(folder / "tool")
+    library = tmp_path / "library" / "tool"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("")
+    source = (folder / "tool").read_text()
+    (folder / "tool").write_text(f"#!{sys.executable}\nimport tool\n{source}")
+    (folder / "tool").chmod(0o755)
+    slurmgpu("submit", cwd=folder, expect=0, PYTHONPATH=str(library.parent))
+    [code] = (folder / "run" / "code").glob("*.json")
+    names = [file["name"] for file in json.loads(code.read_text())["files"]]
+    assert sorted(names) == ["2/tool/__init__.py", "tool"]
 
 
 def test_a_killed_task_leaves_no_process(tmp_path):
