@@ -37,7 +37,7 @@ class Typed(str):
 
 def complete_run(incomplete: str) -> list[str]:
     """Run directories that match, and folders that may hold others."""
-    return _paths(incomplete, lambda path: (path / RUN).exists() and not _is_probe(path))
+    return _paths(incomplete, lambda path: _is_run(path) and not _is_probe(path))
 
 
 def complete_folder(incomplete: str) -> list[str]:
@@ -47,7 +47,7 @@ def complete_folder(incomplete: str) -> list[str]:
 
 def complete_run_file(incomplete: str) -> list[str]:
     """TOML files that match, and folders other than run directories."""
-    return _paths(incomplete, lambda path: path.suffix == ".toml" and path.is_file())
+    return _paths(incomplete, lambda path: path.suffix == ".toml" and os.path.isfile(path))  # noqa: PTH113
 
 
 def complete_task(context: typer.Context, incomplete: str) -> list[str]:
@@ -163,10 +163,15 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
         return []
     names = [name for name in names if prefix.startswith(".") or not name.startswith(".")]
     ends = [name for name in names if wanted(folder / name)]
-    ways = [n for n in names if n not in ends and (folder / n).is_dir() and not (folder / n / RUN).exists()]
+    ways = [n for n in names if n not in ends and os.path.isdir(folder / n) and not _is_run(folder / n)]  # noqa: PTH112
     if len(ways) == 1 and not ends:
         return _paths(f"{shown}{ways[0]}/", wanted) or [_typed(f"{shown}{ways[0]}/")]
     return [_typed(f"{shown}{name}") for name in ends] + [_typed(f"{shown}{name}/") for name in ways]
+
+
+def _is_run(folder: Path) -> bool:
+    # One below a folder that may not be entered is none; pathlib raises for it.
+    return os.path.exists(folder / RUN)  # noqa: PTH110
 
 
 def _typed(path: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from slurmgpu.containers.links import Known, names, upwards
 from slurmgpu.containers.runtime import SHARED
@@ -77,10 +76,14 @@ def _named_by_settings(run: Run, apart: set[str], known: Known) -> Iterator[str]
 
 
 def _linked_in(paths: Iterable[str]) -> Iterator[str]:
-    """The links in these folders: every file of a Hugging Face snapshot is one."""
-    for path in map(Path, paths):
-        if path.is_dir() and os.access(path, os.R_OK):
-            yield from (entry.path for entry in os.scandir(path) if entry.is_symlink() and Path(entry.path).exists())
+    """The links in these folders: every file of a Hugging Face snapshot is one.
+
+    One that leads into a folder that may not be entered is none of them; pathlib raises for it.
+    """
+    for path in paths:
+        if os.path.isdir(path) and os.access(path, os.R_OK):  # noqa: PTH112
+            links = (entry.path for entry in os.scandir(path) if entry.is_symlink())
+            yield from (link for link in links if os.path.exists(link))  # noqa: PTH110
 
 
 def _gathered(folders: set[str], apart: set[str]) -> set[str]:

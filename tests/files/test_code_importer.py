@@ -10,6 +10,7 @@ import pytest
 from slurmgpu.code import importer, snapshots
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
+from tests.support.unprivileged import locked_folder, unprivileged
 
 
 @pytest.fixture
@@ -190,6 +191,13 @@ def test_a_package_that_an_editable_install_maps_to_a_folder_of_another_name_is_
     files = {name: place and place.path for name in names for place in [locator.locate(name)]}
     inits = {"spaced": None, "spaced.tools": f"{tmp_path}/lib/__init__.py"}
     assert files == {**inits, "spaced.tools.core": f"{tmp_path}/lib/core.py", "spaced.other": None}
+
+
+def test_a_module_whose_folder_may_not_be_entered_by_now_is_told_as_gone():
+    with locked_folder() as locked:
+        former = Snapshot((SourceFile("file.py", f"{locked}/file", ("file",), "", b""),), {})
+        with unprivileged():
+            assert snapshots.changes(former, Snapshot((), {})) == ["file.py is gone"]
 
 
 @pytest.mark.parametrize("became", ["gone", "a package", "as it was"])

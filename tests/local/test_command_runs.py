@@ -11,6 +11,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.cli.commands.run import as_toml, whole_run_file
+from slurmgpu.cli.completion import complete_folder
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
@@ -18,6 +19,7 @@ from slurmgpu.plan.run_file import read_toml
 from slurmgpu.run.directory import create_run
 from tests.support.nightly import by_night
 from tests.support.runs import copy_run, datasets, kill_workers, records, report, start, toml, wait_until, workers
+from tests.support.unprivileged import locked_folder, unprivileged
 
 BODY = """
 import json, os, subprocess, sys, time
@@ -314,6 +316,25 @@ def test_a_script_elsewhere_is_bound_into_the_image(tmp_path):
     with draft_run(project / "slurmgpu.toml") as draft:
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
     assert {str(script), str(project)} <= {bind.src for bind in container_binds(run)}
+
+
+def test_a_link_into_a_folder_that_may_not_be_entered_is_not_bound(monkeypatch):
+    with locked_folder() as locked:
+        files = locked.parent / "files"
+        files.mkdir()
+        (files / "mine").touch()
+        for name, target in (("readable", files / "mine"), ("closed", locked / "file")):
+            (files / name).symlink_to(target)
+        run = [sys.executable, "slice.py", "{in}", "{out}", str(files)]
+        project = make(locked.parent / "project", "slice.py", run=run)
+        with draft_run(project / "slurmgpu.toml") as draft:
+            created = create_run(draft.run_dir, draft.plan, draft.items.files)
+        with unprivileged():
+            bound = {bind.src for bind in container_binds(created)}
+            monkeypatch.chdir(locked.parent)
+            assert complete_folder("") == ["files/", "locked/", "project/"]
+            assert complete_folder("locked/") == []
+        assert not any(path.startswith(str(locked)) for path in bound)
 
 
 # slurmgpu run
