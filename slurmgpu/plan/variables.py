@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.plan.run_file import read_value, takes
+from slurmgpu.plan.run_file import RunFile, read_value, takes
+from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.redact import NAMED, hide_in
 
 VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}")
@@ -36,9 +37,12 @@ def substitute(tables: Mapping[str, Any], where: str) -> tuple[dict[str, Any], l
     SlurmGPUError for a variable that is not set, or that looks like a secret; `where` names the file.
     """
     told: list[str] = []
+    sweep = tables.get("sweep")
+    varies_runs = "input" in tables or (isinstance(sweep, Mapping) and "input" in sweep)
 
     def each(path: tuple[str, ...], value: Any) -> Any:
-        if path in LITERAL:
+        place = _varied(path[1:], varies_runs) if path[:1] == ("sweep",) else path
+        if place in LITERAL:
             return value
         if isinstance(value, Mapping):
             return {key: each((*path, key), inner) for key, inner in value.items()}
@@ -51,9 +55,16 @@ def substitute(tables: Mapping[str, Any], where: str) -> tuple[dict[str, Any], l
             return value
         told.append(f"{'.'.join(path)} is {_shown(text)}, from {_shown(value)} in {where}")
         # A number, where a key takes no text.
-        return read_value(text) if takes(path, text) is False else text
+        return read_value(text) if takes(place, text) is False else text
 
     return each((), tables), told
+
+
+def _varied(path: tuple[str, ...], varies_runs: bool) -> tuple[str, ...]:
+    """The key of the run file that one of [sweep] varies, as in `"slurm.setup" = […]`; a name alone is a setting's."""
+    place = tuple(name for key in path for name in parts_of(key))
+    is_setting = varies_runs and len(place) == 1 and place[0] not in RunFile.model_fields
+    return ("settings", *place) if is_setting else place
 
 
 def _shown(text: str) -> str:

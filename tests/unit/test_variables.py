@@ -49,6 +49,23 @@ def test_what_a_shell_a_program_or_the_node_reads_is_left_alone():
         "container": {"binds": ["${UNSET}"], "env": {"A": "${UNSET}"}, "scratch": "${UNSET}"},
     }
     assert substitute(tables, "a.toml") == (tables, [])
+    dotted = {"slurm.setup": [["cd ${UNSET}"]], "container": {"scratch": ["${UNSET}"]}, "on_end": ["echo ${UNSET}"]}
+    for sweep in (dotted, {"container.env": [{"A": "${UNSET}"}], "run": [["bash", "${UNSET}"]]}):
+        swept = {"input": "a.jsonl", "sweep": sweep}
+        assert substitute(swept, "a.toml") == (swept, [])
+
+
+def test_what_a_sweep_varies_is_replaced_as_the_key_itself_is():
+    sweep = {"resources.gpus": ["${N}", 2], "settings.path": ["${DATA}"], "seed": ["${N}"], "run": ["${N}"]}
+    assert substitute({"sweep": sweep}, "a.toml") == (
+        {"sweep": {"resources.gpus": [4, 2], "settings.path": ["/data"], "seed": [4], "run": ["4"]}},
+        [
+            'sweep.resources.gpus is "4", from "${N}" in a.toml',
+            'sweep.settings.path is "/data", from "${DATA}" in a.toml',
+            'sweep.seed is "4", from "${N}" in a.toml',
+            'sweep.run is "4", from "${N}" in a.toml',
+        ],
+    )
 
 
 def test_values_are_frozen_and_told_and_those_of_options_are_left_alone(project, tmp_path, monkeypatch):
