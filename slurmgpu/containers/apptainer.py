@@ -11,7 +11,7 @@ from typing import ClassVar
 import slurmgpu
 from slurmgpu.containers import apptainer_complaints, images, staging
 from slurmgpu.containers.runtime import Runtime, Start
-from slurmgpu.containers.settings import Bind, ContainerError, Identity
+from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
 
 OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
 """The first versions with --no-eval; without it a shell evaluates `$(…)` in values of the environment."""
@@ -55,6 +55,7 @@ class Apptainer(Runtime):
     identify = staticmethod(images.identify)
     same_image = staticmethod(images.same_image)
     stage = staticmethod(staging.stage)
+    discard = staticmethod(staging.discard)
     explain = staticmethod(apptainer_complaints.explain)
     why_build_failed = staticmethod(apptainer_complaints.why_build_failed)
     prefixes: ClassVar[tuple[str, ...]] = ("APPTAINERENV_",)
@@ -72,6 +73,18 @@ class Apptainer(Runtime):
                 node_at_fault=True,
             )
         return match[0]
+
+    def unfit(self, container: Container, scratch: Path, home: str) -> str:
+        """A colon in a path of `--home SRC:DST`, which a strict container has not."""
+        if container.home != "private" or container.strict or ":" not in f"{scratch}{home}":
+            return ""
+        what, to_do = "home directory", "Set another value of home"
+        if ":" in str(scratch):
+            what, to_do = (
+                f"scratch folder {scratch}",
+                "Name another as [container] scratch, or set another value of home",
+            )
+        return f'{self.title} takes no {what} with a colon in its path for home = "private". {to_do}'
 
     def if_served(self, identity: Identity, how: str) -> str:
         """To unpack a SIF, which squashfuse serves."""

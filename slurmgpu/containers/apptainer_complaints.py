@@ -53,6 +53,7 @@ RUNTIME = (
         r"|failed to read SIF partition.*|error while checking squashfs header.*|corrupted image.*"
         r"|bad superblock for squashfs.*|input/output error",
         DAMAGED,
+        is_damage=True,
     ),
     Complaint(
         r"mount source (.+?) doesn't exist",
@@ -123,7 +124,7 @@ SHELL = (
         r"(?m)^(/\S+): (?:line )?\d+: (?:[Ss]yntax error|.*not found|.*cannot execute).*",
         "the image's program does not run on this node, perhaps as it is for another kind of processor: \\g<0>",
     ),
-    Complaint(r"source: read /\.singularity\.d/\S+: input/output error", DAMAGED),
+    Complaint(r"source: read /\.singularity\.d/\S+: input/output error", DAMAGED, is_damage=True),
 )
 """Searched in all lines: messages of the image's shell, in which the runtime starts a program."""
 

@@ -17,6 +17,7 @@ class Complaint:
     meaning: str
     node_at_fault: bool = False
     kind: str = "container"
+    is_damage: bool = False
 
 
 INTERPRETER = (
@@ -43,5 +44,10 @@ def find_complaint(text: str, complaints: Iterable[Complaint]) -> ContainerError
     for complaint in complaints:
         if match := re.search(complaint.pattern, text):
             sentence = match.expand(complaint.meaning)
-            return ContainerError(sentence, kind=complaint.kind, node_at_fault=complaint.node_at_fault)
+            return ContainerError(
+                sentence,
+                kind=complaint.kind,
+                node_at_fault=complaint.node_at_fault,
+                is_damage=complaint.is_damage,
+            )
     return None

@@ -56,6 +56,8 @@ def prepare(
     wanted = [bind.expanded(environ) if bind in of_user else bind for bind in (*binds, *container.binds)]
     wanted += _folder_binds(container, environ, runtime.shared)
     _check_binds(wanted)
+    if unfit := runtime.unfit(container, scratch, home_folder(environ)):
+        raise ContainerError(unfit)
     if container.strict or container.home == "private":
         _make_places([*wanted, Bind(str(scratch), str(scratch))], task_folder(scratch) / "home", environ)
     inner_environment(container, environ, {}, scratch)  # raises if a variable of [container] env is not set

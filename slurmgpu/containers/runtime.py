@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from slurmgpu.containers.complaints import INTERPRETER, find_complaint
+from slurmgpu.containers.folders import remove
 from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError
@@ -107,6 +108,14 @@ class Runtime(ABC):
         ContainerError if it cannot be copied. `pause` is called again and again meanwhile, and may raise to end it.
         """
         return image
+
+    def discard(self, copy: Path) -> None:
+        """Remove a copy that `stage` made and that is damaged, so that the next task makes a new one."""
+        remove(copy)
+
+    def unfit(self, container: Container, scratch: Path, home: str) -> str:
+        """Why its options cannot take the path of this node's scratch folder, or of home; "" if they can."""
+        return ""
 
     def if_served(self, identity: Identity, how: str) -> str:
         """What to change if Slurm signals all processes of a job; empty unless one of them serves the image's files.

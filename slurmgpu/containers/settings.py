@@ -18,13 +18,17 @@ VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 class ContainerError(Exception):
     """The container cannot work here. Nothing was claimed, so nothing is lost.
 
-    `kind` is the failure class; `node_at_fault`: it may work on another node.
+    `kind` is the failure class; `node_at_fault`: it may work on another node. `is_damage`: the image is damaged, or a
+    copy of it.
     """
 
-    def __init__(self, message: str, *, kind: str = "container", node_at_fault: bool = False) -> None:
+    def __init__(
+        self, message: str, *, kind: str = "container", node_at_fault: bool = False, is_damage: bool = False
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.node_at_fault = node_at_fault
+        self.is_damage = is_damage
 
 
 @dataclass(frozen=True)

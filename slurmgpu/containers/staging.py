@@ -56,6 +56,12 @@ def stage(image: Path, identity: Identity, folder: Path, how: str, pause: Pause 
         raise ContainerError(text, kind="disk_full" if is_full else "container", node_at_fault=True) from error
 
 
+def discard(copy: Path) -> None:
+    """Remove a copy that is damaged, so that the next task makes a new one; no error if that fails."""
+    remove(record_of(copy))
+    remove(copy)
+
+
 def _is_usable(target: Path, identity: Identity, how: str, pause: Pause) -> bool:
     # A full disk, a crash of the node, or cleaning by age may have cut short what is in /tmp.
     if how == "unpack":

@@ -36,6 +36,9 @@ OWN_ENVIRON = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
 """Variables of every worker."""
 
 
+SHOWN = 400
+"""The most characters of what a runtime said that are told."""
+
 WORKER = "slurmgpu.worker.main"
 """The module of a worker."""
 
@@ -113,5 +116,20 @@ class Launcher:
         )
 
     def explain(self, said: str, returncode: int) -> ContainerError | None:
-        """Why a worker ended without an event; None if the container is not the cause."""
-        return None if self.container is None else runtime_named(self.container.runtime).explain(said, returncode)
+        """Why a worker ended without an event; None if the container is not the cause.
+
+        A copy of the image on this node that is damaged is removed.
+        """
+        if self.container is None:
+            return None
+        runtime = runtime_named(self.container.runtime)
+        found = runtime.explain(said, returncode)
+        copy = None if self._prepared is None else self._prepared.image
+        if found is None or not found.is_damage or copy is None or copy == Path(self.container.image):
+            return found
+        runtime.discard(copy)
+        return ContainerError(
+            f"the copy of the image on this node, {copy}, is damaged, and was removed: the next task here makes a new "
+            f"one. The image itself is another file. The runtime said: {said.strip()[-SHOWN:]}",
+            node_at_fault=True,
+        )

@@ -212,6 +212,15 @@ def test_scratch_that_cannot_be_used_is_the_nodes_fault(container, tmp_path):
         assert caught.value.node_at_fault
 
 
+def test_a_colon_in_scratch_is_refused_where_the_runtime_takes_none(container, tmp_path):
+    scratch = tmp_path / "a:b"
+    scratch.mkdir()
+    with pytest.raises(ContainerError, match=r"takes no scratch folder \S*/a:b/slurmgpu-\d+ with a colon in its path"):
+        prepare(container(scratch=str(scratch), home="private"), [], os.environ)
+    for given in ({"home": "private", "strict": True}, {"home": "none"}, {}):
+        prepare(container(scratch=str(scratch), **given), [], os.environ)
+
+
 def test_scratch_with_a_variable_that_is_not_set_is_said_of_scratch(container):
     with pytest.raises(ContainerError, match=r"\[container\] scratch \$NOWHERE/x names the variable NOWHERE"):
         prepare(container(scratch="$NOWHERE/x"), [], os.environ)

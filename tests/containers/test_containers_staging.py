@@ -14,6 +14,8 @@ from slurmgpu.containers import staging, unpacking
 from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.staging import stage
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.task.preflight import check_here
 from slurmgpu.task.worker_process import StoppedError, StopSignals
 from tests.support.images import fork
 from tests.support.shard_files import small_disk  # noqa: F401
@@ -293,3 +295,28 @@ def test_unpacking_can_be_stopped_also_by_a_signal_to_the_whole_job(far, tmp_pat
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     assert left_of(tmp_path / "images") == []
+
+
+@pytest.mark.parametrize("is_bad", ["the copy", "the image"])
+def test_a_copy_that_is_damaged_as_it_lies_is_named_and_replaced(far, project, apptainer, tmp_path, is_bad):
+    (tmp_path / "scratch").mkdir()
+    how = "node" if is_bad == "the copy" else "none"
+    table = apptainer.table(image=str(far), scratch=str(tmp_path / "scratch"), stage=how)
+    with draft_run(project(4, container=table) / "slurmgpu.toml") as draft:
+        plan = draft.plan
+    assert check_here(plan, 0, "cpu").problems == []
+    copies = list((tmp_path / "scratch").glob("*/images/*.sif"))
+    for image in copies or [far]:
+        content, times = bytearray(image.read_bytes()), image.stat()
+        content[-3000:] = bytes(3000)
+        image.write_bytes(content)
+        os.utime(image, ns=(times.st_atime_ns, times.st_mtime_ns))
+    [problem] = check_here(plan, 0, "cpu").problems
+    if is_bad == "the image":
+        assert problem.startswith("the image is damaged or cut short; copy it again, or build it again")
+        assert far.exists()
+        return
+    assert problem.startswith(f"the copy of the image on this node, {copies[0]}, is damaged, and was removed")
+    assert not copies[0].exists()
+    assert check_here(plan, 0, "cpu").problems == []
+    assert copies[0].read_bytes() == far.read_bytes()
