@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import signal
 import threading
 import time
@@ -30,6 +29,7 @@ from slurmgpu.task.worker_process import (
     StoppedError,
     StopSignals,
     WorkerProcess,
+    next_event,
     start_program,
 )
 from slurmgpu.util import cgroups, gpus
@@ -82,12 +82,9 @@ class _Follower:
         self._line.tell({"problem": self._problem()})
         with contextlib.closing(self._launcher), self._sampler, contextlib.ExitStack() as stack:
             while True:
-                try:
-                    event = self._events.get(timeout=1.0 if self._end_by is None else LOOK_S)
-                except queue.Empty:
-                    event = {"event": "tick"}
-                    if self._worker is not None:
-                        self._worker.reap()
+                event = next_event(self._events, 1.0 if self._end_by is None else LOOK_S) or {"event": "tick"}
+                if event["event"] == "tick" and self._worker is not None:
+                    self._worker.reap()
                 if self._end_by is not None and time.monotonic() > self._end_by:
                     log.warning("the leader has not answered a signal; this node ends")
                     return EXIT_STOPPED

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +32,15 @@ from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
 from slurmgpu.task.spare_worker import SpareWorker
 from slurmgpu.task.telemetry import sampler_of
-from slurmgpu.task.worker_process import EXIT_STOPPED, PARTING_S, Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.worker_process import (
+    EXIT_STOPPED,
+    PARTING_S,
+    Events,
+    StoppedError,
+    StopSignals,
+    WorkerProcess,
+    next_event,
+)
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.early_signals import INTERRUPTS, SIGNUMS
 from slurmgpu.util.exceptions import described, trace_of
@@ -234,10 +241,8 @@ class Task:
     def _follow(self, events: Events, worker: WorkerProcess) -> None:
         tick = min(1.0, self.run.plan.lease_s / 12)
         while True:
-            try:
-                event = events.get(timeout=tick)
-            except queue.Empty:
-                event = {"event": "tick"}
+            event = next_event(events, tick) or {"event": "tick"}
+            if event["event"] == "tick":
                 worker.reap()
             if (end_time := self._learn_end()) is not None:
                 worker.tell_end(end_time)

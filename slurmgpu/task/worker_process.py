@@ -37,6 +37,17 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: the task's shards were given back
 Events = queue.SimpleQueue[dict[str, Any]]
 
 
+def next_event(events: Events, timeout_s: float) -> dict[str, Any] | None:
+    """The next event; None if there is none for so long."""
+    try:
+        # First without a timeout: Python 3.10's `get` waits for ever if its time ends while the queue's lock is free.
+        with contextlib.suppress(queue.Empty):
+            return events.get_nowait()
+        return events.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        return None
+
+
 class StoppedError(Exception):
     """A signal asks this task to end."""
 
@@ -73,9 +84,8 @@ class StopSignals:
         self._on_pause()
         end = time.monotonic() + seconds
         while True:
-            try:
-                event = self.events.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
+            event = next_event(self.events, end - time.monotonic())
+            if event is None:
                 return
             if event["event"] == "signal":
                 raise StoppedError(event["signum"])
