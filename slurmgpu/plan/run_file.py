@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -224,7 +224,11 @@ def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[Base
     for name in path:
         field = model.model_fields.get(name)
         kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        inner = [
+            kind
+            for kind in kinds
+            if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
         if not inner:
             return None
         [model] = inner
