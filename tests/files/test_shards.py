@@ -13,6 +13,7 @@ from dataclasses import asdict
 import h5py
 import numpy as np
 import pytest
+from h5py import h5o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -181,6 +182,14 @@ def test_the_datasets_do_not_depend_on_who_made_them_and_the_file_on_nothing_els
     other = write(tmp_path / "c.h5", notes={"oom": "batch of 4 ⚠" * 500})
     assert first.read_bytes() == again.read_bytes()
     assert_same_datasets(datasets(other), datasets(first))
+
+
+def test_no_object_of_a_shard_has_a_time(tmp_path):
+    found = {}
+    with h5py.File(write(tmp_path / "a.h5")) as file:
+        file.visititems(lambda name, item: found.update({name: h5o.get_info(item.id)}))
+    assert {"score", "shout", "shout/values"} <= found.keys()
+    assert {name for name, info in found.items() if info.btime or info.ctime or info.mtime or info.atime} == set()
 
 
 @pytest.mark.parametrize("small", [1 << 20, -1], ids=["as a small file", "as a large file"])
