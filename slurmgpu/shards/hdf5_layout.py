@@ -32,8 +32,8 @@ from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import FORMAT_VERSION, Region, in_file_order
 
 Attributes = Mapping[str, str | int | bool]
-Kinds = tuple[tuple[str, str | type[int]], ...]
-"""Attributes by name: texts, and the types of numbers."""
+Kinds = tuple[tuple[str, str | int | type[int]], ...]
+"""Attributes by name: texts and the version, and the types of other numbers."""
 
 _LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 lacks the constant
 _FILE_NAME = b"/dev/null/slurmgpu-skeleton"
@@ -76,8 +76,9 @@ def file_attributes(file_format: str, columns: Mapping[str, Column], others: Att
 
 def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
     """The skeleton of a file. The same arguments give the same bytes."""
-    numbers = {name: value for name, value in attributes.items() if not isinstance(value, str)}
-    kinds: Kinds = tuple((name, value if isinstance(value, str) else type(value)) for name, value in attributes.items())
+    numbers = {name: value for name, value in attributes.items() if not isinstance(value, str) and name != "version"}
+    types = {name: type(value) for name, value in numbers.items()}
+    kinds: Kinds = tuple((name, types.get(name, value)) for name, value in attributes.items())
     with _lock:
         try:
             return _opened((tuple(regions), kinds, userblock_size)).skeleton(numbers)
@@ -97,8 +98,8 @@ class _Image:
         return h5f.create(_next_name(), h5f.ACC_TRUNC, _file_creation(self._userblock_size), _core_access())
 
     def open(self) -> Any:
-        access = _core_access().copy()
-        access.set_file_image(self._content)
+        access = _image_access()
+        access.set_file_image(self._content)  # copied by libhdf5
         return h5f.open(_next_name(), h5f.ACC_RDWR, access)
 
     def take(self, file: Any) -> None:
@@ -203,11 +204,13 @@ class _OpenFile:
         before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size, is_small)
         self._memory, self._start = memory.copy(), userblock_size
         self._file = self._memory.open()
-        # Before Python ends: libhdf5 calls the memory's methods when it closes the file.
-        weakref.finalize(self, _close, self._file)
+        if isinstance(self._memory, _Memory):
+            # Before Python ends: libhdf5 calls the memory's methods when it closes the file. The file of an image is
+            # closed with its last reference: h5py's `close` looks at every identifier there is, for 40 us.
+            weakref.finalize(self, _close, self._file)
         placed = {r.path: r for r in (*before, *_create_datasets(self._file, filter(_varies, regions)))}
         self._regions = tuple(placed[region.path] for region in regions)
-        names = (name for name, kind in kinds if not isinstance(kind, str))
+        names = (name for name, kind in kinds if isinstance(kind, type))
         self._numbers = {name: h5a.open(self._file, name.encode()) for name in names}
 
     def skeleton(self, numbers: Mapping[str, int | bool]) -> Skeleton:
@@ -255,7 +258,7 @@ def _template(
     try:
         placed = _create_datasets(file, regions)
         for name, kind in kinds:
-            _create_attribute(file, name, kind if isinstance(kind, str) else kind(0))
+            _create_attribute(file, name, kind(0) if isinstance(kind, type) else kind)
         memory.take(file)
     finally:
         file.close()
@@ -286,6 +289,12 @@ def _core_access() -> Any:
     access.set_fapl_core(_INCREMENT_BYTES, False)
     access.set_meta_block_size(0)  # no room between datasets for metadata to come
     return access
+
+
+@functools.cache
+def _image_access() -> Any:
+    """The access to an image, which is set before each opening; without one, a file to create would get the last."""
+    return _core_access().copy()
 
 
 @functools.cache
