@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+OLDEST := .venv-oldest
+# With the oldest Python that is here, too.
+OLDEST_PYTHON ?= $(shell for python in python3.10 $(PYTHON); do if $$python --version >/dev/null 2>&1; then echo $$python; break; fi; done)
 SOURCES := slurmgpu tests docs/conf.py docs/examples
 MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test test-gpu test-vllm nightly check environments packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test test-gpu test-oldest test-vllm nightly check environments packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -31,14 +34,23 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test)
 test-vllm: packages $(VLLM)/test
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 tests/vllm
 
+# Where old versions differ: files of HDF5 and Arrow, the run file's tables, what Python's own library has become.
+test-oldest: $(OLDEST)/test
+	$(OLDEST)/bin/python -m pytest -n 3 tests/unit/test_events.py tests/unit/test_mapped_functions.py \
+	  tests/unit/test_overrides.py tests/unit/test_sweeps.py tests/unit/test_variables.py tests/files/test_compare.py \
+	  tests/files/test_inputs*.py tests/files/test_json_column.py tests/files/test_repacking.py tests/files/test_results.py \
+	  tests/files/test_selection.py tests/files/test_shards.py tests/files/test_show.py \
+	  tests/local/test_map.py::test_a_row_of_a_table_is_an_item \
+	  --deselect tests/files/test_selection.py::test_hugging_face_datasets_loads_the_folder
+
 nightly: packages lint types
 	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
 
 check: lint types
 	$(BIN)/python -m pytest -n 3 tests/unit tests/files
 
-# What both kinds of tests need, made side by side.
-environments: packages $(VENV)/test $(VLLM)/test
+# What all kinds of tests need, made side by side.
+environments: packages $(VENV)/test $(VLLM)/test $(OLDEST)/test
 
 packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi
@@ -81,5 +93,10 @@ $(VLLM)/test: pyproject.toml tests/vllm/constraints.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+$(OLDEST)/test: pyproject.toml tests/oldest.txt
+	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --no-compile --constraint tests/oldest.txt --editable '.[test-oldest]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs
+	rm -rf $(VENV) $(VLLM) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs

@@ -140,7 +140,9 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
     import pyarrow as pa
 
     try:
-        reader = pa.RecordBatchReader.from_stream(table)
+        # pandas has streams since 2.2, by the same function.
+        has_stream = hasattr(table, "__arrow_c_stream__") or not hasattr(table, "iloc")
+        reader = pa.RecordBatchReader.from_stream(table if has_stream else pa.Table.from_pandas(table))
         with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
             for piece in even(pa.Table.from_batches([batch]) for batch in reader):
                 groups.add(piece.replace_schema_metadata(None))

@@ -103,17 +103,26 @@ def computed(op: ast.operator, one: Operand, other: Operand) -> Operand:
 
 def negated(value: Operand) -> Operand:
     """-value; ArrowInvalid if an integer overflows."""
-    return -value if _is_written(value) else pc.negate_checked(_widened(given(value, FLOAT)))
+    return -value if _is_written(value) else _applied(pc.negate_checked, value)
 
 
 def absolute(value: Operand) -> Operand:
     """|value|; ArrowInvalid if an integer overflows."""
-    if _is_written(value):
-        return abs(value)
+    return abs(value) if _is_written(value) else _applied(pc.abs_checked, value)
+
+
+def is_nan(value: Operand) -> Any:
+    """Booleans, null where the value is."""
+    value = given(value, FLOAT)
+    return pc.is_nan(pc.cast(value, pa.float32()) if value.type == pa.float16() else value)
+
+
+def _applied(function: Callable[[Any], Any], value: Operand) -> Any:
+    """A function of Arrow's of numbers, also of float16, with which older versions do not compute."""
     value = _widened(given(value, FLOAT))
-    if value.type == pa.float16():  # with which Arrow does not compute
-        return pc.cast(pc.abs_checked(pc.cast(value, pa.float32())), value.type)
-    return pc.abs_checked(value)
+    if value.type == pa.float16():
+        return pc.cast(function(pc.cast(value, pa.float32())), value.type)
+    return function(value)
 
 
 def is_any(value: Operand, choices: Sequence[Any]) -> Any:

@@ -155,7 +155,7 @@ class Condition:
             case "abs", [value]:
                 return numbers.absolute(self._operand(value, table))
             case "isnan", [value]:
-                return pc.is_nan(numbers.given(self._operand(value, table), numbers.FLOAT))
+                return numbers.is_nan(self._operand(value, table))
         raise self._wrong(f"{name}(…) does not take {', '.join(map(ast.unparse, arguments)) or 'nothing'}.{_ALLOWED}")
 
     def _wrong(self, what: str) -> SlurmGPUError:
