@@ -139,7 +139,7 @@ def test_the_original_conve_is_loaded_from_every_shape_of_model_pt(tmp_path, sha
     layout = checkpoints.read_layout(path)
     assert (layout.image, layout.stack, layout.channels, layout.kernel) == ((3, 4), "width", 2, (3, 3))
     assert not layout.has_bias
-    assert layout.learning_rate == (2e-4 if shape in ("epoch", "metrics") else None)
+    assert layout.learning_rate.value == (2e-4 if shape in ("epoch", "metrics") else None)
     with torch.no_grad():
         ours = loaded(path, layout).scores(TRIPLES[:, 0], TRIPLES[:, 1])
         assert torch.allclose(ours, theirs(TRIPLES[:, 0], TRIPLES[:, 1]), atol=1e-6)
@@ -490,7 +490,7 @@ def test_a_checkpoint_of_pykeens_training_loop_is_read_without_its_random_state(
         checkpoint_frequency=0,
     )
     path = tmp_path / "ours.pt"
-    assert checkpoints.read_layout(path, architecture="distmult").learning_rate == 0.02
+    assert checkpoints.read_layout(path, architecture="distmult").learning_rate.value == 0.02
     layout = checkpoints.read_layout(path, architecture="distmult")
     tables = {name: getattr(model, f"{name}_representations")[0]() for name in ("entity", "relation")}
     found = checkpoints.load_checkpoint(path, layout)
@@ -506,7 +506,7 @@ def test_what_numpy_wrote_is_left_out_but_for_numbers(tmp_path, protocol):
         "others": [np.arange(3), np.array([[1.5]], order="F"), np.array(["a", None], dtype=object), np.dtype("f4")],
     }
     path = save(tmp_path, content, pickle_protocol=protocol)
-    assert checkpoints.read_layout(path).learning_rate == 0.25
+    assert checkpoints.read_layout(path).learning_rate.value == 0.25
     for found in (peek(path), checkpoints.read_content(path)):
         assert {type(other).__name__ for other in found["others"]} == {"LeftOut"}
 

@@ -85,7 +85,7 @@ def test_a_checkpoint_says_all_that_is_needed_to_load_it(model, inverse, files):
 
     layout = check(read_layout(path), path, entities, relations)
     assert (layout.architecture, layout.inverse) == (model, inverse)
-    assert (layout.learning_rate, layout.loss, layout.told["label_smoothing"]) == (0.005, "kvsall", 0.1)
+    assert (layout.learning_rate.value, layout.loss, layout.told["label_smoothing"]) == (0.005, "kvsall", 0.1)
     loaded = MODELS[model].from_layout(layout)
     assert not loaded.load_state_dict(load_checkpoint(path, layout), strict=False).unexpected_keys
     queries = torch.tensor([0, 3, 5]), torch.tensor([0, 1, 1])

@@ -296,6 +296,80 @@ def test_an_optimizer_tells_its_learning_rate(files):
     assert Tracin(**FILES, learning_rate=0.5).frozen_settings["learning_rate"] == [0.5]
 
 
+def write_rates(folder, *rates, model="model.pt", **content):
+    """A checkpoint whose optimizer has groups of these learning rates."""
+    import torch
+
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    write_model(folder / model, optimizer_state_dict=torch.optim.SGD(groups, lr=1.0).state_dict(), **content)
+
+
+@pytest.mark.parametrize("dtype", [None, "float64", "float32", "bfloat16", "int64"])
+def test_a_learning_rate_may_be_an_integer_or_a_tensor(files, dtype):
+    import torch
+
+    rate = 3 if dtype is None else torch.tensor([7, 3], dtype=getattr(torch, dtype))[1]
+    write_rates(files, rate, rate)
+    assert Tracin(**FILES).facts.learning_rates == [3.0]
+
+
+def test_planning_reads_a_tensors_learning_rate_without_torch(files, slurmgpu):
+    import torch
+
+    write_rates(files, torch.tensor(0.25))
+    (files / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    done = slurmgpu("submit", "tracin.toml", "--dry-run", cwd=files, expect=0, PYTHONPATH=str(files))
+    assert "learning rate 0.25" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rates", "config", "sentence"),
+    [
+        ((0.1, 0.001), {"learning_rate": 1.0}, "found 0.1 and 0.001 in its optimizer's 2 groups of parameters. Set"),
+        (([1.0, 1.0],), {}, "found a tensor (2,) of float32 in its optimizer. Set learning_rate."),
+        ((), {"learning_rate": "1e-3"}, "found '1e-3' in its config. Set learning_rate."),
+        ((), {"learning_rate": True}, "found True in its config. Set learning_rate."),
+        ((float("nan"),), {}, "The learning rate in model.pt is nan; expected more than 0. Set learning_rate."),
+        ((-0.5,), {}, "The learning rate in model.pt is -0.5; expected more than 0."),
+        ((0.0,), {}, "The learning rate in model.pt is 0, as at the end of a schedule, so that every influence"),
+    ],
+)
+def test_a_checkpoint_that_tells_no_one_rate_is_refused_with_what_it_tells(files, rates, config, sentence):
+    import torch
+
+    if rates:
+        write_rates(files, *(torch.tensor(rate) if isinstance(rate, list) else rate for rate in rates), config=config)
+    else:
+        write_model(files / "model.pt", config=config)
+    with pytest.raises(SlurmGPUError) as raised:
+        Tracin(**FILES).facts  # noqa: B018 - planning reads the files for them
+    assert sentence in str(raised.value)
+    assert Tracin(**FILES, learning_rate=0.5).facts.learning_rates == [0.5]
+
+
+def test_no_rate_is_assumed_beside_a_known_one(files):
+    write_rates(files, 0.25, model="other.pt")
+    with pytest.raises(SlurmGPUError, match=r"model\.pt has no learning rate, and other\.pt has 0\.25.* Set learning_"):
+        Tracin(**{**FILES, "model": ["other.pt", "model.pt"]}).facts  # noqa: B018
+    write_model(files / "other.pt", seed=1)
+    assert Tracin(**{**FILES, "model": ["other.pt", "model.pt"]}).facts.learning_rates == [0.001, 0.001]
+
+
+def test_a_checkpoint_at_the_end_of_a_schedule_adds_nothing_and_is_planned(files):
+    write_rates(files, 0.5, model="early.pt", seed=1)
+    write_rates(files, 0, model="end.pt")
+    model = ["early.pt", "end.pt"]
+    lines = Tracin(**{**FILES, "model": model}).place(Share(gpus=0)).lines
+    said = "The learning rate of end.pt is 0: that adds nothing to an influence; losses and scores are those of end.pt."
+    assert said in lines
+    planned = Tracin(**{**FILES, "model": model}).frozen_settings
+    assert planned["learning_rate"] == [0.5, 0.0]
+    alone, both = (rows_of(full="float32", **settings) for settings in ({"model": "early.pt"}, planned))
+    for one, other in zip(alone, both, strict=True):
+        np.testing.assert_array_equal(one["influence"], other["influence"])
+        assert one["loss"] != other["loss"]
+
+
 def test_preconditioning_weighs_each_number_by_adams_second_moment(files):
     import torch
 
@@ -562,6 +636,8 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"model": ["model.pt", "model.pt"]}, "names model.pt twice"),
         ({"learning_rate": [1.0, 2.0]}, "learning_rate has 2 numbers, and model names 1 checkpoints"),
         ({"learning_rate": 0.0}, "expected more than 0"),
+        ({"learning_rate": float("inf")}, "expected more than 0"),
+        ({"learning_rate": [0.0, float("nan")]}, "none below 0, and one above it"),
         ({"parameters": ["convolution"]}, "Groups: entity, relation, norm, conv, fc, bias;"),
         ({"parameters": "convolution"}, "parameters: entity, relation, bn0.weight, bn0.bias,"),
         ({"norm": 3.0}, "norm is 3; expected 1 or 2"),

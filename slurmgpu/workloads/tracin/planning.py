@@ -21,7 +21,8 @@ from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
 from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import learning_rate_in, peek, state_of, told_in
+from slurmgpu.workloads.tracin.kge.peeking import peek, state_of, told_in
+from slurmgpu.workloads.tracin.kge.rates import Rate, learning_rate_in
 from slurmgpu.workloads.tracin.settings import TracinSettings, rates_for
 
 DEFAULT_RATE = 1e-3
@@ -60,13 +61,13 @@ def plan(settings: TracinSettings) -> Planned:
     _expect_labels(settings)
     known = graph.read_graph(settings.train, settings.entities, settings.relations)
     paths = checkpoint_paths(settings.model)
-    rates = rates_for(settings, paths)
+    given = rates_for(settings, paths)
     if settings.is_own_model:
         contents = [peek_content(path) for path in paths]
         _expect_one_training([told_in(content) for content in contents], paths)
         _expect_dictionaries(settings, told_in(contents[0]), paths[0])
         architecture, training_loss = settings.architecture, None
-        told = [learning_rate_in(content) for content in contents]
+        told = [learning_rate_in(content, path) for content, path in zip(contents, paths, strict=True)]
         groups, n_parameters = _own_model(settings, contents[0], paths[0])
     else:
         layouts = [layout_of(settings, path, known) for path in paths]
@@ -81,12 +82,12 @@ def plan(settings: TracinSettings) -> Planned:
         groups = list(dict.fromkeys(group_of(name) for name in wanted))
         n_parameters = sum(math.prod(layout.shapes[name]) for name in wanted)
         told, training_loss = [layout.learning_rate for layout in layouts], layout.loss
-    found = [rate if rate is not None else one for rate, one in zip(rates, told, strict=True)]
+    rates = _rates(given, told, paths)
     return Planned(
         architecture,
         paths,
-        [DEFAULT_RATE if rate is None else rate for rate in found],
-        None in found,
+        [DEFAULT_RATE if rate is None else rate for rate in rates],
+        None in rates,
         groups,
         len(known.train),
         known.entities.size,
@@ -165,6 +166,15 @@ def rates_line(planned: Planned) -> str:
     return f"{said}, learning rate {rates}{source}"
 
 
+def zero_rates_line(planned: Planned) -> str | None:
+    """The checkpoints whose learning rate is 0, for the user; None if there is none."""
+    paths = [path for path, rate in zip(planned.checkpoints, planned.learning_rates, strict=True) if not rate]
+    if not paths:
+        return None
+    last = f"; losses and scores are those of {paths[-1]}" if paths[-1] == planned.checkpoints[-1] else ""
+    return f"The learning rate of {', '.join(paths)} is 0: that adds nothing to an influence{last}."
+
+
 def file_digests(paths: Sequence[str]) -> dict[str, str]:
     """Digests of files by path, from samples of large ones."""
     return {path: digest_of(Path(path).expanduser()) for path in paths}
@@ -193,6 +203,33 @@ def check_unchanged(planned: Planned, found: Mapping[str, str], only: Collection
             f"{', '.join(changed)} changed since this run was planned. Restore the former content and resubmit, or "
             f"plan a new run in another run directory."
         )
+
+
+def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[str]) -> list[float | None]:
+    """The learning rate of each checkpoint: the one that is set, else the one in its file; all None if no file has one.
+
+    SlurmGPUError for files that do not tell one rate, of which only some do, or that tell of no influence.
+    """
+    for one, read, path in zip(given, told, paths, strict=True):
+        if one is None and read.found is not None:
+            raise SlurmGPUError(f"{path}: expected one learning rate, found {read.found}. Set learning_rate.")
+    rates = [read.value if one is None else one for one, read in zip(given, told, strict=True)]
+    known = [(path, rate) for path, rate in zip(paths, rates, strict=True) if rate is not None]
+    if known and None in rates:
+        raise SlurmGPUError(
+            f"{paths[rates.index(None)]} has no learning rate, and {known[0][0]} has {known[0][1]:g}: an influence is "
+            f"the sum over checkpoints, each times its rate. Set learning_rate, once or for each checkpoint."
+        )
+    for path, rate in known:
+        if not 0 <= rate < math.inf:
+            raise SlurmGPUError(f"The learning rate in {path} is {rate:g}; expected more than 0. Set learning_rate.")
+    if known and not any(rate for _, rate in known):
+        which = paths[0] if len(paths) == 1 else f"all {len(paths)} checkpoints"
+        raise SlurmGPUError(
+            f"The learning rate in {which} is 0, as at the end of a schedule, so that every influence would be 0. Set "
+            f"learning_rate, or name earlier checkpoints."
+        )
+    return rates
 
 
 def _own_model(settings: TracinSettings, content: Mapping[str, Any], path: str) -> tuple[list[str], int]:

@@ -6,6 +6,7 @@ when its files may be gone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -144,8 +145,10 @@ def _wrong_amounts(settings: TracinSettings) -> Iterator[str]:
     if settings.top_k == 0 and settings.n_hops is not None:
         yield "n_hops filters the listed training triples, and top_k = 0 lists none; set one of them."
     rates = settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
-    if any(rate is not None and not rate > 0 for rate in rates):
-        yield f"learning_rate is {settings.learning_rate}; expected more than 0, once or for each checkpoint."
+    numbers = [rate for rate in rates if rate is not None]
+    if numbers and not (all(0 <= rate < math.inf for rate in numbers) and any(numbers)):
+        expected = "expected more than 0, or a number for each checkpoint: none below 0, and one above it"
+        yield f"learning_rate is {settings.learning_rate}; {expected}."
     if not settings.parameters:
         yield 'parameters is empty; expected "all", "last", or names of parameters or their groups.'
     given = [name for name in FILTER if getattr(settings, name) not in (None, False)]

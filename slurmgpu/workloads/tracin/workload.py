@@ -27,7 +27,7 @@ from slurmgpu.workloads.tracin import planning, tiepin
 from slurmgpu.workloads.tracin.from_args import translate
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
 from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
-from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line
+from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line, zero_rates_line
 from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
 from slurmgpu.workloads.tracin.summary import summarize
 
@@ -139,6 +139,8 @@ class Tracin(TracinSettings):
             f"{facts.n_train:,} training triples, {numbers}: {', '.join(facts.groups)}; "
             f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory beside the model",
         ]
+        if line := zero_rates_line(facts):
+            lines.append(line)
         lines += self._about_lists(self.memory_mb_on(is_gpu=share.gpus > 0))
         if facts.training_loss not in (None, self.loss):
             lines.append(f"The checkpoint was trained with {facts.training_loss}; influences are on {self.loss}.")

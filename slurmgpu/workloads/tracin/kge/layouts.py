@@ -21,7 +21,8 @@ from typing import Any, Literal, cast, get_args
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
 from slurmgpu.workloads.tracin.kge.naming import NAMINGS, NO_PARAMETERS, Inverse, Naming, Stack, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import learning_rate_in, state_of, told_in
+from slurmgpu.workloads.tracin.kge.peeking import state_of, told_in
+from slurmgpu.workloads.tracin.kge.rates import NO_RATE, Rate, learning_rate_in
 
 Architecture = Literal["conve", "distmult", "complex", "transe"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -59,7 +60,7 @@ class Layout:
     """Whether the file alternates real and imaginary parts (ComplEx)."""
     norm: float | None = None
     """The p of TransE's distance."""
-    learning_rate: float | None = None
+    learning_rate: Rate = NO_RATE
     """From the optimizer's state or the config."""
     loss: str | None = None
     """The training loss as the config names it, if it does."""
@@ -106,7 +107,8 @@ def recognise(
     names = {name: keys[key] for name, key in layout.names.items()}
     canonical = {name: shapes[key][:1] if name == "bias" else shapes[key] for name, key in layout.names.items()}
     loss = told["loss"] if isinstance(told.get("loss"), str) else None
-    return replace(layout, names=names, shapes=canonical, learning_rate=learning_rate_in(content), loss=loss, told=told)
+    rate = learning_rate_in(content, path)
+    return replace(layout, names=names, shapes=canonical, learning_rate=rate, loss=loss, told=told)
 
 
 def check(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
@@ -29,12 +30,20 @@ SECTIONS = ("model_state_dict", "state_dict")
 """Keys under which a checkpoint has the model's state dict, if it is not one itself."""
 
 
+class Stored(NamedTuple):
+    """A storage's stand-in: its dtype, and its file in the archive."""
+
+    dtype: str
+    key: str
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A tensor's stand-in."""
+    """A tensor's stand-in. `place` is its file in the archive and its first number there."""
 
     shape: tuple[int, ...]
     dtype: str
+    place: tuple[str, int] | None = field(default=None, compare=False)
 
 
 class UnknownGlobalError(Exception):
@@ -83,13 +92,29 @@ def told_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for config in found for key, value in config.items()}
 
 
-def learning_rate_in(content: Mapping[str, Any]) -> float | None:
-    """The learning rate in a checkpoint's optimizer, or else in its config."""
-    optimizer = content.get("optimizer_state_dict")
-    groups = optimizer.get("param_groups", ()) if isinstance(optimizer, Mapping) else ()
-    rates = {group["lr"] for group in groups if isinstance(group.get("lr"), float)}
-    rate = rates.pop() if len(rates) == 1 else told_in(content).get("learning_rate")
-    return float(rate) if isinstance(rate, (int, float)) else None
+def number_in(path: str | Path, tensor: Shape) -> float | None:
+    """The number in a tensor of one, read from its checkpoint; None for more than one, or a dtype not in NUMBERS."""
+    if math.prod(tensor.shape) != 1 or tensor.place is None or tensor.dtype not in NUMBERS:
+        return None
+    (key, at), code = tensor.place, NUMBERS[tensor.dtype]
+    size = 2 if tensor.dtype == "bfloat16" else struct.calcsize(code)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            folder = _index_of(names, path).removesuffix("data.pkl")
+            is_big = f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") == b"big"
+            with archive.open(f"{folder}data/{key}") as file:
+                file.seek(at * size)
+                data = file.read(size)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise damaged(path, described(error)) from error
+    if len(data) != size:
+        raise damaged(path, f"{key} ends before number {at}")
+    if tensor.dtype == "bfloat16":  # the upper half of a float32
+        data = data + b"\0\0" if is_big else b"\0\0" + data
+    return float(struct.unpack((">" if is_big else "<") + code, data)[0])
 
 
 def refusal(path: str | Path, found: str) -> str:
@@ -169,8 +194,12 @@ FUNCTIONS: Mapping[str, Any] = {
     "builtins.set": set,
     "torch.Size": tuple,
     # storage, offset, size, stride, requires_grad, hooks, dtype
-    "torch._utils._rebuild_tensor_v2": lambda storage, _offset, size, *_: Shape(tuple(size), storage),
-    "torch._utils._rebuild_tensor_v3": lambda _storage, _offset, size, *others: Shape(tuple(size), others[3]),
+    "torch._utils._rebuild_tensor_v2": lambda storage, offset, size, *_: Shape(
+        tuple(size), storage.dtype, (storage.key, offset)
+    ),
+    "torch._utils._rebuild_tensor_v3": lambda storage, offset, size, *others: Shape(
+        tuple(size), others[3], (storage.key, offset)
+    ),
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
@@ -189,6 +218,14 @@ STORAGES = {
     "ComplexDouble": "complex128",
     "Untyped": "untyped",
 }
+NUMBERS = dict(
+    zip(
+        ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
+        ("d", "f", "e", "f", "q", "i", "h", "b", "B"),
+        strict=True,
+    )
+)
+"""The codes of `struct` of dtypes that `number_in` reads."""
 DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 
 
@@ -206,6 +243,6 @@ class _Reader(pickle.Unpickler):
             return name
         raise UnknownGlobalError(path)
 
-    def persistent_load(self, identity: Any) -> str:
-        """The dtype of a storage: ("storage", dtype, file name, device, count)."""
-        return str(identity[1])
+    def persistent_load(self, identity: Any) -> Stored:
+        """The stand-in of a storage: ("storage", dtype, file name, device, count)."""
+        return Stored(str(identity[1]), str(identity[2]))
