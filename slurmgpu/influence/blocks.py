@@ -18,13 +18,24 @@ PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
 """Pairs that are processed together after multiplication: as many as the caches hold."""
 
 
+HEADROOM = 40
+"""Normalised tests have gradients of about 2^HEADROOM.
+
+Their products with the gradients of training examples are then in float32's range for all lengths from 10⁻³⁸, and
+smaller ones with fewer bits, up to 10²⁶.
+"""
+
+
 class Block:
-    """The gradients of n tests at each checkpoint, and the results so far; fills `full` (n, n_train) if given."""
+    """The gradients of n tests at each checkpoint, and the results so far; fills `full` (n, n_train) if given.
+
+    With a normalisation, `gradients` are replaced by scaled ones.
+    """
 
     def __init__(
         self,
         checkpoints: Sequence[Checkpoint],
-        gradients: Sequence[Gradients],
+        gradients: list[Gradients],
         group_of: Mapping[str, int],
         *,
         n_train: int,
@@ -37,10 +48,16 @@ class Block:
         self._multiply, self._full = multiply, full
         self._n, self._n_groups = len(gradients[0]), 1 + max(group_of.values())
         like = gradients[0].losses
-        self._self_influence = sum(
-            (c.squares(g) for c, g in zip(checkpoints, gradients, strict=True)), start=torch.zeros_like(like)
-        )
-        self._scale = _inverse_root(self._self_influence)[:, None] if normalize == "cosine" else None
+        own = torch.stack([c.squares(g) for c, g in zip(checkpoints, gradients, strict=True)]).sum(0)
+        self._self_influence = own.to(like.dtype)
+        self._scale: Tensor | None = None
+        if normalize != "none":
+            length = own.sqrt().where(own.isfinite() & (own > 0), 1)
+            exponents = torch.frexp(length).exponent.long()
+            for at in range(len(gradients)):  # one at a time, for the memory
+                gradients[at] = gradients[at].scaled(HEADROOM - exponents)
+            rest = torch.ldexp(_inverse_root(own) if normalize == "cosine" else torch.ones_like(own), exponents)
+            self._scale = rest.to(like.dtype)[:, None]
         self._extremes = [Extremes(self._n, top_k, n_train, self._n_groups, sign, like) for sign in (1, -1) if top_k]
         self._statistics = Statistics(self._n, like)
         self._problems: dict[int, str] = {}
@@ -57,8 +74,8 @@ class Block:
         for first in range(0, self._n, step):
             rows = slice(first, first + step)
             piece = shares[:, rows]
-            if scale is not None:
-                piece *= scale if self._scale is None else scale * self._scale[rows]
+            if scale is not None and self._scale is not None:
+                piece *= scale * self._scale[rows]
             values = piece.sum(0) if len(piece) > 1 else piece[0]
             self._note_problems(first, values, lines)
             if self._full is not None:
@@ -76,8 +93,8 @@ class Block:
         found = self._gradients[0].losses.new_zeros(2, self._n, n)
         outs = [dict.fromkeys(self._group_of, out) for out in found]
         scale = self._add_products(streamed, list(zip(outs, (exact, self._multiply), strict=True)))
-        if scale is not None:
-            found *= scale if self._scale is None else scale * self._scale
+        if scale is not None and self._scale is not None:
+            found *= scale * self._scale
         return found[0], found[1]
 
     def found(self, groups: tuple[str, ...], errors: tuple[Tensor, Tensor] | None = None) -> Found:
@@ -106,7 +123,7 @@ class Block:
     def _add_products(
         self, streamed: Iterator[Streamed], outs: Sequence[tuple[Mapping[str, Tensor], Multiply]]
     ) -> Tensor | None:
-        """Sum over the checkpoints; the factors of the columns (b,), if normalised."""
+        """Sum over the checkpoints; the factors of the columns (b,) beside `_scale`, if normalised."""
         squares = None
         for checkpoint, mine in zip(self._checkpoints, self._gradients, strict=True):
             theirs = next(streamed)
@@ -121,7 +138,10 @@ class Block:
             if theirs.squares is not None:
                 squares = theirs.squares if squares is None else squares + theirs.squares
             del theirs  # frees memory before the next are computed
-        return None if squares is None else _inverse_root(squares)
+        if squares is None:
+            return None
+        dtype = self._self_influence.dtype
+        return (_inverse_root(squares) * 2.0**-HEADROOM).clamp(max=torch.finfo(dtype).max).to(dtype)
 
     def _note_problems(self, first: int, values: Tensor, lines: Tensor) -> None:
         for row in (~values.sum(1).isfinite()).nonzero()[:, 0].tolist():

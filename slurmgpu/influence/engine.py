@@ -87,10 +87,12 @@ class Influences:
         """The memory of a test: its gradients, products with a chunk, and lists.
 
         Σ over checkpoints bytes_of_result + chunk · (s · (groups + 6) + 16) + 8 · top_k · (s · (groups + 1) + 8), for
-        numbers of s bytes; a reduced precision needs 2 · 1,024 · s more to measure its error.
+        numbers of s bytes; a reduced precision needs 2 · 1,024 · s more to measure its error, and a normalisation a
+        checkpoint's bytes_of_result more to scale gradients.
         """
         n_groups, size = len(self.groups), int(self._like.element_size())
-        gradients: int = sum(checkpoint.model.bytes_of_result("test") for checkpoint in self._checkpoints)
+        results = [checkpoint.model.bytes_of_result("test") for checkpoint in self._checkpoints]
+        gradients: int = sum(results) + (max(results) if self._options.normalize != "none" else 0)
         products = self.chunk_size * (size * (n_groups + 6) + 16)
         lists = (2 * ROOM + 2) * self._options.top_k * (size * (n_groups + 1) + 8)
         sample = 0 if self._multiply is exactly else 2 * size * N_SAMPLE

@@ -47,6 +47,10 @@ class Sum(Part):
         found = [mine.dots(theirs, weights) for mine in self.parts for theirs in other.parts]
         return torch.stack(found).sum(0)
 
+    def scaled(self, exponents: Tensor) -> Sum:
+        """See Part."""
+        return Sum(tuple(part.scaled(exponents) for part in self.parts))
+
     def dense(self, shape: torch.Size) -> Tensor:
         """See Part."""
         return torch.stack([part.dense(shape) for part in self.parts]).sum(0)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from slurmgpu.influence.parts import Multiply, Part, bytes_of, exactly
@@ -54,13 +55,18 @@ class Gradients:
                     part.add_products(theirs[name], out[name], scale=scale, weights=weight, multiply=multiply)
 
     def squares(self, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The squared length of each gradient (n,)."""
-        found = self.losses.new_zeros(len(self))
+        """The squared length of each gradient (n,), in float64."""
+        found = self.losses.new_zeros(len(self), dtype=torch.float64)
         for mine in self.terms:
             for theirs in self.terms:
                 for name, part in mine.items():
                     found += part.dots(theirs[name], None if weights is None else weights[name])
         return found
+
+    def scaled(self, exponents: Tensor) -> Gradients:
+        """The gradients times 2^exponents (n,), integers; losses and scores are as they were."""
+        terms = [{name: part.scaled(exponents) for name, part in term.items()} for term in self.terms]
+        return Gradients(tuple(terms), self.losses, self.scores)
 
 
 class Differentiable(Protocol):

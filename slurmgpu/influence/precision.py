@@ -34,8 +34,8 @@ def matmul_precision(value: Literal["ieee", "tf32"]) -> Iterator[None]:
 
 def errors(exact: Tensor, reduced: Tensor, n_top: int = 10) -> tuple[Tensor, Tensor]:
     """For each row (n, m): the relative error, and the share of its largest values that stay so."""
-    scale = exact.norm(dim=1)
-    error = (reduced - exact).norm(dim=1) / scale.where(scale > 0, scale.new_ones(()))
+    scale, difference = (values.double().norm(dim=1) for values in (exact, reduced - exact))
+    error = (difference / scale.where(scale > 0, 1)).to(exact.dtype)
     n_top = min(n_top, exact.shape[1])
     top = [values.topk(n_top, dim=1).indices for values in (exact, reduced)]
     same = (top[0][:, :, None] == top[1][:, None, :]).any(2)

@@ -28,7 +28,7 @@ class Checkpoint:
     weights: Mapping[str, Tensor] | None = None
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """η |g|² of each gradient (n,)."""
+        """η |g|² of each gradient (n,), in float64."""
         return gradients.squares(self.weights) * self.learning_rate
 
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slurmgpu.influence.parts import Multiply, Part, bytes_of, exactly, row_dots, weighted_row_dots
+from slurmgpu.influence.parts import (
+    Multiply,
+    Part,
+    by_powers,
+    bytes_of,
+    exactly,
+    in_pieces,
+    row_dots,
+    weighted_row_dots,
+)
 
 MATCH_COST = 50
 """The cost of gathering and multiplying a pair of rows, relative to a product within a matrix."""
@@ -35,6 +44,18 @@ class Spread:
     def scaled(self, values: Tensor) -> Tensor:
         """The values of each example (n, …) times its scale."""
         return values if self.scale is None else values * self.scale.reshape(-1, *[1] * (values.ndim - 1))
+
+    def by_powers(self, exponents: Tensor) -> Spread:
+        """The gradients times 2^exponents (n,).
+
+        A query's `delta` gets the largest power of its examples, so that its products stay in the dtype's range, and
+        their `scale` the rest.
+        """
+        largest = exponents.new_zeros(len(self.delta))
+        largest.scatter_reduce_(0, self.of, exponents, "amax", include_self=False)
+        ones = self.delta.new_ones(len(self.of)) if self.scale is None else self.scale
+        scale = by_powers(ones, exponents - largest[self.of])
+        return Spread(by_powers(self.delta, largest), self.vector, self.of, scale)
 
     @property
     def n_bytes(self) -> int:
@@ -73,8 +94,8 @@ class Rows(Part):
         """See Part."""
         assert isinstance(other, Rows)
         mine, theirs = self._weighted(weights), other._weighted(weights)
-        same = self.index[:, :, None] == other.index[:, None, :]
-        found = ((mine.values @ other.values.mT) * same).sum((1, 2))
+        pieces = [in_pieces(each, self.values) for each in (self.index, other.index, mine.values, other.values)]
+        found = torch.cat([_dots_of_matches(*each) for each in zip(*pieces, strict=True)])
         if other.spread is not None:
             found = found + _rows_of_spread(mine, other.spread)
         if self.spread is not None:
@@ -82,6 +103,11 @@ class Rows(Part):
         if self.spread is not None and other.spread is not None:
             found = found + _spread_of_spread(self.spread, other.spread, weights)
         return found
+
+    def scaled(self, exponents: Tensor) -> Rows:
+        """See Part."""
+        spread = None if self.spread is None else self.spread.by_powers(exponents)
+        return Rows(self.index, by_powers(self.values, exponents), spread)
 
     def dense(self, shape: torch.Size) -> Tensor:
         """See Part."""
@@ -159,6 +185,12 @@ def _add_masked(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
             out.add_((mine.values[:, s] @ theirs.values[:, t].T).mul_(matched), alpha=scale)
 
 
+def _dots_of_matches(index: Tensor, other_index: Tensor, values: Tensor, other_values: Tensor) -> Tensor:
+    """The products of rows that equal positions both name (n,), in float64."""
+    same = index[:, :, None] == other_index[:, None, :]
+    return ((values.double() @ other_values.double().mT) * same).sum((1, 2))
+
+
 def _rows_by_spread(rows: Rows, spread: Spread) -> Tensor:
     """The products (n, m) of examples that name rows with examples that spread."""
     by_query = rows.values.new_zeros(len(rows.values), len(spread.vector))
@@ -170,9 +202,14 @@ def _rows_by_spread(rows: Rows, spread: Spread) -> Tensor:
 
 
 def _rows_of_spread(rows: Rows, spread: Spread) -> Tensor:
-    """The same for equal positions (n,)."""
-    delta = spread.delta[spread.of[:, None], rows.index.clamp(min=0)]
-    return spread.scaled(((rows.values @ spread.vector[spread.of][:, :, None])[:, :, 0] * delta).sum(1))
+    """The same for equal positions (n,), in float64."""
+    found = []
+    pieces = (in_pieces(each, rows.values) for each in (rows.index, rows.values, spread.of))
+    for index, values, of in zip(*pieces, strict=True):
+        delta = spread.delta[of[:, None], index.clamp(min=0)].double()
+        products = (values.double() @ spread.vector[of].double()[:, :, None])[:, :, 0]
+        found.append((products * delta).sum(1))
+    return spread.scaled(torch.cat(found))
 
 
 def _spread_by_spread(mine: Spread, theirs: Spread, weights: Tensor | None, multiply: Multiply) -> Tensor:
@@ -192,12 +229,12 @@ def _spread_by_spread(mine: Spread, theirs: Spread, weights: Tensor | None, mult
 
 
 def _spread_of_spread(mine: Spread, theirs: Spread, weights: Tensor | None) -> Tensor:
-    """The same for equal positions (n,)."""
+    """The same for equal positions (n,), in float64."""
     if weights is None:
         found = row_dots(mine.delta, mine.of, theirs.delta, theirs.of)
         found *= row_dots(mine.vector, mine.of, theirs.vector, theirs.of)
     else:
         table = weights.reshape(len(weights), -1)
-        vector = mine.vector[mine.of] * theirs.vector[theirs.of]
-        found = weighted_row_dots(vector, table.T, mine.delta, mine.of, theirs.delta, theirs.of)
+        vectors = mine.vector[mine.of], theirs.vector[theirs.of]
+        found = weighted_row_dots(*vectors, table.T, mine.delta, mine.of, theirs.delta, theirs.of)
     return theirs.scaled(mine.scaled(found))

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.influence.engine import Checkpoint, Influences, Options
 from slurmgpu.influence.found import in_halves
+from slurmgpu.influence.layered import of_module
 from tests.support.influences import Little, all_of, checkpoint, dense, examples, gradient_rows, influences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,6 +153,40 @@ def test_normalisations_divide_the_sum_of_the_checkpoints(normalize):
         assert expected.abs().max() <= 1 + 1e-9
     close(found.full, expected)
     close(found.proponents.shares.sum(2), found.proponents.values)
+
+
+class Faint(Little):
+    """A model that is sure of its examples: their gradients are 10⁻³⁰ to 1, and the same ones in each precision."""
+
+    def losses(self, examples):
+        return super().losses(examples) * 10.0 ** (-5 * (examples[:, 0] % 7)).to(self.fc.weight.dtype)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("normalize", ["train", "cosine"])
+def test_normalised_influences_in_single_precision_are_right_for_gradients_of_any_length(normalize, weighted):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        modules = [Faint(seed).to(dtype) for seed in range(2)]
+        weights = {name: torch.full_like(value.detach(), 3.0) for name, value in modules[0].named_parameters()}
+        points = [Checkpoint(of_module(m, TRAIN), 1e-4, weights if weighted else None) for m in modules]
+        wanted, full = all_of(modules[0]), str(dtype).removeprefix("torch.")
+        found.append(Influences(points, TRAIN, Options(wanted, 5, normalize, full=full)).of(TESTS))
+    single, double = found
+    assert single.problems == {}
+    lengths = np.linalg.norm(double.full, axis=1)
+    assert lengths.min() > 0
+    assert (np.linalg.norm(single.full - double.full, axis=1) / lengths).max() < 1e-4
+    assert single.self_influence.dtype == np.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_the_error_of_a_reduced_precision_is_that_of_faint_gradients_too(precision):
+    points = [Checkpoint(of_module(Faint().float(), TRAIN), 1e-4)]
+    found = Influences(points, TRAIN, Options(all_of(Faint()), 5, precision=precision)).of(TESTS)
+    faint = np.array([10.0 ** (-5 * (int(test[0]) % 7)) < 1e-20 for test in TESTS])
+    assert faint.any()
+    assert found.precision_error[faint].min() > 0
 
 
 def test_what_has_no_gradient_has_no_influence():

@@ -87,6 +87,48 @@ def test_products_of_like_positions_are_the_diagonal(mine, theirs, weighted):
     torch.testing.assert_close(a.dots(b, weights), out.diag(), rtol=1e-12, atol=1e-12)
 
 
+KINDS = ("dense", "outer", "rows", "spread", "spread_unscaled")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_squares_in_single_precision_hold_gradients_of_any_length(kind, weighted):
+    exact = getattr(Random(5), kind)(30)
+    exponents = torch.arange(30) * -4  # lengths of 1 to 1e-35
+    single = of_dtype(exact, torch.float32).scaled(exponents)
+    weights = Random(6).values(*SHAPE).abs() if weighted else None
+    expected = exact.dots(exact, weights) * torch.exp2(2 * exponents.double())
+    found = single.dots(single, None if weights is None else weights.float())
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_scaled_by_powers_of_two_beyond_its_dtypes_range(kind):
+    exact = getattr(Random(7), kind)(30)
+    exponents = Random(8).whole(30, 30, bottom=-90)
+    single = of_dtype(exact, torch.float32)
+    scaled = single.scaled(exponents)
+    expected = exact.dense(SHAPE) * torch.exp2(exponents.double())[:, None, None]
+    torch.testing.assert_close(scaled.dense(SHAPE).double(), expected, rtol=1e-4, atol=1e-30)
+    out, expected = torch.zeros(30, 30), torch.zeros(30, 30)
+    scaled.scaled(-exponents).add_products(single, out)
+    single.add_products(single, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def of_dtype(part, dtype):
+    """The part, with its real factors in another dtype."""
+
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    changed = {name: cast(value) for name, value in vars(part).items()}
+    if changed.get("spread") is not None:
+        changed["spread"] = of_dtype(changed["spread"], dtype)
+    return type(part)(**changed)
+
+
 @pytest.mark.parametrize("n_rows", [2, 5, 300])
 def test_rows_are_matched_alike_both_ways(n_rows, monkeypatch):
     a, b = Random(2).rows(40, n_rows=n_rows), Random(3).rows(50, n_rows=n_rows)

@@ -116,7 +116,7 @@ def test_a_gradient_that_nearly_vanishes_is_right_in_single_precision(name, smoo
         found = Rows(deltas.index, deltas.values[:, :, None], spread)
         out = rows.new_zeros(len(queries), len(queries))
         found.add_products(found, out)
-        assert torch.allclose(out.diagonal(), found.dots(found), rtol=1e-4, atol=0)
+        assert torch.allclose(out.diagonal(), found.dots(found).to(out.dtype), rtol=1e-4, atol=0)
         grams.append((losses.double(), out.double()))
     (losses, out), (exact_losses, exact) = grams
     lengths = exact.diagonal().sqrt()
