@@ -10,6 +10,7 @@ import pytest
 import slurmgpu
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workloads.tracin import own_parameters, planning
 from slurmgpu.workloads.tracin.planning import group_of
 from slurmgpu.workloads.tracin.settings import LOSSES
 from slurmgpu.workloads.tracin.summary import KEYS
@@ -50,6 +51,8 @@ def files(tmp_path, monkeypatch):
     """A folder with a graph and a model, to work in."""
     make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
+    # In this process: another one takes seconds to import PyTorch. Two tests below have it.
+    monkeypatch.setattr(planning, "own_parameters", own_parameters.built)
     return tmp_path
 
 
@@ -479,6 +482,80 @@ def own_model(folder, source=OWN, **content):
     state = {"entity.weight": torch.randn(len(ENTITIES), 4), "relation.weight": torch.randn(len(RELATIONS), 4)}
     torch.save({"model_state_dict": state, **content} if content else state, folder / "dot.pt")
     return {"model": "dot.pt", "architecture": "dot.py:Dot"}
+
+
+MIXED = """
+import torch
+from torch import nn
+
+print("a line of the user's")
+
+class Mixed(nn.Module):
+    def __init__(self, n_entities, n_relations):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("seen", torch.tensor(0))
+        self.entity, self.relation = nn.Embedding(n_entities, 4), nn.Embedding(n_relations, 4)
+        self.decoder = nn.Linear(4, n_entities)
+        self.decoder.weight = self.entity.weight
+        self.head = nn.Linear(4, 4).requires_grad_(False)
+
+    def losses(self, triples):
+        hidden = self.head(self.entity(triples[:, 0]) + self.relation(triples[:, 1])) - self.mean
+        return nn.functional.cross_entropy(self.decoder(hidden), triples[:, 2], reduction="none")
+"""
+
+
+def mixed_model(folder):
+    """A model of one's own with buffers, a frozen layer and a shared matrix; its settings."""
+    import torch
+
+    (folder / "mixed.py").write_text(MIXED)
+    module = {}
+    exec(MIXED, module)
+    torch.save(module["Mixed"](len(ENTITIES), len(RELATIONS)).state_dict(), folder / "mixed.pt")
+    return {"model": "mixed.pt", "architecture": "mixed.py:Mixed"}
+
+
+def test_what_is_planned_of_a_model_of_ones_own_is_what_is_computed(files):
+    own = mixed_model(files)
+    facts = Tracin(**{**FILES, **own}).facts
+    assert (facts.groups, facts.not_built) == (["entity", "relation", "decoder"], None)
+    assert facts.n_parameters == 4 * (len(ENTITIES) + len(RELATIONS)) + len(ENTITIES)
+    assert Tracin(**{**FILES, **own}, parameters="last").facts.groups == ["decoder"]  # the head is frozen
+    for parameters in ("all", "last"):
+        rows = rows_of(**own, parameters=parameters)
+        assert all((np.abs(row["proponent_shares"]).sum(0) > 0).all() for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("mean", "mean is a buffer."),
+        ("head", "head.weight is frozen: its requires_grad is False."),
+        ("decoder.weight", "decoder.weight is the same tensor as entity.weight. Groups: entity, relation, decoder;"),
+    ],
+)
+def test_parameters_that_are_not_computed_are_refused_at_planning(files, word, what):
+    with pytest.raises(SlurmGPUError) as raised:
+        Tracin(**{**FILES, **mixed_model(files)}, parameters=[word]).facts  # noqa: B018
+    assert what in str(raised.value)
+
+
+def test_a_model_of_ones_own_is_built_in_another_process(files, monkeypatch):
+    architecture = mixed_model(files)["architecture"]
+    assert own_parameters.own_parameters(architecture, 5, 2) == own_parameters.built(architecture, 5, 2)
+    (files / "mixed.py").write_text("import no_such_module\n")
+    found = own_parameters.own_parameters(architecture, 5, 2)
+    assert "mixed.py raised ModuleNotFoundError: No module named 'no_such_module'" in found
+
+
+def test_without_torch_a_model_of_ones_own_is_planned_by_its_checkpoint_and_the_plan_says_so(files, slurmgpu):
+    write_run_file(files, **mixed_model(files))
+    (files / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    done = slurmgpu("submit", "tracin.toml", "--dry-run", cwd=files, expect=0, PYTHONPATH=str(files))
+    assert "mean, entity, relation, decoder, head" in done.stdout
+    assert "was not built to plan (ImportError: there is no torch here)" in done.stdout
 
 
 def test_an_optimizer_tells_the_learning_rate_of_a_model_of_ones_own_too(files):

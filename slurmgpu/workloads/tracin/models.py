@@ -128,8 +128,7 @@ def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, devi
 
 def own_model(architecture: str, path: str, known: Graph, place: Place) -> Differentiable:
     """The model of `architecture`, "file.py:Class", loaded from the checkpoint at `path`, on its device."""
-    file = Path(architecture.rpartition(":")[0]).expanduser().resolve()
-    cls = _class_in(file, architecture)
+    cls, file = class_of(architecture)
     with located(f"{cls.__name__}(n_entities=…, n_relations=…)", str(file), ADVICE):
         module: nn.Module = cls(n_entities=known.entities.size, n_relations=known.relations.size)
     state = state_of(read_content(path), path)
@@ -144,13 +143,15 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
     _try_losses(module, file, place.train)
     with located(f"the method losses of {cls.__name__}", str(file), ADVICE):
         model = of_module(module, place.train)
-    # As at planning, which sees only names in the checkpoint.
+    # As at planning, which does not read a class's own groups.
     model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
     return model
 
 
-def _class_in(file: Path, architecture: str) -> Any:
-    name = architecture.rpartition(":")[2]
+def class_of(architecture: str) -> tuple[Any, Path]:
+    """The class of `architecture`, "file.py:Class", and its file."""
+    path, _, name = architecture.rpartition(":")
+    file = Path(path).expanduser().resolve()
     with located(f"the import of {file.name}", str(file), ADVICE):
         cls = getattr(workload.import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
@@ -158,7 +159,7 @@ def _class_in(file: Path, architecture: str) -> Any:
             f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
             f"method losses(triples), which returns a loss for each row of head, relation and tail."
         )
-    return cls
+    return cls, file
 
 
 def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:

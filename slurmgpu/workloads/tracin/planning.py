@@ -21,8 +21,9 @@ from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
 from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import peek, state_of, told_in
+from slurmgpu.workloads.tracin.kge.peeking import Shape, peek, state_of, told_in
 from slurmgpu.workloads.tracin.kge.rates import Rate, learning_rate_in
+from slurmgpu.workloads.tracin.own_parameters import OwnParameters, own_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings, rates_for
 
 DEFAULT_RATE = 1e-3
@@ -54,6 +55,8 @@ class Planned:
     n_parameters: int
     training_loss: str | None
     digests: dict[str, str]
+    not_built: str | None = None
+    """Why a user's class was not built, so that the names in its checkpoint count."""
 
 
 def plan(settings: TracinSettings) -> Planned:
@@ -62,13 +65,14 @@ def plan(settings: TracinSettings) -> Planned:
     known = graph.read_graph(settings.train, settings.entities, settings.relations)
     paths = checkpoint_paths(settings.model)
     given = rates_for(settings, paths)
+    not_built: str | None = None
     if settings.is_own_model:
         contents = [peek_content(path) for path in paths]
         _expect_one_training([told_in(content) for content in contents], paths)
         _expect_dictionaries(settings, told_in(contents[0]), paths[0])
         architecture, training_loss = settings.architecture, None
         told = [learning_rate_in(content, path) for content, path in zip(contents, paths, strict=True)]
-        groups, n_parameters = _own_model(settings, contents[0], paths[0])
+        groups, n_parameters, not_built = _own_model(settings, contents[0], paths[0], known)
     else:
         layouts = [layout_of(settings, path, known) for path in paths]
         layout = layouts[-1]
@@ -95,6 +99,7 @@ def plan(settings: TracinSettings) -> Planned:
         n_parameters,
         training_loss,
         {**known.digests, **file_digests([*paths, *own_files(settings)])},
+        not_built,
     )
 
 
@@ -137,8 +142,13 @@ def trainable(layout: Layout) -> list[str]:
     return [name for name in layout.names if not name.endswith(BUFFERS)]
 
 
-def wanted_parameters(setting: str | Sequence[str], architecture: str, names: Sequence[str]) -> list[str]:
-    """The names that `parameters` selects, in their order; SlurmGPUError for a word that selects none."""
+def wanted_parameters(
+    setting: str | Sequence[str], architecture: str, names: Sequence[str], others: Mapping[str, str] | None = None
+) -> list[str]:
+    """The names that `parameters` selects, in their order; SlurmGPUError for a word that selects none.
+
+    `others` says what a name is that is no trainable parameter.
+    """
     if setting == "all":
         return list(names)
     words = [setting] if isinstance(setting, str) else list(setting)
@@ -149,8 +159,10 @@ def wanted_parameters(setting: str | Sequence[str], architecture: str, names: Se
     for word in words:
         meant = {name for name in names if word == group_of(name) or fnmatchcase(name, word)}
         if not meant and setting != "last":
+            known = [(name, what) for name, what in (others or {}).items() if word in (name, group_of(name))]
+            said = f": {known[0][0]} is {known[0][1]}" if known else ""
             raise SlurmGPUError(
-                f"parameters has {word!r}, which is neither a parameter nor a group of the model. "
+                f"parameters has {word!r}, which is neither a trainable parameter nor a group of the model{said}. "
                 f'Groups: {", ".join(groups)}; parameters: {", ".join(names)}; or "all", or "last".'
             )
         wanted |= meant
@@ -232,14 +244,42 @@ def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[
     return rates
 
 
-def _own_model(settings: TracinSettings, content: Mapping[str, Any], path: str) -> tuple[list[str], int]:
+def _own_model(
+    settings: TracinSettings, content: Mapping[str, Any], path: str, known: graph.Graph
+) -> tuple[list[str], int, str | None]:
+    """The wanted groups of a user's model, how many numbers they have, and why its class was not built, if so."""
     for file in own_files(settings):
         _expect_file(file)
     state = state_of(content, path)
-    keys = unwrapped(state)
-    names = [name for name in keys if not name.endswith(BUFFERS)]
-    wanted = wanted_parameters(settings.parameters, settings.architecture, names)
-    return list(dict.fromkeys(map(group_of, wanted))), sum(math.prod(state[keys[name]].shape) for name in wanted)
+    found = own_parameters(settings.architecture, known.entities.size, known.relations.size)
+    not_built = found if isinstance(found, str) else None
+    parameters = _named_in(state) if isinstance(found, str) else found
+    if not parameters.trainable:
+        raise SlurmGPUError(
+            f"{settings.architecture} has no trainable parameter: there are no influences. Let parameters require a "
+            f"gradient, by requires_grad_(True)."
+        )
+    names = list(parameters.trainable)
+    wanted = wanted_parameters(settings.parameters, settings.architecture, names, parameters.others)
+    n_parameters = sum(parameters.trainable[name] for name in wanted)
+    return list(dict.fromkeys(map(group_of, wanted))), n_parameters, not_built
+
+
+def _named_in(state: Mapping[str, Any]) -> OwnParameters:
+    """What may be trainable parameters, by a state dict alone: real numbers, shared ones by their first name."""
+    trainable: dict[str, int] = {}
+    others: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, key in unwrapped(state).items():
+        value = state[key]
+        place = (value.place, value.shape) if isinstance(value, Shape) else key
+        if name.endswith(BUFFERS) or not any(kind in str(value.dtype) for kind in ("float", "complex")):
+            others[name] = "a buffer"
+        elif first.setdefault(place, name) != name:
+            others[name] = f"the same tensor as {first[place]}"
+        else:
+            trainable[name] = math.prod(value.shape)
+    return OwnParameters(trainable, others)
 
 
 def _expect_labels(settings: TracinSettings) -> None:

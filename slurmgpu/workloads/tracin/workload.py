@@ -141,6 +141,11 @@ class Tracin(TracinSettings):
         ]
         if line := zero_rates_line(facts):
             lines.append(line)
+        if facts.not_built is not None:
+            lines.append(
+                f"{Path(facts.architecture).name} was not built to plan ({facts.not_built}): what the checkpoint has "
+                f"counts as parameters, and groups of buffers and of frozen parameters have shares of 0."
+            )
         lines += self._about_lists(self.memory_mb_on(is_gpu=share.gpus > 0))
         if facts.training_loss not in (None, self.loss):
             lines.append(f"The checkpoint was trained with {facts.training_loss}; influences are on {self.loss}.")
