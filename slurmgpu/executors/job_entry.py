@@ -231,9 +231,9 @@ def run_local_task(
         with beating(folder, attempt.name, job):
             code = work(run, attempt, spare=spare)
         if is_orphaned(run, submission):
+            outlive_parent()  # a slot that is killed now takes no merge along, which nobody else would make
             from slurmgpu.executors.submission import merge_orphaned  # which imports this module
 
-            outlive_parent()  # a slot that is killed now takes no merge along, which nobody else would make
             log.warning("the process that has submitted the run is gone: its last task merges")
             merge_orphaned(run, submission)
     if code:

@@ -13,6 +13,7 @@ from slurmgpu.cli import console as output
 from slurmgpu.report.status import read_status
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
+from slurmgpu.run.lock import run_lock
 from slurmgpu.run.records import Attempt
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.supervisor import Task
@@ -217,21 +218,27 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
     assert all(computed[item] == 1 for item in done_before)
 
 
+def logs_of(folder):
+    return b"".join(path.read_bytes() for path in (folder / "run" / "logs").iterdir())
+
+
 def test_a_run_whose_submit_was_killed_is_merged_by_its_last_task(project):
     folder = project(48, held_from=24, on_end="echo $SLURMGPU_STATE >> told.txt")
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
     wait_until_held(folder, 3, 2)
     process.kill()
     process.wait()
-    let_go(folder)
+    with run_lock(folder / "run", "merging"):
+        let_go(folder)
+        wait_until(lambda: logs_of(folder).count(b"its last task merges") == 2, "the tasks to wait for the lock")
+        for slot in submissions(folder)[-1]["pids"][1:]:
+            os.kill(slot, signal.SIGKILL)  # it takes no merge along
     wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
     check_rows(folder, 48)
     assert report(folder)["complete"]
     wait_until((folder / "told.txt").exists, "on_end")
     wait_until(lambda: not workers(folder) and not list((folder / "run" / "tasks").glob("*.alive")), "the tasks")
     assert (folder / "told.txt").read_text() == "complete\n"
-    logs = b"".join(path.read_bytes() for path in (folder / "run" / "logs").iterdir())
-    assert b"its last task merges" in logs
 
 
 def test_a_slot_that_is_killed_takes_its_task_along_before_the_run_is_submitted_again(project):
