@@ -493,6 +493,7 @@ def resubmit(
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         liveness.refuse_alive(run, "resubmit", force=force)
+        liveness.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
         number = max((line["submission"] for line in run.submissions()), default=0) + 1
         again = merge.failed_again(run, number) if failed else Recompute(number, {})
         n_missing = run.plan.n_shards - len(run.published(fresh=True))

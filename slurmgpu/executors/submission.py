@@ -83,7 +83,8 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
         # A task of this submission may have outlived what watched it, and others may have joined the run.
-        with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as lock, _naming_room(run):
+        over = _locked_when_over(run, lambda: others_alive(run, None), logging.WARNING)
+        with heeded(), over as lock, _naming_room(run):
             report = merge.merge(run, lives, lock.check)
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
@@ -177,22 +178,25 @@ def _record_merge_job(run: Run, own_job: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked_when_over(run: Run, what_lives: Callable[[], str | None]) -> Iterator[Lock]:
-    """Hold the run's lock once nothing lives: another array may start until the lock is taken."""
+def _locked_when_over(run: Run, what_lives: Callable[[], str | None], level: int = logging.INFO) -> Iterator[Lock]:
+    """Hold the run's lock once nothing lives: another array may start until the lock is taken.
+
+    `level` is that of the line that says what is waited for: a merge job's log has it, a terminal warnings alone.
+    """
     while True:
-        _wait_for_end(what_lives)
+        _wait_for_end(what_lives, level)
         with run_lock(run.folder, "merging", patient=True) as lock:
             if what_lives() is None:
                 yield lock
                 return
 
 
-def _wait_for_end(what_lives: Callable[[], str | None]) -> None:
+def _wait_for_end(what_lives: Callable[[], str | None], level: int) -> None:
     said, pause = None, 1.0
     while what := what_lives():
         if what != said:
             said = what
-            log.info("waiting: %s", what)
+            log.log(level, "waiting: %s", what)
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_S)
 

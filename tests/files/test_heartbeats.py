@@ -11,9 +11,11 @@ import time
 
 import pytest
 
+from slurmgpu import api
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import liveness
 from slurmgpu.run import heartbeats
+from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer, beating
 from slurmgpu.run.submissions import place_of
 from slurmgpu.slurm import commands, queue
@@ -21,7 +23,7 @@ from slurmgpu.util.pids import own_id
 from tests.cluster.fixture import leave_out
 from tests.support.images import NOBODY
 from tests.support.pretend_runs import pretend_run
-from tests.support.runs import records, wait_until
+from tests.support.runs import let_go, records, start, wait_until, wait_until_held
 
 ELSEWHERE = {"boot": "another machine"}
 
@@ -190,6 +192,13 @@ def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, mo
     wait_until(lambda: liveness.others_alive(run, "7") is None, "the heartbeat to stand still")
 
 
+def test_a_silent_task_is_waited_for_once_by_a_resubmission_that_merges_as_well(run):
+    beat(run, 1)
+    with pytest.raises(SlurmGPUError, match="no-such-code"):  # as far as this test needs it
+        api.resubmit(run, code="no-such-code")
+    assert not list(run.tasks.glob("*.alive"))
+
+
 def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monkeypatch):
     def silent(and_of):
         raise commands.SlurmUnavailableError("squeue did not answer within 30 s.")
@@ -220,6 +229,27 @@ def in_another_namespace(argv, **options):
     if subprocess.run([*words, "true"], capture_output=True).returncode:
         leave_out("namespaces cannot be made here")
     return subprocess.Popen([*words, *argv], start_new_session=True, **options)
+
+
+def test_a_local_run_is_not_merged_while_a_task_elsewhere_has_joined_it(project):
+    folder = project(16, held_from=8)
+    process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder)
+    wait_until_held(folder, 1)
+    run = Run.open(folder / "run")
+    beat(run, 1)
+    path = run.tasks / "7_0.0.alive"
+    with subprocess.Popen([sys.executable, "-c", BEATS, str(path)]) as task:
+        let_go(folder)
+        wait_until(lambda: not list(run.tasks.glob("debug*.alive")), "the end of the own task")
+        wait_until(
+            lambda: "WARNING: waiting: task 7_0.0 of bob on " in process.stdout.readline(), "the merge to wait", 60
+        )
+        assert not run.merged.exists()
+        task.kill()
+    path.unlink()  # as a task that ends does
+    process.communicate(timeout=200)
+    assert process.returncode == 0
+    assert run.merged.exists()
 
 
 @pytest.mark.nightly  # as of another user's
