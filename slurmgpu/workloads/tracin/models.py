@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence.engine import Checkpoint, Influences, Options
 from slurmgpu.influence.layered import of_module
@@ -27,6 +26,7 @@ from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
 from slurmgpu.workloads.tracin.kge.peeking import state_of
 from slurmgpu.workloads.tracin.kge.queries import Known, rows_of, with_rows
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
+from slurmgpu.workloads.tracin.own_class import ADVICE, class_of
 from slurmgpu.workloads.tracin.planning import Planned, layout_of, rates_line, wanted_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings
 from slurmgpu.workloads.user_code import located
@@ -38,11 +38,6 @@ MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": Co
 
 N_TRIED = 2
 """Training triples for the test of `losses`; with one triple a mean would pass."""
-
-ADVICE = (
-    "Expected a class that is built with n_entities and n_relations, and whose losses(triples) takes integers (n, 3) "
-    "and returns (n,)."
-)
 
 
 @dataclass(frozen=True)
@@ -146,20 +141,6 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
     # As at planning, which does not read a class's own groups.
     model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
     return model
-
-
-def class_of(architecture: str) -> tuple[Any, Path]:
-    """The class of `architecture`, "file.py:Class", and its file."""
-    path, _, name = architecture.rpartition(":")
-    file = Path(path).expanduser().resolve()
-    with located(f"the import of {file.name}", str(file), ADVICE):
-        cls = getattr(workload.import_file(file), name, None)
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
-        raise SlurmGPUError(
-            f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
-            f"method losses(triples), which returns a loss for each row of head, relation and tail."
-        )
-    return cls, file
 
 
 def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:

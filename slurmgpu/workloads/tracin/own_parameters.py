@@ -60,7 +60,7 @@ def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters
     try:
         import torch
 
-        from slurmgpu.workloads.tracin.models import class_of
+        from slurmgpu.workloads.tracin.own_class import class_of
 
         cls, _ = class_of(architecture)
         with torch.device("meta"):  # shapes without memory

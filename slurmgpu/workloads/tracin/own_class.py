@@ -1,0 +1,31 @@
+"""The class of a model of the user's own, which planning builds as well, in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from slurmgpu import workload
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.workloads.user_code import located
+
+ADVICE = (
+    "Expected a class that is built with n_entities and n_relations, and whose losses(triples) takes integers (n, 3) "
+    "and returns (n,)."
+)
+
+
+def class_of(architecture: str) -> tuple[Any, Path]:
+    """The class of `architecture`, "file.py:Class", and its file."""
+    path, _, name = architecture.rpartition(":")
+    file = Path(path).expanduser().resolve()
+    with located(f"the import of {file.name}", str(file), ADVICE):
+        cls = getattr(workload.import_file(file), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
+        raise SlurmGPUError(
+            f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
+            f"method losses(triples), which returns a loss for each row of head, relation and tail."
+        )
+    return cls, file
