@@ -18,6 +18,7 @@ from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError,
 from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, WorkloadError
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
+from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.workload import Share
 from slurmgpu.workloads.command import Command, outputs, placeholders, process, workload
 from slurmgpu.workloads.command.process import CallFailedError
@@ -515,6 +516,48 @@ def test_an_error_ends_with_the_last_2_kib_of_stderr_in_whole_lines(one):
     assert title == "The end of its stderr:"
     assert lines == [f"line {i:04}" for i in range(9000 - len(lines), 9000)]
     assert 1990 < len("\n".join(lines)) <= 2048
+
+
+LAUNCHER = """
+import sys
+
+def say(error):
+    print("Traceback (most recent call last):\\n[rank1]: " + error, file=sys.stderr)
+    print("E1126 failed (exitcode: 1)\\n" * 200, "Traceback (most recent call last):", sep="", file=sys.stderr)
+    print("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:", "=" * 60, sep="\\n", file=sys.stderr)
+    print("train.py FAILED\\n" + "=" * 60, file=sys.stderr)
+    sys.exit(1)
+"""
+"""Behind the traceback of a rank, torchrun writes 2 KiB and more of its own."""
+
+
+def test_the_headline_of_an_error_is_what_was_raised_also_behind_what_a_launcher_prints(one):
+    [error] = one(f"{LAUNCHER}\nsay('ValueError: the tokenizer has no pad token')")(items("a"))
+    first, title, *lines = str(error).splitlines()
+    assert first.endswith("exited with code 1: [rank1]: ValueError: the tokenizer has no pad token")
+    assert (title, lines[-1]) == ("The end of its stderr:", "=" * 60)
+    [error] = one("import sys; print('no such file: x\\n' + '-' * 40, file=sys.stderr); sys.exit(1)")(items("a"))
+    assert str(error).splitlines()[0].endswith("exited with code 1: no such file: x")
+
+
+def test_memory_and_gpus_are_seen_in_what_was_raised_far_from_the_end_of_stderr(one, score, monkeypatch):
+    with pytest.raises(
+        OutOfMemoryError, match=r"exited with code 1: \[rank1\]: torch.OutOfMemoryError: CUDA out of memory"
+    ):
+        score(f"{LAUNCHER}\nsay('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')")(
+            items("a", "b")
+        )
+    asked = []
+    monkeypatch.setattr(gpus, "check_again", asked.append)
+    command = one(f"{LAUNCHER}\nsay('RuntimeError: CUDA error: uncorrectable ECC error encountered')")
+    command._n_gpus = 2
+    command(items("a"))
+    assert asked == [2]
+    # A line that only mentions it, before much else, is nothing that was raised.
+    [error] = one(f"{LAUNCHER}\nprint('CUDA out of memory is avoided', file=sys.stderr)\nsay('ValueError: no')")(
+        items("a")
+    )
+    assert error.raised == []
 
 
 def test_of_a_progress_bar_an_error_has_what_a_terminal_shows(one):

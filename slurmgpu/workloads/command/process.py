@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -19,13 +20,21 @@ from typing import Protocol
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
 from slurmgpu.util.guard import OWN_GROUP, Guard
+from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS
 from slurmgpu.util.shared_files import is_transient
 from slurmgpu.workloads.command.programs import why_not_started
 
 TAIL_BYTES = 2048
 """How much of the end of stderr an error keeps."""
 LAST_LINE = 200
-"""The error's first line ends with the last line of stderr, cut at this many characters."""
+"""The error's first line ends with the line of stderr that tells most, cut at this many characters."""
+OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
+"""Words in an error after which it is checked whether the GPUs still work."""
+_RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
+"""The line that ends a traceback of Python, behind a rank of torchrun's, or tells what C++ has thrown."""
+_OF_LAUNCHER = "ChildFailedError"
+"""What torchrun raises behind the traceback of a rank."""
+_TELLING = (MEMORY_TEXTS, GPU_TEXTS, OF_GPUS)
 MAX_BYTES = 64 << 20
 """The longest line, and the longest answer on stdout, that is accepted."""
 GRACE_S = 2.0
@@ -55,18 +64,26 @@ def signal_of(code: int) -> int:
 
 
 class CallFailedError(ItemError):
-    """A call of the command has no rows; `way` is equal for calls that failed in the same way."""
+    """A call of the command has no rows; `way` is equal for calls that failed in the same way.
 
-    def __init__(self, message: str, way: str) -> None:
+    `raised` are lines of its stderr about memory and GPUs that end a traceback, which may be far from its end.
+    """
+
+    def __init__(self, message: str, way: str, raised: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.way = ("command", way)
+        self.raised = raised
+
+    def says(self, words: Sequence[str]) -> bool:
+        """Whether one of these is in the message or in what was raised."""
+        return any(word in text for text in (str(self), *self.raised) for word in words)
 
 
 class DiedError(CallFailedError):
     """The process of a call has ended by an exit code, or by a signal; `signal` is its number, 0 for none."""
 
-    def __init__(self, message: str, way: str, code: int) -> None:
-        super().__init__(message, way)
+    def __init__(self, message: str, way: str, code: int, raised: Sequence[str] = ()) -> None:
+        super().__init__(message, way, raised)
         self.code = code
         self.signal = signal_of(code)
         self.failure = "crash" if self.signal else "item_error"
@@ -87,8 +104,9 @@ class Sink(Protocol):
 
 
 class ToLog:
-    """Passes lines on to the log, behind a `mark` that names their items, and keeps the end of what came.
+    """Passes lines on to the log, behind a `mark` that names their items, and keeps what errors have of them.
 
+    That is the end, and the last lines that end a traceback: of any, about memory, about that of a GPU, about GPUs.
     `names` are what stands for the paths of temporary files in what is kept: errors are to have the same bytes.
     """
 
@@ -98,11 +116,13 @@ class ToLog:
         self._names = names or {}
         self._tail = self._rest = b""
         self._is_cut = False
+        self._raised, self._telling = "", dict[Sequence[str], str]()
 
     def set_mark(self, mark: str) -> None:
         """Begin with another mark; what was kept so far is forgotten."""
         self.end()
         self.mark, self._tail, self._is_cut, self._n_bytes = mark, b"", False, 0
+        self._raised, self._telling = "", {}
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes."""
@@ -128,14 +148,43 @@ class ToLog:
         text = self._tail.decode(errors="replace")
         if self._is_cut and "\n" in text.rstrip("\n"):
             text = text.partition("\n")[2]
+        return "\n".join(self._shown(line) for line in text.split("\n")).strip()
+
+    def raised(self) -> list[str]:
+        """The last line about memory, about that of a GPU, and about GPUs that ends a traceback, as far as any does."""
+        return list(dict.fromkeys(self._telling.values()))
+
+    def headline(self, *, of_error: bool) -> str:
+        """The line of stderr that tells most; with `of_error` one that ends a traceback, also before the end.
+
+        Else it is the last line that is more than a rule. Behind a traceback come those of torchrun, and what trackers
+        and warnings print.
+        """
+        if of_error and (told := self._telling.get(MEMORY_TEXTS) or self._raised):
+            return told
+        lines = self.tail().split("\n")
+        return next((line for line in reversed(lines) if any(map(str.isalnum, line))), lines[-1])
+
+    def _shown(self, line: str) -> str:
+        """A line as a terminal shows it, without the paths of temporary files."""
         for path, name in self._names.items():
-            text = text.replace(path, name)
-        lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
-        return "\n".join(lines).strip()
+            line = line.replace(path, name)
+        return line.rstrip("\r").rpartition("\r")[2].rstrip()
+
+    def _note(self, line: bytes) -> None:
+        """Keep a line that ends a traceback."""
+        if not (b"Error" in line or b"Exception" in line or b"what()" in line):
+            return
+        text = self._shown(line.decode(errors="replace"))
+        if _RAISED.match(text) is None or _OF_LAUNCHER in text:
+            return
+        self._raised = text.strip()
+        self._telling |= {words: self._raised for words in _TELLING if any(word in text for word in words)}
 
     def _write(self, lines: Sequence[bytes]) -> None:
         mark, kept = self.mark.encode(), []
         for line in lines:
+            self._note(line)
             if self._n_bytes < LOG_BYTES:
                 kept.append(mark + line[: LOG_BYTES - self._n_bytes] + b"\n")
             self._n_bytes += len(line) + 1
@@ -334,7 +383,7 @@ class Child:
             code = self.wait(None if timeout_s is None else time.monotonic() + timeout_s)
         except TimeoutError:
             self.close()
-            raise CallFailedError(self.explained(f"took longer than timeout_s = {timeout_s:g}"), "timeout") from None
+            raise self.failed(f"took longer than timeout_s = {timeout_s:g}", "timeout") from None
         except BaseException:
             self.close()
             raise
@@ -351,14 +400,17 @@ class Child:
         if number and number not in SELF_INFLICTED:
             time.sleep(SETTLE_S)
         said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")
-        return DiedError(self.explained(said), said, code)
+        return DiedError(self._explained(said, of_error=True), said, code, self.err.raised())
 
-    def explained(self, said: str) -> str:
+    def failed(self, said: str, way: str) -> CallFailedError:
+        """The failure of a call whose process did not fail by itself, with the end of its stderr."""
+        return CallFailedError(self._explained(said, of_error=False), way, self.err.raised())
+
+    def _explained(self, said: str, *, of_error: bool) -> str:
         """A sentence on the process, with the end of its stderr."""
-        tail = self.err.tail()
-        last = tail.rpartition("\n")[2]
-        first = f"{self.name} {said}" + (f": {last[:LAST_LINE]}" if last else "")
-        return first if tail == last[:LAST_LINE] else f"{first}\nThe end of its stderr:\n{tail}"
+        tail, line = self.err.tail(), self.err.headline(of_error=of_error)
+        first = f"{self.name} {said}" + (f": {line[:LAST_LINE]}" if line else "")
+        return first if tail == line[:LAST_LINE] else f"{first}\nThe end of its stderr:\n{tail}"
 
     def _write(self) -> None:
         assert self._process.stdin is not None

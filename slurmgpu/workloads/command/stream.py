@@ -50,7 +50,7 @@ class Stream:
                 raise OutputError(f"the first line of stdout is {found!r}; expected {json.dumps(READY)}")
         except OutputError as error:
             self._kill()
-            raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
+            raise child.failed(f"failed: {error}", "output") from error
         except BaseException:
             self._kill()
             raise
@@ -99,7 +99,7 @@ class Stream:
                 collected.add(answer, "a line of stdout")
         except OutputError as error:
             self._kill()
-            raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
+            raise child.failed(f"failed: {error}", "output") from error
         except BaseException:
             self._kill()
             raise
@@ -130,9 +130,7 @@ class Stream:
                     told_at += TOLD_EVERY_S
                 if deadline is not None and time.monotonic() >= deadline and not self._lines.whole:
                     child.close()
-                    raise CallFailedError(
-                        child.explained(f"did not answer within timeout_s = {timeout_s:g}"), "timeout"
-                    )
+                    raise child.failed(f"did not answer within timeout_s = {timeout_s:g}", "timeout")
         return self._lines.whole.popleft()
 
     def _take_last(self, child: Child) -> None:
@@ -141,7 +139,7 @@ class Stream:
             code = child.wait(time.monotonic() + GRACE_S)
         except TimeoutError:
             child.close()
-            raise CallFailedError(child.explained("closed its stdout and went on"), "output") from None
+            raise child.failed("closed its stdout and went on", "output") from None
         if not self._lines.whole:
             raise child.failure(code)
 

@@ -29,6 +29,7 @@ from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_row, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, as_json, content_of, parse
 from slurmgpu.workloads.command.process import (
+    OF_GPUS,
     SELF_INFLICTED,
     CallFailedError,
     Child,
@@ -44,8 +45,6 @@ from slurmgpu.workloads.command.stream import Stream
 log = logging.getLogger(__name__)
 
 Answer = Row | ItemError | Retry
-OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
-"""Words in an error after which it is checked whether the GPUs still work."""
 SCRIPTS = {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
 """Suffixes of files that are code."""
 LONGEST_SCRIPT = 1 << 20
@@ -213,16 +212,15 @@ class Command:
         said = str(error)
         if isinstance(error, DiedError) and error.code == os.EX_TEMPFAIL:
             raise Retry(said) from error
-        if self._n_gpus and any(word in said for word in OF_GPUS):
+        if self._n_gpus and error.says(OF_GPUS):
             gpus.check_again(self._n_gpus)
         if isinstance(error, DiedError) and error.signal == signal.SIGKILL:
             before, self._n_oom_kills = self._n_oom_kills, cgroups.oom_kills()
             if self._n_oom_kills > before:
                 short = f"out of host memory: {said}"
                 raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
-        if not (is_alone and self._mode == ONE) and any(words in said for words in MEMORY_TEXTS):
-            is_gpus = any(words in said for words in GPU_TEXTS)
-            raise (OutOfMemoryError if is_gpus else MemoryError)(said) from error
+        if not (is_alone and self._mode == ONE) and error.says(MEMORY_TEXTS):
+            raise (OutOfMemoryError if error.says(GPU_TEXTS) else MemoryError)(said) from error
 
     def _arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
         """The arguments of a call, where scripts are as they were submitted."""
@@ -306,9 +304,9 @@ class Command:
                 return _only_row(kept.content(), requests, self.columns)
             rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
         except OutputError as error:
-            raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
+            raise child.failed(f"failed: {error}", "output") from error
         if not rows:
-            raise CallFailedError(child.explained("exited with code 0, and wrote no row to {out}"), "no rows")
+            raise child.failed("exited with code 0, and wrote no row to {out}", "no rows")
         return rows
 
 
