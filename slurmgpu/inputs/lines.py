@@ -28,6 +28,7 @@ _HEAD_BYTES = 1 << 16
 _N_RECORDS = 100
 _N_SAMPLED_CHUNKS = 64  # of each file, evenly spread
 _N_SAMPLED_RECORDS = 8  # of each of these chunks
+_NOT_UTF8 = "expected UTF-8"
 
 
 class Lines(Format):
@@ -169,7 +170,7 @@ class Csv(Lines, format="csv"):
         try:
             columns = tuple(_csv_fields(record.removesuffix(b"\r")))
         except ItemError as error:
-            raise SlurmGPUError(f"{path}, header: {error}. Correct it and plan again.") from error
+            raise _refused(f"{path}, header: {error}") from error
         doubled = sorted({name for name in columns if columns.count(name) > 1})
         if doubled:
             raise SlurmGPUError(
@@ -220,7 +221,7 @@ class LineParser:
         """As `parse`, but a malformed record is a SlurmGPUError, for planning."""
         data = self.parse(item, record)
         if isinstance(data, ItemError):
-            raise SlurmGPUError(f"{data}. Correct it and plan again.")
+            raise _refused(str(data))
         return data
 
     def check_sample(self, item: int, chunk: bytes, starts: NDArray[np.intp]) -> None:
@@ -256,7 +257,17 @@ def _decode(record: bytes) -> str:
         return record.decode()
     except UnicodeDecodeError as error:
         found = f"0x{record[error.start]:02x} at byte {error.start + 1}"
-        raise ItemError(f"expected UTF-8, found {found}") from error
+        raise ItemError(f"{_NOT_UTF8}, found {found}") from error
+
+
+def _refused(found: str) -> SlurmGPUError:
+    """The refusal of an input with such a record."""
+    if _NOT_UTF8 not in found:
+        return SlurmGPUError(f"{found}. Correct it and plan again.")
+    return SlurmGPUError(
+        f"{found}. Write the file again as UTF-8, by `iconv -f LATIN1 -t UTF-8 OLD > NEW`, or by `-f UTF-16` if it "
+        f"begins with 0xff or 0xfe, and plan again."
+    )
 
 
 def json_object(record: bytes) -> dict[str, Any]:

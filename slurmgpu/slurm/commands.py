@@ -22,12 +22,13 @@ ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = (
     "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if "
-    "it has none."
+    'it has none; in Python executor="local", gpus=0.'
 )
 
 NOT_SET_UP = (
     "{} is installed here and finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
-    "Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if it has none."
+    "Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if it has none; "
+    'in Python executor="local", gpus=0.'
 )
 NO_CONFIGURATION = "Could not establish a configuration source"
 """The end of Slurm's message for it."""

@@ -87,7 +87,7 @@ class Recording:
                 record["gpus"] = list(event["names"])
             case "ready":
                 self.enter("running")
-                record["load_s"] = event["load_s"]
+                record["load_s"], record["progress"] = event["load_s"], None
             case "claim":
                 self._begin(event["shard"])
             case "batch":

@@ -415,6 +415,7 @@ def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
         ("import os; os.kill(os.getpid(), 6)", "died by SIGABRT"),
         ("pass", "failed: stdout has no JSON object"),
         ("print('Loading…')", "failed: stdout is 'Loading…'; expected a JSON object"),
+        ("print('Loading\\n{\"n\": 1}')", 'such as {"n": …}; what else it prints belongs on stderr'),
         ("print('{\"n\": 1}\\nbye')", "failed: stdout is '{\"n\": 1}\\nbye'"),
         ("print('{\"n\": 1')", "expected a JSON object"),
         ("print([1])", "failed: stdout is '[1]'; expected a JSON object"),
@@ -1049,6 +1050,22 @@ def test_a_stream_that_is_not_ready_is_told(served, monkeypatch, caplog):
     caplog.set_level("INFO")
     served(ANSWER)
     assert 'waiting for {"ready": true} on the stdout of' in caplog.text
+
+
+def test_a_stream_that_is_not_ready_is_told_by_status(tmp_path, monkeypatch):
+    monkeypatch.setattr("slurmgpu.workloads.command.stream.TOLD_AFTER_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    told = []
+    run = [sys.executable, "-S", "-c", "input()"]
+    command = Command(run=run, columns={"n": "int32"}, stream=True)
+
+    def tell(text):
+        told.append(text)
+        raise KeyboardInterrupt  # it would wait for ever
+
+    with pytest.raises(KeyboardInterrupt):
+        command.load(TaskContext("cpu", 0, tmp_path, tell=tell))
+    assert told == [f'waiting for {{"ready": true}} on the stdout of {Path(sys.executable).name}']
 
 
 def test_what_serve_answers_by_reads_no_requests(tmp_path, monkeypatch):

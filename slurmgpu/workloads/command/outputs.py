@@ -79,7 +79,8 @@ def parse_row(stdout: bytes, columns: Mapping[str, Column]) -> dict[str, Any]:
                 if isinstance(value := json.loads(stdout), int | float):
                     return {name: value}
         shown = ", ".join(f'"{each}": …' for each in columns)
-        raise OutputError(f"{error}, such as {{{shown}}}") from None
+        more = "; what else it prints belongs on stderr" if len(stdout.split()) > 1 else ""
+        raise OutputError(f"{error}, such as {{{shown}}}{more}") from None
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:

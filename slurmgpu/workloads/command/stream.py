@@ -29,9 +29,18 @@ TOLD_AFTER_S, TOLD_EVERY_S = 30.0, 300.0
 
 
 class Stream:
-    """The process that `start(out, err)` starts; `timeout_s` is how long it may take to its next answer."""
+    """The process that `start(out, err)` starts; `timeout_s` is how long it may take to its next answer.
 
-    def __init__(self, start: Callable[[Lines, ToLog], Child], timeout_s: float | None) -> None:
+    `tell` gets a line for `slurmgpu status` while the process is not ready.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Lines, ToLog], Child],
+        timeout_s: float | None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._tell = tell
         self._start = start
         self._timeout_s = timeout_s
         self._child: Child | None = None
@@ -126,7 +135,9 @@ class Stream:
             else:
                 child.take(deadline)
                 if is_first and time.monotonic() >= told_at:
-                    log.info("waiting for %s on the stdout of %s", json.dumps(READY), child.name)
+                    waiting = f"waiting for {json.dumps(READY)} on the stdout of {child.name}"
+                    log.info("%s", waiting)
+                    self._tell(waiting)
                     told_at += TOLD_EVERY_S
                 if deadline is not None and time.monotonic() >= deadline and not self._lines.whole:
                     child.close()

@@ -167,7 +167,7 @@ class Command:
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
             start = functools.partial(_start_stream, self._arguments, self._environ, self._guard)
-            self._stream = Stream(start, self._timeout_s)
+            self._stream = Stream(start, self._timeout_s, task.tell)
             weakref.finalize(self, self._stream.close)
             try:
                 self._stream.start()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.shards.columns import Json, Ragged
+from slurmgpu.util.plurals import count_of
 from slurmgpu.workloads.train.rows import COLUMNS
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def write_csv(merged: Merged, file: IO[bytes]) -> str:
 
     columns_of = [*header["config"], *SCALARS, *header["final"], *header["best"]]
     n_lines = _write(file, ["index", *columns_of, "error"], lines())
-    return f"{n_lines:,} configurations"
+    return count_of(n_lines, "configuration")
 
 
 def write_curves(merged: Merged, file: IO[bytes]) -> str:
