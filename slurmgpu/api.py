@@ -115,6 +115,7 @@ class RunHandle:
         Without `on_tick`, which gets each status, a terminal and a notebook show the progress. An interrupt ends the
         waiting, and nothing else.
         """
+        refuse_if_importing("wait")
         with following(self.run, on_tick) as tick:
             return cast(dict[str, Any], wait_for(self.run, tick))
 
@@ -602,6 +603,7 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
 
     def wait() -> None:
         nonlocal pause_s
+        refuse_if_importing("rows of a run that is at work")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LOOK_S)
 

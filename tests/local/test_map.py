@@ -345,6 +345,10 @@ def test_a_module_that_maps_when_it_is_imported_makes_one_run_and_none_of_its_ta
     with pytest.raises(SlurmGPUError, match=r"^Item 0 .* failed, .*/unguarded.py, line 12, calls slurmgpu.map when"):
         slurmgpu.map(late, [1], **HERE)
     assert sorted(os.listdir("runs")) == ["late-probe", "square"]
+    # A task that waited for its own run would do so for ever.
+    Path("waits.py").write_text("import slurmgpu\n\nslurmgpu.open_run('runs/square').wait()\n")
+    with pytest.raises(SlurmGPUError, match=r"waits.py, line 3, calls wait when it is imported"):
+        slurmgpu.submit({"input": "waits.py", "workload": {"use": "waits.py:Workload"}}, gpus=0)
 
 
 def test_a_run_file_is_not_planned_whose_workload_submits_when_it_is_imported(tmp_path):
