@@ -117,20 +117,18 @@ class Finder(MetaPathFinder):
             return spec
         if found is given:
             return found
-        if isinstance(loader, SourceFileLoader) and loader.path == file.path:
-            if type(loader) is SourceFileLoader:
-                found.loader = own
-            else:
-                vars(loader).update(get_data=own.get_data, path_stats=own.path_stats)
-            return found
-        if not isinstance(loader, SourceFileLoader):
+        if (reader := _reader_in(loader)) is None:
             log.warning("%s is imported from the snapshot of the code, and not by %s", fullname, type(loader).__name__)
-        return spec
+            return spec
+        if reader.path != file.path:
+            return spec
+        vars(reader).update(get_data=own.get_data, path_stats=own.path_stats)
+        return found
 
     def _space(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         """A namespace as Python finds it, or that of the snapshot if it is gone, or a package by now."""
         found = self._ask_others(fullname, path, target, also=(PathFinder,))
-        if found is not None and found.loader is None:
+        if found is not None and not found.has_location and found.submodule_search_locations is not None:
             return found
         spec = ModuleSpec(fullname, None, is_package=True)
         spec.submodule_search_locations = self._spaces[fullname]
@@ -188,19 +186,23 @@ def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
     return list(found)
 
 
+def _reader_in(loader: object) -> SourceFileLoader | None:
+    """What reads a module's source: a loader itself, or the one that it wraps, as scikit-build-core's does."""
+    known = vars(loader).values() if hasattr(loader, "__dict__") else ()
+    return next((each for each in (loader, *known) if isinstance(each, SourceFileLoader)), None)
+
+
 class _MetaPath(list[Any]):
     """`sys.meta_path` in which the finder of a snapshot stays the first when others are put before it."""
 
     def insert(self, index: SupportsIndex, finder: Any) -> None:
-        super().insert(index, finder)
-        self._order()
+        self.__setitem__(slice(index, index), [finder])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
-        self._order()
-
-    def _order(self) -> None:
-        self.sort(key=lambda finder: not isinstance(finder, Finder))  # which keeps the order of the others
+        found = list(self)
+        found[index] = value
+        # At once, as other threads may import: a list that is sorted in place is empty meanwhile.
+        super().__setitem__(slice(None), sorted(found, key=lambda finder: not isinstance(finder, Finder)))
 
 
 def _as_seen_here(file: SourceFile) -> SourceFile:
