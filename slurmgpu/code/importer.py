@@ -36,6 +36,8 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 ENVIRON = "SLURMGPU_CODE"
 """The environment variable that passes the snapshot to processes that a worker spawns."""
 
+_OF_PYTHON: tuple[object, ...] = (BuiltinImporter, FrozenImporter)
+
 Signature = tuple[int, int, int]
 
 log = logging.getLogger(__name__)
@@ -127,7 +129,7 @@ class Finder(MetaPathFinder):
 
     def _space(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         """A namespace as Python finds it, or that of the snapshot if it is gone, or a package by now."""
-        found = self._ask_others(fullname, path, target, also=(PathFinder,))
+        found = self._ask_others(fullname, path, target, in_folders=True)
         if found is not None and not found.has_location and found.submodule_search_locations is not None:
             return found
         spec = ModuleSpec(fullname, None, is_package=True)
@@ -135,16 +137,20 @@ class Finder(MetaPathFinder):
         return spec
 
     def _ask_others(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, also: Sequence[object] = ()
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, *, in_folders: bool = False
     ) -> ModuleSpec | None:
-        """What other finders find; Python's search of folders only with `also`, or if the user's code hooks into it."""
-        own: list[object] = [BuiltinImporter, FrozenImporter]
-        if not also and all(hook in self._path_hooks for hook in sys.path_hooks):
-            own.append(PathFinder)
+        """What the finders find that Python asks before it searches folders.
+
+        The search itself is among them with `in_folders`, or if the user's code hooks into it. Those behind it are
+        asked about nothing: they see what is in no folder, and may install it.
+        """
+        in_folders = in_folders or any(hook not in self._path_hooks for hook in sys.path_hooks)
         for finder in list(sys.meta_path):
-            if finder in own or isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
+            if finder is PathFinder and not in_folders:
+                return None
+            if finder in _OF_PYTHON or isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
                 continue
-            if (found := finder.find_spec(fullname, path, target)) is not None:
+            if (found := finder.find_spec(fullname, path, target)) is not None or finder is PathFinder:
                 return found
         return None
 

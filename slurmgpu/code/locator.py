@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter, PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
 from pathlib import Path
 
 import slurmgpu
@@ -87,7 +87,7 @@ class Locator:
 
     def _locate_below(self, above: Place, name: str, tail: str) -> Place | None:
         found = search(above.folders, tail)
-        if found is None and self._packages is None:
+        if found is None and above.path is None and self._packages is None:
             # An editable install may map a package of a namespace to a folder of another name.
             there = _installed(name, above)
             found = there if isinstance(there, Place) else None
@@ -170,11 +170,10 @@ def search(folders: Sequence[str], name: str) -> Place | None:
 def _installed(name: str, above: Place | None = None) -> Place | bool | None:
     """The place of a module on the path that is not in an installed distribution; False for one that is, else None.
 
-    `above` is the package of a submodule; one with a file has no others in its folders than `search` finds.
+    `above` is the namespace of a submodule.
     """
     folders = None if above is None else above.folders
-    known: list[object] = [BuiltinImporter, FrozenImporter, *([PathFinder] if above and above.path else [])]
-    others = (finder for finder in sys.meta_path if finder not in known)
+    others = (finder for finder in sys.meta_path if finder not in (BuiltinImporter, FrozenImporter))
     for finder in others:
         if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
             continue

@@ -144,6 +144,18 @@ def test_a_hook_into_the_search_of_folders_instruments_the_snapshot(edited):
         assert (core().VALUE, core().MARKED) == ("submitted", True)
 
 
+def test_a_finder_of_what_is_nowhere_is_not_asked_about_the_snapshot(edited):
+    class Installing:
+        def find_spec(self, fullname, path=None, target=None):
+            raise AssertionError(f"{fullname} would be installed")
+
+    files = {**HOOKED, "spaced/core.py": b"VALUE = 'submitted'\n"}
+    with edited(files, ("spaced",)):
+        sys.meta_path.append(Installing())
+        assert core().VALUE == "submitted"
+        assert importlib.import_module("spaced.core").VALUE == "submitted"
+
+
 def test_a_loader_that_cannot_be_given_source_does_not_come_before_the_snapshot(edited, caplog):
     class Odd:
         def find_spec(self, fullname, path=None, target=None):
