@@ -58,7 +58,7 @@ class Tar(Format, format="tar"):
         stream = cast(IO[bytes], _Stream(chunks))
         try:
             with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for members in _samples(archive):
+                for members in _samples(found.path, archive):
                     _check_adjacent(found.path, members[0][1], seen)
                     if not offsets and writer.n_items == n_before:
                         writer.begin_file(members[0][0].offset)
@@ -88,7 +88,7 @@ class Tar(Format, format="tar"):
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All items of an archive."""
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for members in _samples(archive):
+            for members in _samples(str(path), archive):
                 yield _data(str(path), archive, members)
 
 
@@ -110,7 +110,7 @@ class TarRows:
         items: list[Mapping[str, Any] | ItemError] = []
         try:
             with tarfile.open(fileobj=self._file, mode="r:") as archive:
-                for number, members in enumerate(_samples(archive, end), first):
+                for number, members in enumerate(_samples(self._path, archive, end), first):
                     if number >= start:
                         items.append(_data(self._path, archive, members))
                     if number == stop - 1:
@@ -139,13 +139,23 @@ class _Stream:
         return found
 
 
-def _samples(archive: tarfile.TarFile, end: int | None = None) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
-    """The members of each item up to `end`, with key and suffix; what is no file, or has no suffix, is passed over."""
+def _samples(
+    path: str, archive: tarfile.TarFile, end: int | None = None
+) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
+    """The members of each item up to `end`, with key and suffix; what is no file, or has no suffix, is passed over.
+
+    SlurmGPUError for a link with a suffix: its content is elsewhere, which may be outside the archive.
+    """
     found: list[tuple[tarfile.TarInfo, str, str]] = []
     for member in _members(archive, end):
-        match = _NAME.fullmatch(member.name) if member.isreg() else None
+        match = _NAME.fullmatch(member.name) if member.isreg() or member.islnk() or member.issym() else None
         if match is None:
             continue
+        if not member.isreg():
+            raise SlurmGPUError(
+                f"{path}: {as_text(member.name)!r} is a link to {as_text(member.linkname)!r}: "
+                f"expected files with their content. Pack them by `tar --sort=name --dereference --hard-dereference`."
+            )
         if found and found[0][1] != match[1]:
             yield found
             found = []

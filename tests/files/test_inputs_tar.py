@@ -88,13 +88,22 @@ def test_items_of_one_member_are_read_one_by_one(tmp_path: Path, stride: int) ->
 def test_what_is_no_file_or_has_no_suffix_is_no_item(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         (tmp_path / "d.jpg").mkdir()
-        (tmp_path / "link.jpg").symlink_to("nowhere")
-        for name in ("d.jpg", "link.jpg"):
-            archive.add(tmp_path / name, name)
+        archive.add(tmp_path / "d.jpg", "d.jpg")
         for name in ("a.jpg", "b.jpg", "README", "b.txt", ".hidden.jpg", "c/.hidden.jpg"):
             archive.addfile(tarfile.TarInfo(name))
     found = read(planned("a.tar", tmp_path), tmp_path)
     assert found == [{"__key__": "a", "jpg": b""}, {"__key__": "b", "jpg": b"", "txt": ""}]
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_link_whose_item_would_be_missing_is_refused(tmp_path: Path, kind: bytes) -> None:
+    link = tarfile.TarInfo("b.jpg")
+    link.type, link.linkname = kind, "a.jpg"
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.jpg"))
+        archive.addfile(link)
+    with pytest.raises(SlurmGPUError, match=r"'b\.jpg' is a link to 'a\.jpg': .* `tar --sort=name --dereference"):
+        planned("a.tar", tmp_path)
 
 
 def test_an_item_whose_members_are_apart_is_refused(tmp_path: Path) -> None:
