@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Find, Format, Preview, Rows
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import check_pyarrow
 
 AFTERWARDS = (
@@ -55,13 +56,34 @@ class Groups(ABC):
             group = bisect_right(self._bounds, start) - 1
             end = min(stop, self._bounds[group + 1])
             try:
-                items += self._group(group).slice(start - self._bounds[group], end - start).to_pylist()
+                rows = self._group(group).slice(start - self._bounds[group], end - start)
             except damage() as error:
                 raise_if_disk_failed(error)
                 found = f"{self._path}, {self.unit} {group}: expected {self.kind}, found damage ({error})"
                 items += [ItemError(found)] * (end - start)
+            else:
+                items += self._values(rows, start)
             start = end
         return items
+
+    def _values(self, rows: Any, start: int) -> list[Mapping[str, Any] | ItemError]:
+        """Rows as mappings; an ItemError for each with a value that Python cannot have."""
+        try:
+            found: list[Mapping[str, Any] | ItemError] = rows.to_pylist()
+            return found
+        except Exception as error:  # ValueError, OverflowError, UnicodeDecodeError, or Arrow's own, as of time zones
+            if rows.num_rows > 1:
+                cut = rows.num_rows // 2
+                return self._values(rows.slice(0, cut), start) + self._values(rows.slice(cut), start + cut)
+            return [ItemError(f"{self._path}, row {start}, {self._wrong_column(rows)}: {described(error)}")]
+
+    def _wrong_column(self, row: Any) -> str:
+        for name in row.schema.names:
+            try:
+                row.select([name]).to_pylist()
+            except Exception:
+                return f"column {name!r}"
+        return "as a whole"
 
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:

@@ -72,6 +72,21 @@ def test_damage_in_one_row_group_is_that_groups_items_errors(tmp_path: Path) -> 
     assert f"{path}, row group 2: expected Parquet, found damage" in str(items[25])
 
 
+def test_a_value_that_python_cannot_have_is_its_items_error(tmp_path: Path) -> None:
+    whens = pa.array([0] * 3 + [300_000_000_000] + [0] * 6, pa.timestamp("s"))  # beyond the year 9999
+    texts = pa.array([b"a"] * 8 + [b"\xff"] + [b"a"]).view(pa.string())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": range(10), "when": whens, "text": texts}), path)
+    spec = scan([path], tmp_path / "index", stride=10)
+    with Reader(spec, tmp_path / "index") as reader:
+        items = reader.read(0, 10)
+        assert reader.read(4, 8) == items[4:8]
+    assert [number for number, item in enumerate(items) if isinstance(item, ItemError)] == [3, 8]
+    assert [item["n"] for item in items if not isinstance(item, ItemError)] == [0, 1, 2, 4, 5, 6, 7, 9]
+    assert f"{path}, row 3, column 'when': " in str(items[3])
+    assert f"{path}, row 8, column 'text': UnicodeDecodeError: " in str(items[8])
+
+
 def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     for content in (b"", b"PAR1", b"id,text\n1,x\n" * 100):
