@@ -110,6 +110,8 @@ class NpzRows:
             if self._file is None:
                 with np.load(path, allow_pickle=False) as file:
                     self._arrays.update({name: file[name] for name in file.files})
+                if odd := [name for name, array in self._arrays.items() if not isinstance(array, np.ndarray)]:
+                    raise ValueError(f"its member {odd[0]!r} is no array")  # NumPy gives the bytes of such a one
         except (ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
             self.close()
             raise SlurmGPUError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import functools
 import io
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.packages import check_pyarrow
 
-_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 """The suffixes of compressed files."""
 
@@ -56,6 +57,8 @@ def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
 def _stream(file: BinaryIO, path: Path, suffix: str) -> BinaryIO:
     if suffix == ".xz":
         return _Members.reading(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError, padding=b"\0")
+    if suffix == ".bz2":
+        return _Members.reading(file, bz2.BZ2Decompressor, OSError)
     if suffix == ".gz":
         with contextlib.suppress(ImportError):
             from isal import igzip_lib  # three times as quick as zlib
@@ -69,7 +72,7 @@ def _arrow_stream(file: BinaryIO, path: Path, codec: str) -> BinaryIO:
     check_pyarrow(f"Reading {path} needs")
     import pyarrow as pa
 
-    # Unlike the modules gzip and bz2, it refuses what stands behind the last member, which may be a damaged one.
+    # Unlike the module gzip, it refuses what stands behind the last member, which may be a damaged one.
     stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
     return cast(BinaryIO, stream)
 

@@ -88,6 +88,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_plain(inner, where) for inner in value]
     if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
+        if getattr(value.dtype, "kind", "") in "mM":  # `item` makes plain integers of nanoseconds
+            raise SlurmGPUError(f"{where} is a {value.dtype}; {EXPECTED}. Give str(value), or an Arrow table.")
         value = value.item()
     if value is None or type(value) in (str, bool, int, float):
         return value  # NaN and infinities, too: what reads them knows them

@@ -143,6 +143,8 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
         # pandas has streams since 2.2, by the same function.
         has_stream = hasattr(table, "__arrow_c_stream__") or not hasattr(table, "iloc")
         reader = pa.RecordBatchReader.from_stream(table if has_stream else pa.Table.from_pandas(table))
+        if not reader.schema.names:
+            raise SlurmGPUError("The table has no columns: expected one at least.")
         with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
             for piece in even(pa.Table.from_batches([batch]) for batch in reader):
                 groups.add(piece.replace_schema_metadata(None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -
     refuse(path, "in Fortran's order")
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     refuse(path, "without pickle")
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("text.npy", "no array")
+    refuse(packed, "its member 'text' is no array")
     np.save(path, np.ones((0, 4)))
     refuse(path, "a.npy is empty")
     np.savez(packed, x=np.arange(3), y=np.arange(4))

@@ -349,3 +349,15 @@ def test_a_query_stands_alone(tmp_path: Path) -> None:
     with pytest.raises(SlurmGPUError, match="is one of 2: expected a query alone"):
         query_in(["a.jsonl", "sqlite:a.db?SELECT 1 ORDER BY 1"], tmp_path)
     assert query_in(["a.jsonl"], tmp_path) is None
+
+
+def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SlurmGPUError, match=r"The table has no columns: expected one at least\."):
+        repack_table(pd.DataFrame({"a": [1, 2]})[[]], tmp_path, tmp_path / "index", stride=4)
+
+
+def test_a_bz2_with_an_empty_member_has_all_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.bz2").write_bytes(bz2.compress(b"a\n") + bz2.compress(b"") + bz2.compress(b"b\n"))
+    spec = scan(find("a.txt.bz2", tmp_path), tmp_path / "index", stride=1, room=lambda: tmp_path)
+    with Reader(spec, tmp_path / "index") as reader:
+        assert reader.read(0, spec.n_items) == [{"text": "a"}, {"text": "b"}]
