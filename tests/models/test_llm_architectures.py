@@ -15,6 +15,7 @@ from slurmgpu.llm.heads.head import HeadInput, read_head
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.structures import structure_of
+from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.cuda_graphs import obstacle_to
 from slurmgpu.llm.transformers_engine.loading import load_model
@@ -61,7 +62,8 @@ def assert_as_alone(ours, prompts, most=(12, 3, 8)):
     ids = [tokenizer(text)["input_ids"] for text in prompts]
     limits = [most[place % len(most)] for place in range(len(prompts))]
     asked = [Request(i, Prompt(text), Sampling(max_tokens=limits[i], logprobs=True)) for i, text in enumerate(prompts)]
-    for output in ours.generate(asked):
+    # RecurrentGemma keeps its states in the model, which a pass in between would change.
+    for output in list(ours.generate(asked)):
         assert output.error is None
         tokens = output.tokens.tolist()
         each = [said(ids[output.id] + tokens[:place], [token])[0] for place, token in enumerate(tokens)]
@@ -115,6 +117,42 @@ def test_a_model_without_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatc
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(SlurmGPUError, match=r"is a LlamaForCausalLM, whose forward pass takes no cache"):
         load_model(EngineOptions(find_model(str(folder)), precision="fp32"), Place("cpu"))
+
+
+def test_a_model_that_is_wrong_behind_its_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):
+    folder = make("mamba", tmp_path, **MAMBA)
+    monkeypatch.setattr(caches, "argument_of", lambda model: "past_key_values")  # which it ignores
+    with pytest.raises(SlurmGPUError, match=r"MambaForCausalLM says something else of a token behind its cache"):
+        engine(folder)
+
+
+# Models in which padding, or a longer neighbour, changes what is said of a text.
+
+GEMMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
+GEMMA |= {"lru_width": 32, "attention_window_size": 12, "block_types": ["recurrent", "attention"]}
+DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+DECODER |= {"max_position_embeddings": 256, "is_decoder": True, "is_encoder_decoder": False}
+EQUAL = ("12+3=15", "they are kind", "47+85=1", "we were there", "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("recurrent_gemma", {**GEMMA, "num_hidden_layers": 2}),
+        ("bart", DECODER),
+        pytest.param("marian", DECODER, marks=pytest.mark.nightly),
+    ],
+)
+def test_texts_of_equal_length_alone_share_a_batch_where_padding_changes_values(tmp_path, monkeypatch, name, sizes):
+    ours = engine(make(name, tmp_path, **sizes))
+    assert not ours._prefill.takes_padding
+    assert_as_alone(ours, [*PROMPTS, *EQUAL])
+    assert_as_alone(ours, [SHARED + text for text in EQUAL[:3]])
+    seen = with_seen_shapes(ours, monkeypatch)
+    list(ours.generate([Request(i, Prompt(text), Sampling(max_tokens=1)) for i, text in enumerate(EQUAL)]))
+    assert [n_rows for n_rows, _ in seen] == [2, 2, 1]
+    with pytest.raises(SlurmGPUError, match=r"impossible .* (other layers|not the same beside a longer one)"):
+        engine(tmp_path, batching="continuous")
 
 
 # Windows over columns.

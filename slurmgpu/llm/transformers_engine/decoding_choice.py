@@ -15,6 +15,7 @@ from slurmgpu.llm.transformers_engine.compiling import LIMIT_S, Compiled
 from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner, obstacle_to
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.graph_marks import Marks
+from slurmgpu.llm.transformers_engine.prefilling import PADDING, Prefill
 from slurmgpu.llm.transformers_engine.selfcheck import MOST_FACTOR, ROUNDING
 from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
 from slurmgpu.util.exceptions import described
@@ -22,7 +23,7 @@ from slurmgpu.util.exceptions import described
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions
     from slurmgpu.llm.transformers_engine.loading import Loaded
-    from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+    from slurmgpu.llm.transformers_engine.prefilling import Prefilled
     from slurmgpu.llm.transformers_engine.rows import Waiting
 
 log = logging.getLogger(__name__)
@@ -75,11 +76,15 @@ class DecodingChoice:
         self._is_decided = True
         if self._wanted is False:
             log.info("no CUDA graphs: the settings exclude them")
-        elif (reason := obstacle_to(self._loaded, self._place, has_other=self._has_other)) is not None:
+        elif (reason := self._obstacle()) is not None:
             log.log(logging.WARNING if self._wanted is True else logging.INFO, "no CUDA graphs: %s", reason)
         else:
             most = MOST_FACTOR * self._rounding
             self.use(lambda compiled: GraphRunner(self._loaded.device, self._replayed, most, compiled))
+
+    def _obstacle(self) -> str | None:
+        found = obstacle_to(self._loaded, self._place, has_other=self._has_other)
+        return found if found is not None or self._prefill.takes_padding else PADDING
 
     def use(self, make_runner: MakeRunner, backend: Backend = "inductor") -> graph_check.Verdict:
         """Make batches in slots by this runner, if its self-check allows it; the check's verdict.

@@ -13,7 +13,7 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
-from slurmgpu.llm.transformers_engine.prefilling import Prefill
+from slurmgpu.llm.transformers_engine.prefilling import PADDING, Prefill
 from slurmgpu.llm.transformers_engine.scoring import Scorer
 from slurmgpu.llm.transformers_engine.static import StaticBatches
 from slurmgpu.llm.transformers_engine.token_scoring import TokenScorer
@@ -109,10 +109,11 @@ class TransformersEngine:
             return None
         from slurmgpu.llm.transformers_engine.continuous import Continuous, advisable, available
 
+        obstacle = None if self._prefill.takes_padding else PADDING
         if options.batching == "continuous":
-            if (reason := available(loaded)) is not None:
+            if (reason := available(loaded) or obstacle) is not None:
                 raise SlurmGPUError(f'batching = "continuous" is impossible for {options.model.name}: {reason}.')
-        elif (reason := advisable(loaded)) is not None:
+        elif (reason := advisable(loaded) or obstacle) is not None:
             log.info("no continuous batching: %s", reason)
             return None
         return Continuous(loaded, options, place, self._codec, self._grammars, self._static.generate)

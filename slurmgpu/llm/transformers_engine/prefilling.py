@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import (
     CPU_PADDING,
     GPU_PADDING,
@@ -32,10 +33,16 @@ log = logging.getLogger(__name__)
 Tokens = tuple[int, ...]
 
 
+PADDING = "what it says of a text is not the same beside a longer one"
+"""Why rows of a model cannot be kept with others."""
+WRONG = 0.2
+"""The relative difference of logits behind a cache that is no rounding in any precision."""
 EXACT, ROUNDED = 1e-3, 0.05
 """The relative difference of logits alone and in a pack that is rounding, in fp32 and in fewer bits."""
 PROBES = ((3, 11, 5, 7, 2, 13), (4, 6))
 """Texts that are read alone and in a pack when a model is loaded."""
+PADDED = ((3, 11, 5, 7, 2, 13, 9, 12), (4, 6, 8), (8, 2, 5, 14), (7, 12, 3, 10, 6))
+"""Texts that are read alone, and beside longer ones, when a model is loaded."""
 PROBED = (1, 3)
 """The columns of the first whose logits are compared with those of a call for all columns."""
 
@@ -78,13 +85,18 @@ class Prefill:
         # Some models, mostly with their own code, always compute all logits.
         self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
         on_cpu = loaded.device.type == "cpu"
-        self._padding = CPU_PADDING if on_cpu else GPU_PADDING
+        self.padding = CPU_PADDING if on_cpu else GPU_PADDING
         self._last_layer: LastLayer | None = None
         if on_cpu and self.can_keep_few:
             self._last_layer = self._find_last_layer()
         # On GPUs many small kernels cost more than padding.
         self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
         self._can_pack = self._can_pack and self._packs_right()
+        # What reads packs right has rows and steps that are right.
+        self.takes_padding = self._can_pack or self._pads_right()
+        if not self.takes_padding:
+            # Rows in a cache have other columns than alone, too.
+            self.has_rows = self._can_share = False
 
     def forget(self) -> None:
         """Free the memory of the shared prefix."""
@@ -104,7 +116,7 @@ class Prefill:
     def n_together(self, prompts: Sequence[Tokens], shared: Tokens = (), behind: Sequence[int] = ()) -> int:
         """How many of these prompts, sorted by length, should be read at once, with so many tokens behind each."""
         if not self.packs(prompts[0]):
-            return of_like_length(prompts, self._padding)
+            return of_like_length(prompts, self.padding if self.takes_padding else 0)
         different = zip([None, *prompts], prompts, behind or [0] * len(prompts), strict=False)
         return n_in_pack(
             more + (0 if prompt == before else len(prompt) - len(shared)) for before, prompt, more in different
@@ -171,15 +183,19 @@ class Prefill:
         return Pack(texts, self._loaded.model, cache, n_shared=len(shared), shared=before)
 
     def _read(self, prompts: Sequence[Tokens], shared: Tokens, n_more: int = 0) -> Prefilled:
-        import torch
-
-        n_shared, n_rows = len(shared), len(prompts)
         has_padding = len({*map(len, prompts)}) > 1
         if has_padding and self.packs(max(prompts, key=len)):
             cache = self.new_cache(n_more)
             pack = self.pack([Text(tokens) for tokens in prompts], shared, cache)
             logits = self.forward_pack(pack, pack.ends)
             return Prefilled(cache, pack.mask, logits)
+        return self._read_rows(prompts, shared, n_more, has_padding=has_padding)
+
+    def _read_rows(self, prompts: Sequence[Tokens], shared: Tokens, n_more: int, *, has_padding: bool) -> Prefilled:
+        """Prompts as rows, padded at the left."""
+        import torch
+
+        n_shared, n_rows = len(shared), len(prompts)
         cache = caches.repeat(self._read_shared(shared), n_rows, n_more) if n_shared else self.new_cache(n_more)
         ids, mask = self.pad([tokens[n_shared:] for tokens in prompts])
         positions = n_shared + (mask.cumsum(1) - 1).clamp(min=0)
@@ -257,6 +273,51 @@ class Prefill:
         if not is_right:
             log.info("%s: texts are padded, not read one behind the other: %s", type(model).__name__, said)
         return is_right
+
+    def _pads_right(self) -> bool:
+        """Whether texts have the logits beside longer ones that they have alone; SlurmGPUError if the cache is wrong.
+
+        The median of some texts counts, since rounding may choose other experts for a token of one.
+        """
+        import torch
+
+        model = self._loaded.model
+        rows = [tuple(token % self.width for token in row) for row in PADDED]
+        try:
+            with torch.inference_mode():
+                alone = [self.forward(self.pad([row])[0], None, None, None, 0)[0] for row in rows]
+                off_steps = [self._step_off([row], [logits])[0] for row, logits in zip(rows[:2], alone, strict=False)]
+                off_padded = self._step_off(rows, alone)[1:]
+        except Exception as error:  # a model with its own code can raise any error
+            is_right, said = False, described(error)
+        else:
+            if min(off_steps) > WRONG:
+                raise SlurmGPUError(
+                    f"{type(model).__name__} says something else of a token behind its cache than of the same text "
+                    f"read at once: logits are off by {min(off_steps):.2g} of the greatest. The engine transformers "
+                    'does not support it; engine = "vllm" may.'
+                )
+            off = sorted(off_padded)[len(off_padded) // 2]
+            is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
+        if not is_right:
+            log.warning(
+                "%s: %s, whose length it is padded to; batches have texts of equal length, which is slower: %s",
+                type(model).__name__,
+                PADDING,
+                said,
+            )
+        return is_right
+
+    def _step_off(self, rows: Sequence[Tokens], alone: Sequence[Tensor]) -> list[float]:
+        """How far the logits of rows and of a step behind them are from those of the same texts read at once."""
+        import torch
+
+        brief, (ids, one) = [row[:-1] for row in rows], self.pad([row[-1:] for row in rows])
+        read = self._read_rows(brief, (), 1, has_padding=len({*map(len, rows)}) > 1)
+        mask = torch.cat([read.mask, one], 1) if len(rows) > 1 else None
+        steps = self.forward(ids, mask, read.mask.sum(1)[:, None], read.cache)[:, -1]
+        found = torch.stack([read.logits, steps], 1)
+        return [_difference(each, logits[-2:], logits) for each, logits in zip(found, alone, strict=True)]
 
 
 def _difference(found: Tensor, expected: Tensor, among: Tensor) -> float:

@@ -135,6 +135,8 @@ class Scorer:
             while longer:
                 longest = len(batch[longer[0][0]].choices[longer[0][1]])
                 some = longer[: self._n_together(longest, load, first.shape[-1])]
+                if not self._prefill.takes_padding:
+                    some = [pair for pair in some if len(batch[pair[0]].choices[pair[1]]) == longest]
                 longer, self._n_rows = longer[len(some) :], len(some)
                 choices = [batch[row].choices[place] for row, place in some]
                 if self._prefill.has_rows:

@@ -197,9 +197,11 @@ class StaticBatches:
         if not work.waiting or (work.batch is not None and not self._prefill.has_rows):
             return
         held = work.batch.load(work.limit) if work.batch is not None else Load()
-        next_ones = [work.lengths_of(each) for each in islice(work.waiting, MOST_ROWS)]
+        next_ones = [*islice(work.waiting, MOST_ROWS)]
+        if not self._prefill.takes_padding:
+            next_ones = next_ones[: self._prefill.n_together([each.tokens for each in next_ones])]
         size = self._decodings.size if work.batch is None else work.batch.decoding.size
-        n_taken, load = n_that_fit(held, next_ones, self._budget.tokens, size)
+        n_taken, load = n_that_fit(held, [work.lengths_of(each) for each in next_ones], self._budget.tokens, size)
         # Reading even a few costs as much as a step.
         if n_taken < min(len(work.waiting), held.n_rows // 4 + 1):
             return

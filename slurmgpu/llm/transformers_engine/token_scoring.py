@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.llm.interface.batching import Budget, Load, attempt, free_memory, n_in_pack, n_that_fit
+from slurmgpu.llm.interface.batching import (
+    Budget,
+    Load,
+    attempt,
+    free_memory,
+    n_in_pack,
+    n_that_fit,
+    of_like_length,
+)
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text, Tokens
@@ -60,7 +68,7 @@ class TokenScorer:
             return sum(1 for row in rows if len(row) == len(rows[0]))
         if self._prefill.packs(rows[0]):
             return n_in_pack((len(row) - 1 for row in rows), self._most_logits // self._width)
-        return self._prefill.n_together(rows)
+        return of_like_length(rows, self._prefill.padding)  # at the right, where no token sees it
 
     def _most_tokens(self) -> int:
         """The most tokens of a batch; of a model that is not read in parts, as many as may have logits at once."""
