@@ -24,7 +24,7 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.liveness import is_orphaned
 from slurmgpu.run.lock import Lock, run_lock
-from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes
+from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes, jobs_of
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.early_signals import heeded
 
@@ -256,6 +256,8 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
 
     It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says. Merge jobs that an older
     slurmgpu has queued do not say their `submission`; it is the last one with this merge job.
+
+    A merge job may be requeued after it has resubmitted. It hands over to that submission then, and makes no other.
     """
     last = _submission_of(run, submission)
     over = True
@@ -264,7 +266,11 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
         forget_dead_tasks(run)
     log.info("%s", _in_words(report))
     try:
-        if _goes_on(run, report, last["round"]):
+        if not report["complete"] and (later := _later(run, last)) is not None:
+            over = False
+            log.warning("submission %d computes what is missing", later["submission"])
+            executor_named(last["executor"]).hand_over(last, jobs_of(later))
+        elif _goes_on(run, report, last["round"]):
             outcome = start(run, lambda _: _next(run, last["round"] + 1), patient=True)
             over = False
             log.warning("resubmitted as %s. %s", ", ".join(outcome.jobs_in_words), " ".join(outcome.notes))
@@ -285,6 +291,12 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
 def _tell_end(run: Run, report: Report) -> None:
     on_end.run_on_end(run, report)
     tracking.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
+
+
+def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
+    """The submission that was queued after this one, by `submit` or `resubmit`; None if there is none."""
+    newest = [each for each in run.submissions() if not each.get("by_hand")][-1]
+    return newest if newest["submission"] > line["submission"] and newest["state"] == "queued" else None
 
 
 def _submission_of(run: Run, number: int | None) -> SubmissionLine:

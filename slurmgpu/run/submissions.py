@@ -177,6 +177,11 @@ def is_over(lines: Sequence[SubmissionLine]) -> bool:
     return bool(lines) and lines[-1]["state"] in ENDS
 
 
+def jobs_of(line: SubmissionLine) -> dict[str, str]:
+    """The ids of a submission's jobs in Slurm, by their keys."""
+    return {key: line[key] for key in JOB_KEYS if key in line}
+
+
 def ended_jobs(lines: Sequence[SubmissionLine]) -> set[str | None]:
     """The Slurm jobs of submissions that have ended; also None, for submissions without a job."""
     return {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}

@@ -4,16 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from slurmgpu.executors import job_entry
+from slurmgpu.executors import job_entry, submission
 from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.executors.slurm import Slurm
 from slurmgpu.executors.submission import merge_behind
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.attempts import Life, attempts_of
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.directory import Run, create_run
 from slurmgpu.slurm.own_job import own_job
 from tests.support.nightly import by_night
 from tests.support.runs import holders, let_go, published, records, wait_until
@@ -154,6 +156,21 @@ def test_a_merge_job_ends_the_submission_of_its_own_cluster(run, tmp_path, monke
         monkeypatch.setenv(name, value)
     assert merge_behind(run) == 3
     assert [line["state"] for line in run.submissions()] == ["queued", "ended", "queued"]
+
+
+def test_a_merge_job_that_is_requeued_after_it_resubmitted_hands_over_and_makes_no_other_submission(run, monkeypatch):
+    first = run.submissions()[0] | {"merge_job": "8"}
+    run.record_submission(first)
+    run.record_submission(first | {"submission": 2, "array_job": "9", "merge_job": "10", "round": 1})
+    run.record_submission(first | {"submission": 3, "array_job": "11", "merge_job": "12", "by_hand": True})
+    again, handed_over = Run(run.folder, replace(run.plan, auto_resubmit=5)), []
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(submission, "_goes_on", lambda *_: True)
+    monkeypatch.setattr(submission, "start", lambda *_, **more: pytest.fail("it was resubmitted twice"))
+    monkeypatch.setattr(Slurm, "hand_over", lambda self, line, jobs: handed_over.append((line["submission"], jobs)))
+    assert merge_behind(again, 1) == 3
+    assert handed_over == [(1, {"array_job": "9", "merge_job": "10"})]
+    assert [line["state"] for line in again.submissions()] == ["ended", "queued", "queued"]
 
 
 # When its walltime ends
