@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,7 +134,8 @@ class Sandbox:
 
     def _start(self, program: str) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
-        with os.fdopen(os.memfd_create("program"), "wb") as file:
+        # No memfd_create: Pythons that are built for an old glibc lack it, as those of conda and uv.
+        with tempfile.TemporaryFile() as file:
             file.write(program.encode("utf-8", "surrogatepass"))
             file.seek(0)
             command = apart([sys.executable, "-s", "-c", RUNNER], texts={PROGRAM: file.fileno()})

@@ -82,6 +82,12 @@ def test_a_program_is_a_module_that_its_classes_and_functions_are_found_in(box, 
     assert box.passes(IMPORTS + program, tests)
 
 
+def test_a_python_that_was_built_for_an_old_system_runs_programs(box, monkeypatch):
+    """Those of conda and uv have no memfd_create (glibc 2.27)."""
+    monkeypatch.delattr("os.memfd_create", raising=False)
+    assert box.passes(RIGHT, TESTS)
+
+
 def test_sets_have_the_same_order_in_every_process(box):
     words = "list({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
     told = subprocess.check_output(
