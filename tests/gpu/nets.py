@@ -56,6 +56,40 @@ class Toy(train_arms.Net):
         return TensorDataset(torch.randn(64, 32, generator=generator), torch.randint(10, (64,), generator=generator))
 
 
+class Spectral(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Has complex parameters, an embedding with sparse gradients, and a sparse and an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 32, sparse=True)
+        self.filter = nn.Parameter(torch.ones(32, dtype=torch.complex64))
+        self.head = nn.Linear(32, 10)
+        self.register_buffer("mixing", torch.eye(32).to_sparse_csr())
+        self.register_buffer("scale", torch.ones(1).expand(32))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Scores of the 10 classes."""
+        mixed = (self.mixing @ inputs.T).T * self.scale + self.table(inputs[:, 0].abs().long().clamp(max=7))
+        filtered: torch.Tensor = self.head((torch.fft.fft(mixed) * self.filter).real)
+        return filtered
+
+
+class Unusual(Toy):
+    """Trains what no fused optimizer takes, and leaves a metric on the CPU."""
+
+    def model(self) -> nn.Module:
+        """1,000 parameters of several kinds."""
+        return Spectral()
+
+    def data(self, split: str) -> Dataset[Any] | None:
+        """The same samples for training and validation."""
+        return None if split == "test" else self.samples()
+
+    def metrics(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whether each sample is right, on the CPU."""
+        return {"right": (model(batch[0]).argmax(1) == batch[1]).float().cpu()}
+
+
 class Words(train_arms.Net):
     """A small transformer with an embedding, whose gradient is a sum in no fixed order, and dropout."""
 

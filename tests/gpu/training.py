@@ -191,6 +191,21 @@ def fused_optimizers_step_as_the_others_do(machine: Machine) -> str:
     return hold(good, "; ".join(figures))
 
 
+@finding()
+def unusual_models_train_and_go_on(machine: Machine) -> str:
+    """Complex parameters, sparse gradients, sparse and expanded buffers and metrics on the CPU train, and go on."""
+    from slurmgpu.training.loop import Training
+    from slurmgpu.training.settings import TrainingSettings
+    from tests.gpu.nets import Unusual
+
+    folder = machine.folder / "unusual"
+    settings = TrainingSettings(epochs=2, batch_size=8, seed=0, optimizer="sgd", lr=0.1, checkpoint_s=0.0)
+    first, second = (Training(Unusual(), settings, _place(machine), folder).run() for _ in range(2))
+    figures = f"losses {first.curve[0]:.3f} to {first.curve[-1]:.3f}, {first.final['val_right']:.1%} right"
+    is_same = (second.resumed, second.final) == (1, first.final)
+    return hold(is_same and first.curve[-1] < first.curve[0], figures)
+
+
 @finding(limit_s=40)
 def the_loop_costs_little_over_a_bare_one(machine: Machine) -> str:
     """A step of the loop takes at most 3 % more than that of a loop written by hand."""

@@ -38,7 +38,7 @@ def test_the_part_training_runs_on_a_cpu(tmp_path, slurmgpu):
     told = slurmgpu.module("tests.gpu.part", "training", tmp_path, 0, *names, **IDLE).stdout
     ends = [line for line in map(json.loads, told.splitlines()) if "end" in line]
     assert [line["end"] for line in ends if line["verdict"] == HELD] == names, told
-    assert len(names) == 9
+    assert len(names) == 10
 
 
 @pytest.mark.parametrize(("part", "n_held"), [("llm", 13), ("influence", 7), ("embedding", 3)])
