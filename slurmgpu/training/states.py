@@ -120,7 +120,7 @@ def own_buffers(model: nn.Module) -> None:
     """
     copies: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in [*module.named_buffers(recurse=False)]:
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             if _repeats(buffer):
                 setattr(module, name, copies.setdefault(id(buffer), buffer.contiguous()))
 
@@ -139,7 +139,11 @@ def share_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers to all ranks; called by all together."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for buffer in unwrapped(model).buffers():
-            torch.distributed.broadcast(buffer, 0)
+            part = _once(buffer.detach(), buffer)
+            whole = part.contiguous()  # of others gloo sends the memory between the values
+            torch.distributed.broadcast(whole, 0)
+            if whole is not part:
+                part.copy_(whole)
 
 
 def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from slurmgpu.training.pacing import Pace  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
-from slurmgpu.training.states import keeping_buffers  # noqa: E402
+from slurmgpu.training.states import keeping_buffers, own_buffers, share_buffers  # noqa: E402
 from tests.support.nightly import by_night  # noqa: E402
 from tests.support.training_ranks import (  # noqa: E402
     BASE,
@@ -773,6 +773,32 @@ def test_a_buffer_that_a_model_expands_as_it_computes_is_restored():
     with keeping_buffers(model):
         model.mask = torch.zeros(1, 2).expand(3, 2)
     assert model.mask.tolist() == 3 * [[1, 1]]
+
+
+def test_buffers_are_shared_by_their_values_however_they_lie_in_memory(monkeypatch):
+    def broadcast(tensor, source):
+        assert tensor.is_contiguous()  # gloo takes as much memory from its first value on
+        tensor.add_(100)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    model, table = nn.Linear(2, 2), torch.arange(6.0)
+    model.register_buffer("every_other", table[::2])
+    model.register_buffer("turned", torch.arange(4.0).reshape(2, 2).T)
+    model.register_buffer("expanded", torch.ones(1, 2).expand(3, 2))
+    share_buffers(model)
+    assert table.tolist() == [100, 1, 102, 3, 104, 5]
+    assert model.turned.tolist() == [[100, 102], [101, 103]]
+    assert model.expanded.tolist() == 3 * [[101, 101]]
+
+
+def test_a_buffer_of_two_names_that_is_expanded_stays_one():
+    model = nn.Linear(2, 2)
+    model.register_buffer("one", torch.ones(1, 2).expand(3, 2))
+    model.register_buffer("other", model.one)
+    own_buffers(model)
+    assert model.one is model.other
+    assert model.one.is_contiguous()
 
 
 def test_sparse_buffers_are_refused_on_several_processes(tmp_path):
