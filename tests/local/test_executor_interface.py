@@ -176,7 +176,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
 
 def test_such_a_run_resubmits_itself(project, slurmgpu):
     folder = project(40, auto_resubmit=1)
-    slurmgpu(*SUBMIT, "--tasks", "1", "--inject", "timeout", "--wait", cwd=folder, expect=0)
+    slurmgpu(*SUBMIT[:-1], "1", "--inject", "timeout", "--wait", cwd=folder, expect=0)
     check_rows(folder, 40)
     assert [(line["executor"], line["round"], line["state"]) for line in submissions(folder)] == [
         ("spool", 0, "ended"),
