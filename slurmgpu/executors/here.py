@@ -98,11 +98,12 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
             ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
         except GPUFaultError as error:
             raise SlurmGPUError(
-                f"{error}. To compute on this machine's CPUs: --gpus 0, and --tasks for the number of tasks."
+                f"{error}. To compute on this machine's CPUs: --gpus 0, in Python gpus=0, and --tasks for "
+                f"the number of tasks."
             ) from error
     if len(ids) < n_slots * per_slot:
         raise SlurmGPUError(
             f"Asked for {gpus.number_of(n_slots * per_slot)}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
-            f"Ask for fewer with --gpus."
+            f"Ask for fewer with --gpus, in Python gpus."
         )
     return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]
