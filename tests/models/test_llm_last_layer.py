@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
@@ -70,11 +71,12 @@ def test_the_last_layer_computes_no_token_whose_logits_nobody_asks_for(llama):
     assert seen[0] == seen[1]
 
 
-def test_a_model_whose_last_layer_mixes_tokens_computes_all_of_it(llama, monkeypatch, caplog):
+def test_a_model_whose_last_layer_mixes_tokens_computes_all_of_it_and_is_refused(llama, monkeypatch, caplog):
     own = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x.cumsum(1)))
-    with caplog.at_level("INFO"):
-        assert engine(llama)._prefill._last_layer is None
+    # A cache does not have what it mixes.
+    with caplog.at_level("INFO"), pytest.raises(SlurmGPUError, match="says something else of a token behind its cache"):
+        engine(llama)
     assert "LlamaForCausalLM: its last layer is computed for all tokens: logits are off by" in caplog.text
 
 
