@@ -19,7 +19,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.worker.computer import Computer, Failure
-from slurmgpu.workload import Item, TaskContext, adapt
+from slurmgpu.workload import Item, Share, TaskContext, adapt
 from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.embed.workload import Embed
@@ -185,6 +185,49 @@ def test_a_step_that_is_not_computed_is_refused_unless_pooling_is_given(tmp_path
         Embed(model=model)
     assert f"has a step {step}, which embed does not compute" in str(raised.value)
     assert Embed(model=model, pooling="mean").pooling == "mean"
+
+
+PROMPTS = {"prompts": {"passage": "query : the ", "query": "on a mat"}, "default_prompt_name": "passage"}
+
+
+def with_prompts(folder: Path, family: str = "bert", **said: Any) -> str:
+    """A tiny sentence-transformers model with a default prompt; `said` by its pooling's config."""
+    model = save_encoder(folder, family)
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, **said}
+    # Cut where the model ends: sentence-transformers 6 reads no limit from distilbert's config.
+    sentences = {"max_seq_length": 16, "do_lower_case": False}
+    files = {"config_sentence_transformers": PROMPTS, "sentence_bert_config": sentences, "1_Pooling__config": pooling}
+    return describe(Path(model), modules=[{"idx": i, "name": str(i), **m} for i, m in enumerate(MODULES)], **files)
+
+
+def test_a_models_default_prompt_is_the_default_prefix_which_the_plan_tells_and_freezes(tmp_path):
+    own = Embed(model=describe(tmp_path, config=BERT, modules=MODULES, config_sentence_transformers=PROMPTS))
+    assert (own.prefix, own.frozen_settings) == ("query : the ", {"prefix": "query : the "})
+    [line] = own.place(Share(gpus=1)).lines
+    assert "the model's default prompt 'query : the ' is put before each text" in line
+    for prefix in ("", "on"):
+        given = Embed(model=str(tmp_path), prefix=prefix)
+        assert (given.prefix, given.frozen_settings, given.place(Share(gpus=1)).lines) == (prefix, {}, ())
+    describe(tmp_path, config_sentence_transformers={"prompts": {"a": "b"}, "default_prompt_name": "c"})
+    with pytest.raises(SlurmGPUError, match=r"has the default prompt 'c', which is none of its prompts .*Set prefix"):
+        Embed(model=str(tmp_path))
+    assert Embed(model=str(tmp_path), prefix="").prefix == ""
+
+
+def test_without_a_default_prompt_there_is_no_prefix(tmp_path):
+    prompts = {"prompts": {"query": "on "}, "default_prompt_name": None}
+    model = describe(tmp_path, config=BERT, modules=MODULES, config_sentence_transformers=prompts)
+    assert (Embed(model=model).prefix, Embed(model=model).frozen_settings) == ("", {})
+    prompts = {"prompts": {"query": ""}, "default_prompt_name": "document"}
+    assert Embed(model=describe(tmp_path, config_sentence_transformers=prompts)).prefix == ""
+
+
+def test_a_prefix_that_leaves_nothing_to_pool_is_refused(tmp_path):
+    model = with_prompts(tmp_path, include_prompt=False)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    with pytest.raises(SlurmGPUError, match=r"prefix has 4 tokens, texts are cut at 4.* Set a shorter prefix"):
+        loaded(model=model, prefix="the " * 9, max_tokens=4)
 
 
 def test_a_packages_model_is_found_without_importing_the_package(tmp_path, monkeypatch):
@@ -465,6 +508,39 @@ def test_embeddings_are_those_of_sentence_transformers(minilm):
     texts = [*SENTENCES, "", "The market fell. " * 400]
     expected = SentenceTransformer(minilm._source, device="cpu").encode(texts)
     np.testing.assert_allclose(vectors(minilm, *texts), expected, atol=1e-6)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+@pytest.mark.parametrize(
+    "said", [{}, {"include_prompt": False}, {"include_prompt": False, "pooling_mode_cls_token": True}]
+)
+def test_prompts_are_applied_and_left_out_as_sentence_transformers_does(tmp_path, family, said):
+    from sentence_transformers import SentenceTransformer
+
+    pooling = {"pooling_mode_mean_tokens": "pooling_mode_cls_token" not in said, **said}
+    model = with_prompts(tmp_path, family, **pooling)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**json.loads((tmp_path / "tokenizer_config.json").read_text()), "padding_side": "right"})
+    )
+    texts = ["a cat", "", "the cat sat on the mat", "dog", "a " * 40]
+    theirs, ours = SentenceTransformer(model, device="cpu"), loaded(model=model, dtype="float32")
+    np.testing.assert_allclose(vectors(ours, *texts), theirs.encode(texts), atol=1e-6)
+    other = loaded(model=model, dtype="float32", prefix="on a mat ")
+    np.testing.assert_allclose(vectors(other, *texts), theirs.encode(texts, prompt="on a mat "), atol=1e-6)
+    assert np.abs(vectors(ours, *texts) - vectors(other, *texts)).max() > 0.01
+
+
+@pytest.mark.model
+def test_a_model_of_lower_case_gets_lower_case_as_from_sentence_transformers(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    model = with_prompts(tmp_path)
+    describe(tmp_path, sentence_bert_config={"max_seq_length": 16, "do_lower_case": True})
+    texts = ["A Cat", "a cat", "The DOG"]
+    expected = SentenceTransformer(model, device="cpu").encode(texts)
+    np.testing.assert_array_equal(expected[0], expected[1])
+    np.testing.assert_allclose(vectors(loaded(model=model, dtype="float32"), *texts), expected, atol=1e-6)
 
 
 @pytest.mark.model

@@ -27,6 +27,15 @@ class Tokens:
         """The inputs by name, as tensors on the CPU."""
         return self._by_transformers(texts) if self._backend is None else self._by_backend(self._backend, texts)
 
+    def n_before(self, prefix: str) -> int:
+        """How many tokens of a text are its prefix, with the special ones at its beginning.
+
+        Counted as sentence-transformers does (6.2, `Transformer._get_prompt_length`): tokens of the prefix alone, but
+        for a special one at its end.
+        """
+        ids = self.of([prefix])["input_ids"][0]
+        return len(ids) - (int(ids[-1]) in self._tokenizer.all_special_ids)
+
     def _backend_of(self, tokenizer: Any) -> Any:
         """The tokenizer of Rust; None if there is none, or its tensors are others for some texts."""
         backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -21,7 +21,7 @@ from slurmgpu.llm.interface.engine import TORCH_NAMES
 from slurmgpu.llm.models.kernels import choose_kernels
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
-from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.progress import Telling
@@ -53,7 +53,9 @@ class Embed:
     `model` is a name on the Hugging Face hub (pin its `revision`), a folder, or "package:NAME" for the model in an
     installed Python package. `field` names the text in an item; `prefix` is put before it, as E5 models need. `pooling`
     makes one vector of a text's tokens: their "mean", or the first, "cls". `max_tokens` cuts a text. The defaults of
-    these two are those of a sentence-transformers model, else "mean", and as many tokens as tokenizer and model allow.
+    these three are those of a sentence-transformers model (of `prefix`, its default prompt), else no prefix, "mean",
+    and as many tokens as tokenizer and model allow. Where such a model's pooling leaves its prompt out, the tokens of
+    `prefix` are left out, too.
     `normalize` scales vectors to length 1, so that a dot product is a cosine. `precision` is that of the computation:
     "fp32", "bf16" or "fp16"; `dtype` is that of the column: "float16" or "float32".
     """
@@ -75,7 +77,7 @@ class Embed:
         normalize: bool = True,
         max_tokens: int | None = None,
         precision: Precision = "fp32",
-        prefix: str = "",
+        prefix: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -104,10 +106,26 @@ class Embed:
 
         self.columns = {"embedding": Array(dtype, (hidden_size,))}
         self.pooling = pooling or _own_pooling(folder) or "mean"
-        self.max_tokens = max_tokens or read_json(folder / "sentence_bert_config.json").get("max_seq_length")
-        self.field, self.prefix, self.normalize = field, prefix, normalize
+        told = read_json(folder / "sentence_bert_config.json")
+        self.max_tokens = max_tokens or told.get("max_seq_length")
+        self._lowers = bool(told.get("do_lower_case"))
+        prompts = _own_prompts(folder, is_needed=prefix is None)
+        self.prefix = prompts.default if prefix is None else prefix
+        self._has_own_prefix = prefix is None and bool(prompts.default)
+        self._pools_prefix = prompts.are_pooled
+        self.field, self.normalize = field, normalize
         self.dtype, self.precision = dtype, precision
         self._options = {"revision": revision, "trust_remote_code": trust_remote_code}
+
+    @property
+    def frozen_settings(self) -> dict[str, Any]:
+        """The model's default prompt, where no prefix is set."""
+        return {"prefix": self.prefix} if self._has_own_prefix else {}
+
+    def place(self, share: Share) -> Placement:
+        """As many processes as the run file says, else one; a line tells of the model's own prompt."""
+        line = f'embed: the model\'s default prompt {self.prefix!r} is put before each text; prefix = "" leaves it out.'
+        return Placement(share.processes or "one", (line,) if self._has_own_prefix else ())
 
     def fetch(self) -> str:
         """Download the model to the hub's cache."""
@@ -128,6 +146,14 @@ class Embed:
         self._model = model.to(task.device)
         limit = min(self.max_tokens or tokenizer.model_max_length, n_positions(model))
         self._tokens = Tokens(tokenizer, limit)
+        self._n_left_out = (
+            0 if self._pools_prefix or not self.prefix else self._tokens.n_before(self._in_case(self.prefix))
+        )
+        if self._n_left_out >= limit:
+            raise SlurmGPUError(
+                f"embed: prefix has {self._n_left_out} tokens, texts are cut at {limit}, and the model's pooling "
+                f"leaves the prefix out, so that nothing is left. Set a shorter prefix, or raise max_tokens."
+            )
         self._makes_masks = False
         if self._model.device.type != "cpu":
             sample = self._tokens.of(["the first of two", "the second, which is longer than the first"])
@@ -165,7 +191,11 @@ class Embed:
         text = item.data[self.field]
         if not isinstance(text, str):
             return ItemError(f"field {self.field!r} holds {text!r:.80}; expected a string")
-        return self.prefix + text
+        return self._in_case(self.prefix + text)
+
+    def _in_case(self, text: str) -> str:
+        """The text, in lower case if the model was trained so."""
+        return text.lower() if self._lowers else text
 
     def _computed(self, batch: Mapping[str, Any] | None) -> Vectors:
         if batch is None:
@@ -209,11 +239,14 @@ class Embed:
 
         with torch.inference_mode():
             tokens = self._model(**given).last_hidden_state.float()  # (text, token, hidden)
+            first = (
+                self._n_left_out
+            )  # texts are longer, but for an empty one of a tokenizer that adds nothing behind it
             if self.pooling == "cls":
-                vectors = tokens[:, 0]
+                vectors = tokens[:, min(first, tokens.shape[1] - 1)]
             else:
-                mask = batch["attention_mask"].unsqueeze(-1)
-                vectors = (tokens * mask).sum(1) / mask.sum(1)
+                mask = batch["attention_mask"][:, first:].unsqueeze(-1)
+                vectors = (tokens[:, first:] * mask).sum(1) / mask.sum(1)
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors)
             vectors = vectors.to(getattr(torch, self.dtype))
@@ -244,6 +277,36 @@ def _own_pooling(folder: Path) -> str | None:
                 ' set pooling = "mean" or "cls" to skip it.'
             )
     return pooling
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a sentence-transformers model says of prompts: the default one, and whether their tokens are pooled."""
+
+    default: str = ""
+    are_pooled: bool = True
+
+
+def _own_prompts(folder: Path, *, is_needed: bool) -> Prompts:
+    """The prompts of the model in a folder, which those are that sentence-transformers 3 to 6 apply.
+
+    SlurmGPUError for a default prompt that is not there, if it `is_needed`.
+    """
+    modules = read_json(folder / "modules.json")
+    poolings = [module["path"] for module in modules if module["type"].endswith(".Pooling")]
+    are_pooled = all(read_json(folder / path / "config.json").get("include_prompt", True) for path in poolings)
+    config = read_json(folder / "config_sentence_transformers.json")
+    name = config.get("default_prompt_name")
+    if not modules or name is None or config.get("model_type", "SentenceTransformer") != "SentenceTransformer":
+        return Prompts("", are_pooled)
+    # These two exist without being named, as empty ones.
+    prompts = {"query": "", "document": "", **(config.get("prompts") or {})}
+    if name not in prompts and is_needed:
+        raise SlurmGPUError(
+            f"embed: {folder}/config_sentence_transformers.json has the default prompt {name!r}, which is none of its "
+            f'prompts ({", ".join(prompts)}). Set prefix to the text that is to be put before each text, or to "".'
+        )
+    return Prompts(prompts.get(name) or "", are_pooled)
 
 
 def _pooling_mode(said: Mapping[str, Any]) -> str:
