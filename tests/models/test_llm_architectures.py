@@ -158,10 +158,16 @@ def test_texts_of_equal_length_alone_share_a_batch_where_padding_changes_values(
 # Windows over columns.
 
 
-def make_gpt_neo(folder):
+def make_gpt_neo(folder, max_position_embeddings=256):
     """A GPT-Neo that looks back 12 tokens in every other layer."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_layers": 2, "window_size": 12}
-    return make("gpt_neo", folder, **sizes, attention_types=[[["global", "local"], 1]], max_position_embeddings=256)
+    return make(
+        "gpt_neo",
+        folder,
+        **sizes,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=max_position_embeddings,
+    )
 
 
 def test_prompts_share_no_beginning_in_a_model_that_looks_back_by_columns(tmp_path):
@@ -169,6 +175,16 @@ def test_prompts_share_no_beginning_in_a_model_that_looks_back_by_columns(tmp_pa
     assert_as_alone(ours, [SHARED + text for text in PROMPTS])
     on_a_gpu = dataclasses.replace(ours._loaded, device=torch.device("cuda"))
     assert "look back by columns" in obstacle_to(on_a_gpu, Place("cuda"))
+
+
+def test_rows_have_no_more_columns_than_a_model_has_a_mask_for(tmp_path):
+    ours = engine(make_gpt_neo(tmp_path, max_position_embeddings=128))
+    asked = [Request(0, Prompt("a" * 100), Sampling(max_tokens=20))]
+    asked += [Request(i, Prompt("bc" * (i % 3 + 1)), Sampling(max_tokens=110)) for i in range(1, 20)]
+    found = {output.id: output.tokens.tolist() for output in ours.generate(asked)}
+    alone = {output.id: output.tokens.tolist() for each in asked[:4] for output in ours.generate([each])}
+    assert {number: found[number] for number in alone} == alone
+    assert len(found) == len(asked)
 
 
 # Positions whose frequencies depend on the longest text of a call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,8 @@ class Prefill:
                 self.lengths.border,
             )
         self.has_rows = caches.has_rows(loaded.model)
+        self.most_columns = loaded.context if config.model_type in caches.COLUMN_WINDOWS else sys.maxsize
+        """The columns of a cache beyond which the model has no mask."""
         self._can_share = self.has_rows and caches.takes_holes(loaded.model)
         # Some models, mostly with their own code, always compute all logits.
         self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters

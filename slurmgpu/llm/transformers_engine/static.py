@@ -181,7 +181,9 @@ class StaticBatches:
         assert batch is not None
         going_on = [i for i, row in enumerate(batch.rows) if row.ended is None]
         n_ended = len(batch.rows) - len(going_on)
-        if n_ended < max(1, len(batch.rows) // 8) or (going_on and not self._prefill.has_rows):
+        is_full = batch.decoding.columns >= self._prefill.most_columns
+        n_least = 1 if is_full else max(1, len(batch.rows) // 8)
+        if n_ended < n_least or (going_on and not self._prefill.has_rows):
             return False
         if not going_on:
             work.batch = None
