@@ -46,6 +46,8 @@ def code_now(run: Run, container: ContainerRecord | None, given: Packed | None =
         in_use |= dict.fromkeys(given.roles, functions.keep(run.folder, given))
     if in_use:
         now = replace(now, about={**now.about, "functions": in_use})
+    if former is not None:
+        now = now.named_as_in(former)
     snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 
@@ -59,10 +61,11 @@ def changed_since(run: Run, now: Snapshot) -> str:
     if digest is None or digest == now.digest:
         return ""
     try:
-        then = {file.name: file.digest for file in snapshots.read(run.folder, digest, with_sources=False).files}
+        former = snapshots.read(run.folder, digest, with_sources=False)
     except SlurmGPUError as error:
         return f"which files differ is unknown. {error}"
-    names = sorted(file.name for file in now.files if then.get(file.name) != file.digest)
+    then = {file.name: file.digest for file in former.files}
+    names = sorted(file.name for file in now.named_as_in(former).files if then.get(file.name) != file.digest)
     more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
     return f"{', '.join(names[:MANY_NAMED])}{more} changed since." if names else ""
 

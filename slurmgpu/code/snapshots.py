@@ -52,20 +52,21 @@ class SourceFile:
     """A file of the user's: its original `path`, and its `name` in the snapshot.
 
     `modules` are its module names, empty for a file that the run file names by path. `digest` is that of its syntax
-    tree. `inside` is its path in the run's image if that differs.
+    tree, of a script that of its bytes; `sha256` is that of its bytes, and `source` is empty if it was not read.
+    `inside` is its path in the run's image if that differs.
     """
 
     name: str
     path: str
     modules: tuple[str, ...]
     digest: str
+    sha256: str
     source: bytes
     inside: str | None = None
 
     def to_json(self) -> FileRecord:
         """The file without its source."""
-        fields = {key: value for key, value in asdict(self).items() if key != "source"}
-        return cast(FileRecord, {**fields, "sha256": hashlib.sha256(self.source).hexdigest()})
+        return cast(FileRecord, {key: value for key, value in asdict(self).items() if key != "source"})
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class Snapshot:
     def line(self) -> Code:
         """The record of the snapshot in a submission's line."""
         return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
+
+    def named_as_in(self, former: Snapshot) -> Snapshot:
+        """The snapshot with the digests of a former one for the files whose bytes are the same.
+
+        An older slurmgpu took the digests of scripts from their syntax trees: files that have not changed keep them.
+        """
+        known = {(file.name, file.sha256): file.digest for file in former.files}
+        digests = [known.get((file.name, file.sha256), file.digest) for file in self.files]
+        files = [replace_fields(file, digest=digest) for file, digest in zip(self.files, digests, strict=True)]
+        return replace_fields(self, files=tuple(files))
 
 
 def write(run: Path, snapshot: Snapshot) -> None:
@@ -182,11 +193,11 @@ def _read_file(folder: Path, value: FileRecord, *, with_sources: bool) -> Source
     name = str(value["name"])
     if name.startswith("/") or ".." in Path(name).parts:
         raise ValueError(f"it names {name!r}")
-    source = read_bytes(folder / name) if with_sources else b""
-    if with_sources and hashlib.sha256(source).hexdigest() != value["sha256"]:
+    source, sha256 = read_bytes(folder / name) if with_sources else b"", str(value["sha256"])
+    if with_sources and hashlib.sha256(source).hexdigest() != sha256:
         raise ValueError(f"{folder / name} was changed")
     modules, inside = tuple(map(str, value["modules"])), value.get("inside")
-    return SourceFile(name, str(value["path"]), modules, str(value["digest"]), source, inside and str(inside))
+    return SourceFile(name, str(value["path"]), modules, str(value["digest"]), sha256, source, inside and str(inside))
 
 
 def digests_in(run: Path) -> list[str]:

@@ -212,6 +212,7 @@ class _Tracer:
                 found.path,
                 tuple(sorted(found.modules)),
                 digest,
+                hashlib.sha256(source).hexdigest(),
                 source,
                 self.where.inside(found.path, found.top),
             )

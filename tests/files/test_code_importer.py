@@ -1,5 +1,6 @@
 """Modules of a snapshot are imported, whatever hooks and editable installs are in front of Python's own finders."""
 
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -31,7 +32,8 @@ def edited(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("VALUE = 'edited'\n")
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found.append(SourceFile(name, str(path), (module,), tree_digest(source, name), source))
+            digest, sha256 = tree_digest(source, name), hashlib.sha256(source).hexdigest()
+            found.append(SourceFile(name, str(path), (module,), digest, sha256, source))
         snapshot = Snapshot(tuple(found), {}, namespaces=namespaces)
         snapshots.write(run, snapshot)
         return importer.using(run, snapshot.digest)
@@ -215,7 +217,7 @@ def test_a_package_that_an_editable_install_maps_to_a_folder_of_another_name_is_
 
 def test_a_module_whose_folder_may_not_be_entered_by_now_is_told_as_gone():
     with locked_folder() as locked:
-        former = Snapshot((SourceFile("file.py", f"{locked}/file", ("file",), "", b""),), {})
+        former = Snapshot((SourceFile("file.py", f"{locked}/file", ("file",), "", "", b""),), {})
         with unprivileged():
             assert snapshots.changes(former, Snapshot((), {})) == ["file.py is gone"]
 

@@ -498,7 +498,7 @@ def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypa
 
 def test_what_is_gone_is_told_apart_from_what_is_not_imported_any_more(tmp_path):
     (tmp_path / "kept.py").touch()
-    files = [snapshots.SourceFile(name, str(tmp_path / name), (), "d", b"") for name in ("gone.py", "kept.py")]
+    files = [snapshots.SourceFile(name, str(tmp_path / name), (), "d", "", b"") for name in ("gone.py", "kept.py")]
     before, now = snapshots.Snapshot(tuple(files), {}), snapshots.Snapshot((), {})
     assert snapshots.changes(before, now) == ["gone.py is gone", "kept.py is no longer imported"]
 
