@@ -202,9 +202,12 @@ class Plan:
 
         Of what a file is read as, its lines or its records, the fingerprint has nothing: `x.txt` may be `x.jsonl`.
         """
-        ways = ([plan.input.get(name) for name in ("format", "columns", "folders")] for plan in (self, other))
-        mine, others = json.loads(json.dumps([*ways]))
-        return self.basis == other.basis and mine == others
+        mine, others = (
+            [plan.input["format"], plan.input["columns"], plan.input.get("folders", ())]  # older runs have no folders
+            for plan in (self, other)
+        )
+        # Not by `basis`, in which a setting that is NaN differs from itself.
+        return self.fingerprint == other.fingerprint and json.dumps(mine) == json.dumps(others)
 
     @property
     def fingerprints(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """One command for several runs: [sweep] over inputs, models and other keys of the run file."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +14,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import making_room
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import Plan, Run
 from slurmgpu.run.sweep_file import listed_runs, record_runs, runs_of_sweep
+from tests.support.pretend_runs import Pretended
 
 LOCAL = ("--executor", "debug", "--gpus", "0")
 
@@ -102,6 +105,17 @@ def test_a_run_whose_input_was_read_in_another_format_is_another(project, slurmg
     slurmgpu("plan", "--gpus", "0", *as_text, "--run-dir", "text", cwd=folder, expect=0)
     plan = Run.open(next((folder / "text").glob("*/run.json")).parent).plan
     assert plan.fingerprint == run.plan.fingerprint  # it has the bytes alone
+
+
+def test_a_run_that_an_older_slurmgpu_planned_computes_the_same():
+    plan = Pretended(settings={"fill": math.nan}).plan()
+    now = replace(plan, input={**plan.input, "ranges": None, "folders": [], "repacked": False})
+    older = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert "folders" not in older.input
+    assert now.computes_same(older)
+    assert older.computes_same(now)
+    assert not replace(now, input={**now.input, "folders": ["images"]}).computes_same(older)
+    assert not replace(now, settings={"fill": 0.0}).computes_same(older)
 
 
 def inputs(folder, *names):
