@@ -24,7 +24,7 @@ from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES, class_of_exit
+from slurmgpu.run.failures import POLICIES, class_of_exit, name_of_signal
 from slurmgpu.run.liveness import patience
 from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
@@ -44,7 +44,7 @@ def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
         if failure is not None:
             message = f"{node} {POLICIES[failure].says} (exit code {code})"
         elif code < 0:
-            message = f"the slot of its task was killed by {signal.Signals(-code).name}"
+            message = f"the slot of its task was killed by {name_of_signal(-code)}"
         life = Life("ENDED", failure or "lost", True, 0, submission.gpus_per_task, node, message, submission.executor)
         lives[f"{job}_{number}"] = [life]
     return lives

@@ -268,8 +268,13 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     try:
         if not report["complete"] and (later := _later(run, last)) is not None:
             over = False
-            log.warning("submission %d computes what is missing", later["submission"])
-            executor_named(last["executor"]).hand_over(last, jobs_of(later))
+            if later["state"] == "queued":
+                log.warning("submission %d computes what is missing", later["submission"])
+                executor_named(last["executor"]).hand_over(last, jobs_of(later))
+            else:
+                log.warning(
+                    "submission %d came after this one, and has ended; %s", later["submission"], report["resubmit"]
+                )
         elif _goes_on(run, report, last["round"]):
             outcome = start(run, lambda _: _next(run, last["round"] + 1), patient=True)
             over = False
@@ -294,9 +299,12 @@ def _tell_end(run: Run, report: Report) -> None:
 
 
 def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
-    """The submission that was queued after this one, by `submit` or `resubmit`; None if there is none."""
-    newest = [each for each in run.submissions() if not each.get("by_hand")][-1]
-    return newest if newest["submission"] > line["submission"] and newest["state"] == "queued" else None
+    """The submission that Slurm took after this one, by `submit` or `resubmit`; None if there is none.
+
+    It may have ended: the merge job of this one may be requeued and wait for longer than all of that takes.
+    """
+    newest = [each for each in run.submissions() if not each.get("by_hand") and each["state"] != "refused"][-1]
+    return newest if newest["submission"] > line["submission"] else None
 
 
 def _submission_of(run: Run, number: int | None) -> SubmissionLine:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -58,7 +59,7 @@ class Tar(Format, format="tar"):
         stream = cast(IO[bytes], _Stream(chunks))
         try:
             with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for members in _samples(found.path, archive):
+                for members in _samples(archive, on_link=partial(_refuse_link, found.path)):
                     _check_adjacent(found.path, members[0][1], seen)
                     if not offsets and writer.n_items == n_before:
                         writer.begin_file(members[0][0].offset)
@@ -88,7 +89,7 @@ class Tar(Format, format="tar"):
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All items of an archive."""
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for members in _samples(str(path), archive):
+            for members in _samples(archive):
                 yield _data(str(path), archive, members)
 
 
@@ -110,7 +111,7 @@ class TarRows:
         items: list[Mapping[str, Any] | ItemError] = []
         try:
             with tarfile.open(fileobj=self._file, mode="r:") as archive:
-                for number, members in enumerate(_samples(self._path, archive, end), first):
+                for number, members in enumerate(_samples(archive, end), first):
                     if number >= start:
                         items.append(_data(self._path, archive, members))
                     if number == stop - 1:
@@ -140,28 +141,33 @@ class _Stream:
 
 
 def _samples(
-    path: str, archive: tarfile.TarFile, end: int | None = None
+    archive: tarfile.TarFile, end: int | None = None, on_link: Callable[[tarfile.TarInfo], None] = lambda member: None
 ) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
     """The members of each item up to `end`, with key and suffix; what is no file, or has no suffix, is passed over.
 
-    SlurmGPUError for a link with a suffix: its content is elsewhere, which may be outside the archive.
+    `on_link` is called for each link that has a suffix.
     """
     found: list[tuple[tarfile.TarInfo, str, str]] = []
     for member in _members(archive, end):
-        match = _NAME.fullmatch(member.name) if member.isreg() or member.islnk() or member.issym() else None
-        if match is None:
+        match = _NAME.fullmatch(member.name)
+        if match is not None and (member.islnk() or member.issym()):
+            on_link(member)
+        if match is None or not member.isreg():
             continue
-        if not member.isreg():
-            raise SlurmGPUError(
-                f"{path}: {as_text(member.name)!r} is a link to {as_text(member.linkname)!r}: "
-                f"expected files with their content. Pack them by `tar --sort=name --dereference --hard-dereference`."
-            )
         if found and found[0][1] != match[1]:
             yield found
             found = []
         found.append((member, match[1], match[2].lower()))
     if found:
         yield found
+
+
+def _refuse_link(path: str, member: tarfile.TarInfo) -> None:
+    """At planning: a run that was planned before links were refused is read as it was."""
+    raise SlurmGPUError(
+        f"{path}: {as_text(member.name)!r} is a link to {as_text(member.linkname)!r}: expected files with their "
+        f"content. Pack them by `tar --sort=name --dereference --hard-dereference`."
+    )
 
 
 def _members(archive: tarfile.TarFile, end: int | None) -> Iterator[tarfile.TarInfo]:

@@ -202,13 +202,18 @@ def signal_of(returncode: int) -> int:
     return -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
 
 
+def name_of_signal(number: int) -> str:
+    """SIGKILL, or `signal 40` for one that has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def describe_exit(returncode: int) -> str:
     """How a process ended, in words."""
     if number := signal_of(returncode):
-        try:
-            return f"died by {signal.Signals(number).name}"
-        except ValueError:
-            return f"died by signal {number}"
+        return f"died by {name_of_signal(number)}"
     return f"exited with code {returncode} before its work was done"
 
 

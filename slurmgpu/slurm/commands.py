@@ -180,7 +180,7 @@ def other_cluster() -> str | None:
     """
     for name in CLUSTER_VARIABLES:
         named = os.environ.get(name, "")
-        if named and named != (own := cluster_name()):
+        if named and named.lower() != (own := cluster_name()).lower():  # Slurm's names of clusters are in lower case
             return f"{name} = {named} in the environment names other clusters than {own}, which is the one here."
     return None
 

@@ -162,7 +162,7 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJo
         if job.array_job not in names:
             return False
         name = names[job.array_job]
-        return job.name.startswith(JOB_NAME) if name is None else job.name == name
+        return job.name.startswith(JOB_NAME) if name is None else job.name == name.strip()
 
     return [job for job in jobs if job.array_job not in over and (job.is_of(run) or is_known(job))]
 

@@ -158,10 +158,11 @@ def test_a_merge_job_ends_the_submission_of_its_own_cluster(run, tmp_path, monke
     assert [line["state"] for line in run.submissions()] == ["queued", "ended", "queued"]
 
 
-def test_a_merge_job_that_is_requeued_after_it_resubmitted_hands_over_and_makes_no_other_submission(run, monkeypatch):
+@pytest.mark.parametrize("state", ["queued", "ended"])
+def test_a_merge_job_that_is_requeued_after_it_resubmitted_makes_no_other_submission(run, monkeypatch, state):
     first = run.submissions()[0] | {"merge_job": "8"}
     run.record_submission(first)
-    run.record_submission(first | {"submission": 2, "array_job": "9", "merge_job": "10", "round": 1})
+    run.record_submission(first | {"submission": 2, "array_job": "9", "merge_job": "10", "round": 1, "state": state})
     run.record_submission(first | {"submission": 3, "array_job": "11", "merge_job": "12", "by_hand": True})
     again, handed_over = Run(run.folder, replace(run.plan, auto_resubmit=5)), []
     monkeypatch.setenv("PATH", "/nowhere")
@@ -169,8 +170,8 @@ def test_a_merge_job_that_is_requeued_after_it_resubmitted_hands_over_and_makes_
     monkeypatch.setattr(submission, "start", lambda *_, **more: pytest.fail("it was resubmitted twice"))
     monkeypatch.setattr(Slurm, "hand_over", lambda self, line, jobs: handed_over.append((line["submission"], jobs)))
     assert merge_behind(again, 1) == 3
-    assert handed_over == [(1, {"array_job": "9", "merge_job": "10"})]
-    assert [line["state"] for line in again.submissions()] == ["ended", "queued", "queued"]
+    assert handed_over == [(1, {"array_job": "9", "merge_job": "10"})] * (state == "queued")
+    assert [line["state"] for line in again.submissions()] == ["ended", state, "queued"]
 
 
 # When its walltime ends

@@ -139,7 +139,7 @@ def test_a_shell_that_submits_to_another_cluster_is_told_so(pretending, monkeypa
         assert "SLURM_CLUSTERS = far in the environment names other clusters than here" in done.stderr
         assert "Submit from a login node of that cluster" in done.stderr
     assert not (folder / "run").exists()
-    monkeypatch.setenv("SBATCH_CLUSTERS", "here")
+    monkeypatch.setenv("SBATCH_CLUSTERS", "Here")
     assert commands.other_cluster() is None
     monkeypatch.setenv("SBATCH_CLUSTERS", "here,far")
     assert str(commands.other_cluster()).startswith("SBATCH_CLUSTERS = here,far in the environment")
