@@ -23,6 +23,8 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_transient, may
 _LISTS = ("--columns", "--items", "--keep")
 """Options with values such as A,B: given again, they add up."""
 _CONDITION = "--where"
+_SINGLE = ("--after", "--item")
+"""Options that a user who gives them twice means twice, and that take one value."""
 
 
 class App(typer.Typer):
@@ -87,7 +89,10 @@ def _handle_all(param: Any, handle: Callable[..., Any], ctx: Any, opts: dict[str
 
 
 def _one_of(names: Sequence[str], given: Sequence[Any]) -> Any:
-    """The one value that the values of an option make; SlurmGPUError for different ones of an option that takes one."""
+    """The one value that the values of an option make; of most the last, as of Slurm's, so that a script's gives way.
+
+    SlurmGPUError for different ones of an option of which each would be meant.
+    """
     values = list(dict.fromkeys(given))
     if len(values) == 1:
         return values[0]
@@ -95,7 +100,9 @@ def _one_of(names: Sequence[str], given: Sequence[Any]) -> Any:
         return " and ".join(f"({value})" for value in values)
     if names[0] in _LISTS:
         return ",".join(values)
-    name = next((each for each in names if each.startswith("--")), names[0])
+    if names[0] not in _SINGLE:
+        return given[-1]
+    name = names[0]
     raise SlurmGPUError(
         f"{name} is given {len(given)} times, as {' and '.join(map(str, values))}, and takes one value. Leave the "
         f"others out."

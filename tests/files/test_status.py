@@ -173,7 +173,8 @@ def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_ru
 def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
     again = {**run.submissions()[0], "submission": 2, "array_job": "4800", "merge_job": "4801"}
     run.record_submission(again)
-    jobs = [slurms_queue.QueuedJob(f"{number}", "PENDING", "", "slurmgpu:judge", "/", "x") for number in (4800, 4801)]
+    names = {4800: f"slurmgpu:{run.plan.name}", 4801: f"slurmgpu-merge:{run.plan.name}"}
+    jobs = [slurms_queue.QueuedJob(f"{number}", "PENDING", "", name, "/", "x") for number, name in names.items()]
     copy = Run.open(shutil.copytree(run.folder, run.folder.parent / "copy"))
     assert slurms_queue.jobs_of(copy, jobs) == []
     assert read_status(copy, slurms_queue.queued_jobs(copy, jobs), now=NOW + 500)["state"] == "ended"
@@ -396,7 +397,8 @@ def test_a_clock_that_was_set_makes_no_living_process_look_dead(here):
     assert processes_here(line) == [process.pid]
     assert not is_orphaned(run, 1)
     assert executor_named("local").look(run, [line], None).at_work == f"process {process.pid} works on it"
-    assert executor_named("local").cancel(run, [{**line, **processes([os.getpid(), process.pid])}])
+    run.record_submission({"submission": 1, **processes([os.getpid(), process.pid])})  # the slot behind its submitter
+    assert executor_named("local").cancel(run, run.submissions())
     assert process.wait(200) == -signal.SIGTERM
     own = {**line, "pids": [os.getpid()]}
     assert processes_here({**own, "ticks": [ticks]}) == []  # a later process that has the pid of one

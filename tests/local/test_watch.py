@@ -465,7 +465,7 @@ def test_squeue_is_asked_once_in_half_a_minute_and_not_for_what_it_has_not(tmp_p
 
 def test_what_squeue_said_last_holds_while_it_does_not_answer(tmp_path, monkeypatch):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=3)
-    answers = [[queue.QueuedJob("4711_[3-9]", "PENDING", "Priority", "slurmgpu", "/", "x")]]
+    answers = [[queue.QueuedJob("4711_[3-9]", "PENDING", "Priority", f"slurmgpu:{run.plan.name}", "/", "x")]]
 
     def own_jobs():
         calls.append(1)

@@ -6,6 +6,7 @@ import pytest
 
 from slurmgpu.executors import slurm
 from slurmgpu.slurm import commands, queue
+from slurmgpu.util import users
 
 PREFERRED = {
     "SQUEUE_STATES": "RUNNING",
@@ -63,7 +64,7 @@ def test_the_jobs_of_a_user_without_a_name_here_are_known_all_the_same(pretendin
     assert [job.job_id for job in queue.own_jobs()] == ["7"]
     assert [job.job_id for job in queue.own_jobs([1000])] == ["7", "8"]
     assert queue.dependents("7") == [("9", "afterany:7")]
-    assert commands.own_name() == "54321"
+    assert users.own_name() == "54321"
 
 
 STATES = (

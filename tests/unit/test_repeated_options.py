@@ -1,4 +1,4 @@
-"""No value of an option that is given twice is lost without a word, of any command."""
+"""Options that are given again: which add up, which are refused, and of which the last counts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,15 +39,20 @@ def parsed(command: Any, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_option_of_one_value_that_is_given_two_is_refused(name: str) -> None:
+def test_two_values_of_an_option_that_would_both_be_meant_are_refused(name: str) -> None:
     command = COMMANDS[name]
     for param in options(command):
-        if LISTS.isdisjoint(param.opts[:1]) and param.name != "where":
+        if param.opts[0] in ("--after", "--item"):
             for option in param.opts:
-                with pytest.raises(
-                    SlurmGPUError, match=r"^--[a-z-]+ is given 3 times, as 2 and 3, and takes one value"
-                ):
+                with pytest.raises(SlurmGPUError, match=r"^--[a-z]+ is given 3 times, as 2 and 3, and takes one value"):
                     parsed(command, option, "2", option, "3", param.opts[0], "3")
+
+
+def test_of_other_options_the_last_value_counts() -> None:
+    submit = parsed(
+        COMMANDS["submit"], "run.toml", "--gpus", "2", "--executor", "slurm", "--gpus", "4", "--executor=local"
+    )
+    assert (submit["gpus"], submit["executor"]) == (4, "local")
 
 
 def test_lists_add_up_and_conditions_are_all_to_be_met() -> None:
