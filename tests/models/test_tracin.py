@@ -542,12 +542,26 @@ def test_parameters_that_are_not_computed_are_refused_at_planning(files, word, w
     assert what in str(raised.value)
 
 
+# A library's message in Latin-1, a print, and a process that outlives the class's.
+AT_IMPORT = """import os, subprocess
+os.write(2, b"caf\\xe9")
+print("{}")
+subprocess.Popen(["sleep", "1000"])
+"""
+
+
 def test_a_model_of_ones_own_is_built_in_another_process(files, monkeypatch):
     architecture = mixed_model(files)["architecture"]
-    assert own_parameters.own_parameters(architecture, 5, 2) == own_parameters.built(architecture, 5, 2)
+    expected = own_parameters.built(architecture, 5, 2)
+    (files / "mixed.py").write_text(AT_IMPORT + (files / "mixed.py").read_text())
+    assert own_parameters.own_parameters(architecture, 5, 2) == expected
     (files / "mixed.py").write_text("import no_such_module\n")
     found = own_parameters.own_parameters(architecture, 5, 2)
     assert "mixed.py raised ModuleNotFoundError: No module named 'no_such_module'" in found
+    (files / "mixed.py").write_text("import os\nos.write(2, b'no caf\\xe9 here')\nos._exit(3)\n")
+    assert own_parameters.own_parameters(architecture, 5, 2) == "no caf\N{REPLACEMENT CHARACTER} here"
+    monkeypatch.setattr("sys.executable", str(files / "no-python"))
+    assert "no-python" in str(own_parameters.own_parameters(architecture, 5, 2))
 
 
 def test_without_torch_a_model_of_ones_own_is_planned_by_its_checkpoint_and_the_plan_says_so(files, slurmgpu):

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import own_python_path
@@ -32,27 +35,45 @@ def own_parameters(architecture: str, n_entities: int, n_relations: int) -> OwnP
     """The parameters of the class `architecture`, "file.py:Class"; a phrase if it cannot be built here."""
     if "torch" not in sys.modules and find_spec("torch") is None:
         return "PyTorch is not installed"
-    code = f"from {__name__} import main; main()"
-    command = [sys.executable, "-c", code, architecture, str(n_entities), str(n_relations)]
-    environ = {**os.environ, "PYTHONPATH": own_python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return _of_process(Path(folder), architecture, n_entities, n_relations)
     except subprocess.TimeoutExpired:
         return f"it took more than {TIMEOUT_S} seconds"
+    except OSError as error:
+        return described(error)
+
+
+def _of_process(folder: Path, architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
+    """As `own_parameters`, by a process with files in `folder`; raises OSError and TimeoutExpired."""
+    answer, printed = folder / "answer.json", folder / "printed"
+    code = f"from {__name__} import main; main()"
+    command = [sys.executable, "-c", code, str(answer), architecture, str(n_entities), str(n_relations)]
+    environ = {**os.environ, "PYTHONPATH": own_python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    with printed.open("wb") as file:  # not a pipe, which processes that the class starts would keep open
+        started = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
     try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        last = done.stderr.strip().splitlines()[-1:]
-        return last[0] if last else f"its process ended with {done.returncode}"
+        ended = started.wait(TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none left, or none of this user's
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+    try:
+        found = json.loads(answer.read_bytes())
+    except (FileNotFoundError, ValueError):
+        last = printed.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        return last[0] if last else f"its process ended with {ended}"
     return OwnParameters(**found) if isinstance(found, dict) else str(found)
 
 
 def main() -> None:
-    """Write the parameters of a class as JSON, or an error as a JSON string; the arguments are those of `built`."""
-    architecture, *sizes = sys.argv[1:]
-    with contextlib.redirect_stdout(sys.stderr):  # user code may print
-        found = built(architecture, *map(int, sizes))
-    sys.stdout.write(json.dumps(found if isinstance(found, str) else asdict(found)))
+    """Write what `built` returns as JSON into the file of the first argument; the others are those of `built`."""
+    answer, architecture, *sizes = sys.argv[1:]
+    found = built(architecture, *map(int, sizes))
+    Path(answer).write_text(json.dumps(found if isinstance(found, str) else asdict(found)), encoding="utf-8")
+    os._exit(0)  # not waiting for threads and processes of the class
 
 
 def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
