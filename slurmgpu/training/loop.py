@@ -149,8 +149,9 @@ class Training:
         found = checkpoint.shared()
         if version.code is None or found.get("code") == version.code:
             return checkpoint, found
-        codes = found.get("code") or "unknown", version.code
-        if version.is_again:
+        former = found.get("code")  # None if a version of slurmgpu wrote it that kept no digest
+        codes = former or "unknown", version.code
+        if version.is_again and former is not None:
             if self._place.leads:
                 log.info("begins from the start: the checkpoint is by code %s, and the code is %s now", *codes)
             checkpoints.clear()
