@@ -111,12 +111,41 @@ def test_a_model_without_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatc
     folder = make_llama(tmp_path / "llama")
     from transformers import LlamaForCausalLM
 
-    def forward(self, input_ids=None, attention_mask=None, **more):
+    def without(self, input_ids=None, attention_mask=None):
         raise AssertionError
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    with pytest.raises(SlurmGPUError, match=r"is a LlamaForCausalLM, whose forward pass takes no cache"):
-        load_model(EngineOptions(find_model(str(folder)), precision="fp32"), Place("cpu"))
+    def passing_on(self, input_ids=None, attention_mask=None, **more):
+        return without(self, input_ids, attention_mask, **more)
+
+    for forward in (without, passing_on):
+        monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+        with pytest.raises(SlurmGPUError, match=r"is a LlamaForCausalLM, whose forward pass takes no cache"):
+            load_model(EngineOptions(find_model(str(folder)), precision="fp32"), Place("cpu"))
+
+
+def test_a_cache_among_the_keywords_of_a_forward_pass_is_used_or_the_model_refused(tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM, MambaForCausalLM
+
+    class PassingOn(MambaForCausalLM):
+        def forward(self, input_ids=None, **more):
+            return super().forward(input_ids=input_ids, **more)
+
+    assert caches.argument_of(object.__new__(PassingOn)) == "cache_params"  # that of its parent
+    folder, own = make_llama(tmp_path), LlamaForCausalLM.forward
+
+    def passing_on(self, input_ids=None, **more):
+        return own(self, input_ids=input_ids, **more)
+
+    def ignoring(self, input_ids=None, attention_mask=None, past_key_values=None, **more):
+        return own(self, input_ids=input_ids, attention_mask=attention_mask, **more)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", passing_on)
+    assert_as_alone(engine(folder), PROMPTS[:3])
+    monkeypatch.setattr(
+        LlamaForCausalLM, "forward", lambda self, input_ids=None, **more: ignoring(self, input_ids, **more)
+    )
+    with pytest.raises(SlurmGPUError, match="LlamaForCausalLM says something else of a token behind its cache"):
+        engine(folder)
 
 
 def test_a_model_that_is_wrong_behind_its_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):

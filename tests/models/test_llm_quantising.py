@@ -111,3 +111,32 @@ def test_what_is_quantised_already_is_loaded_as_it_is(llama, tmp_path):
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert quantization_config(options(tmp_path), Place("cpu")) is None
+
+
+def test_eight_bits_share_batches_of_texts_of_unequal_length_also_from_a_checkpoint(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    import torch
+    from transformers import LlamaForCausalLM
+
+    folder = make_llama(tmp_path / "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=8)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.ndim == 2:
+                each.normal_(0, 0.15, generator=torch.Generator().manual_seed(0))
+        for layer in model.model.layers:  # a large feature, as trained models have
+            layer.input_layernorm.weight[7] = layer.post_attention_layernorm.weight[7] = 8
+    model.save_pretrained(folder)
+    rows = [(3, 11, 5, 7, 2, 13, 9, 12), (4, 6, 8), (8, 2, 5, 14)]
+    stored = tmp_path / "stored"
+    for source in (f"{folder}-8bit", stored):
+        engine = open_engine(options(source), Place("cpu"))
+        with torch.inference_mode():
+            beside = engine._prefill._read_rows(rows, (), 0, has_padding=True).logits[1]
+            alone = engine._prefill._read_rows(rows[1:2], (), 0, has_padding=False).logits[0]
+        assert float((beside - alone).abs().max()) > 1e-3, "neighbours change nothing"
+        assert engine._prefill.takes_padding
+        if source != stored:
+            engine._loaded.model.save_pretrained(stored)
+            engine._loaded.tokenizer.save_pretrained(stored)
+        engine.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,12 +32,27 @@ def new_cache(model: Any, n_more: int = 0) -> Any:
 
 
 def argument_of(model: Any) -> str | None:
-    """The name by which the model's forward pass takes a cache; None for a model that takes none.
+    """The name by which the model's forward pass takes a cache; None for a model that names none.
 
-    Mamba's classes call it `cache_params`, and ignore `past_key_values` among their keywords.
+    Mamba's classes call it `cache_params`, and ignore `past_key_values` among their keywords. A forward pass that takes
+    keywords may pass the cache on to that of a parent, whose name for it counts.
     """
-    named = inspect.signature(type(model).forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in named), None)
+    for each in type(model).__mro__:
+        if "forward" in vars(each):
+            named = inspect.signature(vars(each)["forward"]).parameters
+            found = next((name for name in ("past_key_values", "cache_params") if name in named), None)
+            if found is not None or not _has_keywords(named):
+                return found
+    return None
+
+
+def takes_keywords(model: Any) -> bool:
+    """Whether the model's forward pass takes any keywords, among which a cache may be that it does not name."""
+    return _has_keywords(inspect.signature(type(model).forward).parameters)
+
+
+def _has_keywords(named: Mapping[str, inspect.Parameter]) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in named.values())
 
 
 def _make_room(cache: Any, n_more: int) -> None:

@@ -24,6 +24,7 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.grammars import Grammars
+from slurmgpu.llm.transformers_engine.quantising import is_int8
 from slurmgpu.llm.transformers_engine.selfcheck import agree, difference, probes
 from slurmgpu.util.exceptions import described
 
@@ -90,11 +91,6 @@ class Needs:
         return self.kinds.sampled or self.structured
 
 
-def _is_8bit(model: Any) -> bool:
-    """Whether bitsandbytes computes in 8 bits, which waits for the GPU in each layer."""
-    return bool(getattr(model, "is_loaded_in_8bit", False))
-
-
 def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool, graphs: bool = True) -> dict[str, Any]:
     """The manager's settings for requests of at most `longest` tokens, by the names of all versions.
 
@@ -119,7 +115,7 @@ def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool, graphs:
         wanted["max_memory_percent"] = SAMPLING_SHARE
     if flash:
         wanted["max_blocks_per_request"] = -(-min(loaded.context, MOST_PAGED) // PAGE) + 1
-    if _is_8bit(loaded.model) or not graphs:
+    if is_int8(loaded.model) or not graphs:
         wanted["use_cuda_graph"] = False
     return wanted
 
@@ -193,7 +189,7 @@ def advisable(loaded: Loaded) -> str | None:
         return reason
     if loaded.model.device.type != "cuda":
         return "the model is on the CPU"
-    if _is_8bit(loaded.model):
+    if is_int8(loaded.model):
         return "8-bit weights of bitsandbytes cannot be captured in CUDA graphs, without which it is slow"
     # Without flash attention the mask covers all tokens of all requests: 2.3 times slower on long prompts.
     if flash_attention(loaded.model) is None:

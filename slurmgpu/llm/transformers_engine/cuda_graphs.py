@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.placement.needs import GRAPHS_BYTES
+from slurmgpu.llm.transformers_engine.quantising import is_int8
 from slurmgpu.llm.transformers_engine.selfcheck import bound_of
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame, compare_replay
 
@@ -53,7 +54,7 @@ def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str
         return "another model computes beside it, and needs the memory that they keep"
     if loaded.switch is not None:
         return "its adapters change from item to item"
-    if getattr(model, "is_loaded_in_8bit", False):
+    if is_int8(model):
         return "8-bit weights of bitsandbytes wait for the GPU in each layer"
     attention = str(getattr(model.config, "_attn_implementation", None))
     if "flash" in attention:

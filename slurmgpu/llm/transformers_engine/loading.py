@@ -18,7 +18,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
-from slurmgpu.llm.transformers_engine.caches import argument_of, new_cache
+from slurmgpu.llm.transformers_engine.caches import argument_of, new_cache, takes_keywords
 from slurmgpu.llm.transformers_engine.quantising import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
@@ -103,12 +103,8 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
         arguments["quantization_config"] = quantization
     model, report = from_pretrained(arguments, auto)
     check_whole(model, report, options)
-    if auto is None and argument_of(model) is None:
-        raise SlurmGPUError(
-            f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache (neither "
-            "past_key_values nor cache_params), so that the engine transformers does not support it; expected a "
-            "decoder such as Llama, Qwen or gpt-oss."
-        )
+    if auto is None and argument_of(model) is None and not takes_keywords(model):
+        raise SlurmGPUError(_without_cache(model, options))
     switch = None
     if options.adapters.choice is not None:
         switch = hold_adapters(model, options.adapters)
@@ -119,9 +115,23 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
         store_by_columns(model)
     # Of the checkpoint's generation config only the end of answers is used, not its sampling.
     eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
-    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device, switch)
+    try:
+        kv_bytes = _kv_bytes(model)
+    except TypeError as error:  # a keyword that is passed on, and that nobody takes
+        if argument_of(model) is not None:
+            raise
+        raise SlurmGPUError(_without_cache(model, options)) from error
+    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), kv_bytes, model.device, switch)
     log_loaded(loaded, place, dtype, time.monotonic() - started)
     return loaded
+
+
+def _without_cache(model: Any, options: EngineOptions) -> str:
+    return (
+        f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache (neither "
+        "past_key_values nor cache_params), so that the engine transformers does not support it; expected a "
+        "decoder such as Llama, Qwen or gpt-oss."
+    )
 
 
 def _check_memory(options: EngineOptions, place: Place) -> None:

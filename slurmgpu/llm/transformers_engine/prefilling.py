@@ -24,6 +24,7 @@ from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.last_layer import LastLayer
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.packing import Pack, Text
+from slurmgpu.llm.transformers_engine.quantising import is_int8
 from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
@@ -280,24 +281,35 @@ class Prefill:
     def _pads_right(self) -> bool:
         """Whether texts have the logits beside longer ones that they have alone; SlurmGPUError if the cache is wrong.
 
-        The median of some texts counts, since rounding may choose other experts for a token of one.
+        The median of some texts counts, since rounding may choose other experts for a token of one. With int8 weights
+        of bitsandbytes every neighbour changes values, not padding: only the cache is looked at. That of a model which
+        names no argument for it must be right but for rounding.
         """
         import torch
 
         model = self._loaded.model
         rows = [tuple(token % self.width for token in row) for row in PADDED]
+        off_steps: list[float] = []
+        int8, named = is_int8(model), caches.argument_of(model) is not None
         try:
             with torch.inference_mode():
                 alone = [self.forward(self.pad([row])[0], None, None, None, 0)[0] for row in rows]
                 off_steps = [self._step_off([row], [logits])[0] for row, logits in zip(rows[:2], alone, strict=False)]
-                off_padded = self._step_off(rows, alone)[1:]
+                off_padded = [0.0] if int8 else self._step_off(rows, alone)[1:]
         except Exception as error:  # a model with its own code can raise any error
+            if not named and not off_steps:
+                raise SlurmGPUError(
+                    f"{type(model).__name__} names no argument for a cache in its forward pass (past_key_values or "
+                    f"cache_params), and fails with one: {described(error)}. The engine transformers does not support "
+                    'it; engine = "vllm" may.'
+                ) from error
             is_right, said = False, described(error)
         else:
-            if min(off_steps) > WRONG:
+            off = min(off_steps)
+            if off > WRONG or not (named or int8 or self._is_rounding(off)):
                 raise SlurmGPUError(
                     f"{type(model).__name__} says something else of a token behind its cache than of the same text "
-                    f"read at once: logits are off by {min(off_steps):.2g} of the greatest. The engine transformers "
+                    f"read at once: logits are off by {off:.2g} of the greatest. The engine transformers "
                     'does not support it; engine = "vllm" may.'
                 )
             off = sorted(off_padded)[len(off_padded) // 2]

@@ -39,6 +39,15 @@ def quantization_config(options: EngineOptions, place: Place) -> Any:
     return _torchao(variant) if package == "torchao" else _bitsandbytes(variant, options.precision)
 
 
+def is_int8(model: Any) -> bool:
+    """Whether bitsandbytes computes in 8 bits (LLM.int8), which waits for the GPU in each layer.
+
+    It computes columns in 16 bits that are large in any row of a call, so that what a row gets depends on its
+    neighbours.
+    """
+    return bool(getattr(model, "is_loaded_in_8bit", False))
+
+
 def package_for(variant: str, *, tensor_parallel: bool) -> str | None:
     """The package that makes the variant; None if none can."""
     if variant == "fp8":
