@@ -192,6 +192,13 @@ def test_a_label_that_is_a_number_is_named_with_its_sign(text, label):
         ("12345", "Score: −3", None),
         ("12345", "Rating – 3", "3"),
         ("12345", "Rating:\n- 4", "4"),
+        ("12345", "Score –3", "3"),  # a dash, as no label is negative
+        ("12345", "Rating–3", "3"),
+        ("12345", "Score: –3", None),
+        ("12345", "Score −3", None),
+        ("01", "Class: negative 1", "1"),
+        ("01", "Class: minus 1", None),
+        (["A-1", "1"], "It is A–1", "A-1"),
         ("12345", "on a scale of 1–5 it is 4", "4"),
         (["0", "1–2", "3–5"], "It is 3–5, surely", "3–5"),
         (["1.5%", "2%"], "It is 1.5% of it", "1.5%"),

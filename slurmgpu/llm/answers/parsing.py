@@ -71,6 +71,8 @@ def json_field(text: str, field: str) -> Any:
 
 
 _DASH = re.compile(r"[−–](?=\s{0,8}\.?\d)")
+_SURE_SIGN = re.compile(r"(?:−|(?<![^\W\d_])(?<![^\W\d_]\s)–)(?=\s{0,8}\.?\d)")  # not "Score –3"
+_HYPHENED = re.compile(r"[^\W\d_]\s?-\s{0,8}\.?\d")
 _SPACED, _WORD_BEFORE = re.compile(r"-\s"), re.compile(r"\w ")
 
 
@@ -89,12 +91,14 @@ class Labels:
         # Dashes before digits are minus signs, as for `exactly`; not where a label such as 1–2 is no number.
         dashed = [name for name in self.names if _DASH.search(name)]
         self._has_signs = bool(self._by_number) and all(number_of(name) for name in dashed)
+        signed = any(value < 0 for value, _ in self._by_number)
+        # Behind a word an en dash may be a dash where no label is negative, and none has a hyphen there, as "A-1" has.
+        self._sign = _DASH if signed or any(map(_HYPHENED.search, self.names)) else _SURE_SIGN
         # The longest first: "hate speech" before "hate".
         longest_first = sorted(map(self._signs, self.names), key=lambda name: -len(name))
         names = "|".join(map(re.escape, longest_first))
-        signed = any(value < 0 for value, _ in self._by_number)
-        # Numbers as a whole, so that neither 1.5 nor minus 1 is read as a 1.
-        sign = r"(?:-\s{0,8}|(?i:minus|negative)\s{1,8})" if signed else r"(?i:minus|negative)\s{1,8}"
+        # Numbers as a whole, so that neither 1.5 nor minus 1 is read as a 1; "negative 1" may be a word and a label.
+        sign = r"(?:-\s{0,8}|(?i:minus|negative)\s{1,8})" if signed else r"(?i:minus)\s{1,8}"
         numbers = rf"|{sign}\d+(?:[.,]\d+)*|\d+(?:[.,]\d+)+" if self._by_number else ""
         end = r"(?![\w-]|[.,]\d)" if self._by_number else r"(?![\w-])"
         self._pattern = re.compile(rf"(?<![\w-])(?:{names}{numbers}){end}", re.IGNORECASE if self._folds else 0)
@@ -126,7 +130,7 @@ class Labels:
         return None
 
     def _signs(self, text: str) -> str:
-        return _DASH.sub("-", text) if self._has_signs else text
+        return self._sign.sub("-", text) if self._has_signs else text
 
     def _named(self, text: str) -> set[str | None]:
         """The labels named in a text, and None for a number that is none."""
