@@ -80,6 +80,10 @@ def test_eight_bits_are_split_as_well(ranks):
     assert 0 < np.abs(np.array(first["scores"]) - exact).mean() < 0.5 * exact.std()
 
 
+def test_processes_compute_alike_where_one_of_them_is_off_when_a_model_is_loaded(ranks):
+    assert [rank["rank 1 off"] for rank in ranks] == [{"pads": False, "packs": False, "leaves out": False}] * 2
+
+
 FAULTY = """
 from slurmgpu.worker import groups
 from slurmgpu.workloads.generate.workload import Generate

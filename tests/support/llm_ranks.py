@@ -9,11 +9,13 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine.prefilling import Prefill
 from tests.support.forks import fork_ranks
 
 WORLD_SIZE = 2
@@ -45,6 +47,20 @@ def compute(case, place):
     }
 
 
+def checked(case, place):
+    """How this rank computes, where on rank 1 alone the checks at load find more than rounding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prefill, "_is_rounding", lambda self, off: place.rank != 1)
+        engine = open_engine(EngineOptions(find_model(case[1]), **case[2]), place)
+    prefill = engine._prefill
+    engine.close()
+    return {
+        "pads": prefill.takes_padding,
+        "packs": prefill.packs((1, 2)),
+        "leaves out": prefill._last_layer is not None,
+    }
+
+
 def main(folder):
     """Compute all cases on both ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -61,6 +77,7 @@ def compute_all(folder, port, rank):
     place = Place("cpu", 1, rank, WORLD_SIZE)
     cases = json.loads((folder / "cases.json").read_text())
     found = {case[0]: compute(case, place) for case in cases}
+    found["rank 1 off"] = checked(cases[0], place)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -34,7 +34,7 @@ class TransformersEngine:
         loaded = load_model(options, place)
         self._codec = Codec(loaded.tokenizer, options, loaded.context)
         budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
-        self._prefill = Prefill(loaded)
+        self._prefill = Prefill(loaded, place)
         width = loaded.model.config.get_text_config().vocab_size
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
         self._decodings = DecodingChoice(loaded, options, place, self._prefill, budget)

@@ -19,6 +19,7 @@ from slurmgpu.llm.interface.batching import (
     n_in_pack,
     of_like_length,
 )
+from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.transformers_engine import caches, packing
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.last_layer import LastLayer
@@ -68,8 +69,8 @@ class Prefill:
     `longest` is the most columns that rows may reach.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: Loaded, place: Place) -> None:
+        self._loaded, self._place = loaded, place
         self._cache_argument = caches.argument_of(loaded.model) or "past_key_values"
         self._window = caches.window(loaded.model)
         self._shared: tuple[Tokens, Any] = ((), None)
@@ -95,9 +96,9 @@ class Prefill:
             self._last_layer = self._find_last_layer()
         # On GPUs many small kernels cost more than padding.
         self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
-        self._can_pack = self._can_pack and self._packs_right()
+        self._can_pack = self._can_pack and self._is_so_on_all(self._packs_right())
         # What reads packs right has rows and steps that are right.
-        self.takes_padding = self._can_pack or self._pads_right()
+        self.takes_padding = self._can_pack or self._is_so_on_all(self._pads_right())
         if not self.takes_padding:
             # Rows in a cache have other columns than alone, too.
             self.has_rows = self._can_share = False
@@ -243,10 +244,21 @@ class Prefill:
             is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
         except Exception as error:  # a model with its own code can raise any error
             is_right, said = False, described(error)
-        if is_right:
+        if not is_right:
+            log.info("%s: its last layer is computed for all tokens: %s", type(model).__name__, said)
+        if self._is_so_on_all(is_right):
             return found
-        log.info("%s: its last layer is computed for all tokens: %s", type(model).__name__, said)
         return None
+
+    def _is_so_on_all(self, verdict: bool) -> bool:
+        """Whether all processes that share the model found so: if they computed differently, each would wait."""
+        import torch
+
+        if self._place.world_size == 1:
+            return verdict
+        shared = torch.tensor(int(verdict), device=self._loaded.device)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+        return bool(shared)
 
     def _is_rounding(self, off: float) -> bool:
         import torch
