@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import linecache
 import logging
+import operator
 import os
 import sys
 import threading
@@ -46,6 +47,8 @@ _imported: dict[str, str] = {}
 """Digests of the imported files of the user, from planning or from a snapshot."""
 _noted: dict[Path, set[str]] = {}
 """Names of the modules of the user that plans imported, by the folder of the run files."""
+_active: list[Finder] = []
+"""The active finder, if there is one. It is not looked for in `sys.meta_path`, which the user's code may replace."""
 
 
 def name_of_file(path: Path) -> str:
@@ -96,6 +99,8 @@ class Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec of a module or a namespace in the snapshot, else None."""
+        if self is _in_use() and not isinstance(sys.meta_path, _MetaPath):  # the user's code has made another list
+            _install(self)
         file = self._by_name.get(fullname)
         if file is None and fullname not in self._spaces:
             return None
@@ -199,16 +204,65 @@ def _reader_in(loader: object) -> SourceFileLoader | None:
 
 
 class _MetaPath(list[Any]):
-    """`sys.meta_path` in which the finder of a snapshot stays the first when others are put before it."""
+    """`sys.meta_path`, in which the finder of a snapshot is the first, whatever the user's code does with the list.
 
-    def insert(self, index: SupportsIndex, finder: Any) -> None:
-        self.__setitem__(slice(index, index), [finder])
+    Positions are those that iteration gives. What is read or changed at the place of the snapshot's finder is read or
+    changed right behind it, so that `insert(0, hook)`, `[0]` and `pop(0)` are about one hook.
+    """
+
+    def __init__(self, first: Finder, others: Iterable[Any]) -> None:
+        super().__init__([first, *(each for each in others if not isinstance(each, Finder))])
+        self._first = first
+
+    def _replace(self, finders: Iterable[Any]) -> None:
+        # At once, as other threads may import: a list that is sorted in place is empty meanwhile.
+        super().__setitem__(slice(None), _MetaPath(self._first, finders))
+
+    def _behind(self, index: Any) -> Any:
+        """A position or slice, moved by one if it starts at the snapshot's finder."""
+        if not isinstance(index, slice):
+            return 1 if operator.index(index) in (0, -len(self)) else index
+        start, _, step = index.indices(len(self))
+        if start != 0 or step != 1:
+            return index
+        is_from_end = index.stop is None or operator.index(index.stop) < 0
+        return slice(1, index.stop if is_from_end else operator.index(index.stop) + 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index if isinstance(index, slice) else self._behind(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         found = list(self)
-        found[index] = value
-        # At once, as other threads may import: a list that is sorted in place is empty meanwhile.
-        super().__setitem__(slice(None), sorted(found, key=lambda finder: not isinstance(finder, Finder)))
+        found[self._behind(index)] = value
+        self._replace(found)
+
+    def __delitem__(self, index: Any) -> None:
+        found = list(self)
+        del found[self._behind(index)]
+        self._replace(found)
+
+    def insert(self, index: SupportsIndex, finder: Any) -> None:
+        self[index:index] = [finder]
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        found = list(self)
+        popped = found.pop(self._behind(index))
+        self._replace(found)
+        return popped
+
+    def remove(self, finder: Any) -> None:
+        found = list(self)
+        found.remove(finder)
+        self._replace(found)
+
+    def clear(self) -> None:
+        self._replace([])
+
+    def reverse(self) -> None:
+        self._replace(reversed(list(self)))
+
+    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
+        self._replace(sorted(list(self)[1:], key=key, reverse=reverse))
 
 
 def _as_seen_here(file: SourceFile) -> SourceFile:
@@ -288,6 +342,7 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
     try:
         yield
     finally:
+        _active[:] = [each for each in _active if each is not finder]
         sys.meta_path = [each for each in sys.meta_path if each is not finder]
         if former:
             _take_out(finder.by_path)
@@ -355,11 +410,12 @@ def _has_changed(path: str, digest: str) -> bool:
 
 def _install(finder: Finder) -> None:
     """Replace the active finder; the new one comes before all others."""
-    sys.meta_path = _MetaPath([finder, *(each for each in sys.meta_path if not isinstance(each, Finder))])
+    _active[:] = [finder]
+    sys.meta_path = _MetaPath(finder, sys.meta_path)
 
 
 def _in_use() -> Finder | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+    return _active[0] if _active else None
 
 
 def _files_of_modules() -> dict[str, str]:

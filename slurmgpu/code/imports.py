@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib._bootstrap
 import inspect
 from types import FrameType
 
@@ -9,7 +10,9 @@ from slurmgpu.errors import SlurmGPUError
 
 OWN = "slurmgpu"
 BODY = "<module>"
-"""The name of the code of a module's body."""
+"""The name of the code of a module's body, and of text that exec() or runpy executes."""
+IMPORT_SYSTEM = vars(importlib._bootstrap)
+"""The globals of the frames that import a module."""
 
 
 def refuse_if_importing(call: str) -> None:
@@ -17,17 +20,22 @@ def refuse_if_importing(call: str) -> None:
 
     Tasks, merges and planning import the user's modules: a run that is submitted there would submit the next one, whose
     tasks import the same module, and so on. All frames are looked at, so that it does not matter which part of
-    slurmgpu imports, or calls a function that does. A function that a task calls may submit a run.
+    slurmgpu imports, or calls a function that does. A function that a task calls may submit a run, and so may text that
+    it executes: that has a body as well, but the import system does not run it.
     """
-    frame, importing = inspect.currentframe(), None
+    frame, body, importing = inspect.currentframe(), None, None
     while frame is not None:
         package = frame.f_globals.get("__package__")
         is_own = isinstance(package, str) and (package == OWN or package.startswith(f"{OWN}."))
-        if importing is None:
-            if not is_own and frame.f_code.co_name == BODY and frame.f_globals.get("__name__") != "__main__":
-                importing = frame
+        if importing is not None:
+            if is_own:
+                raise SlurmGPUError(_refusal(importing, call))
         elif is_own:
-            raise SlurmGPUError(_refusal(importing, call))
+            body = None
+        elif frame.f_globals is IMPORT_SYSTEM:
+            importing = body
+        elif frame.f_code.co_name == BODY and frame.f_globals.get("__name__") != "__main__":
+            body = frame
         frame = frame.f_back
 
 

@@ -220,7 +220,7 @@ class Worker:
             log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
         bypassed = importer.bypassed()
         if new := [file for file in bypassed if file not in logged]:
-            log.warning("imported by a loader of its own, not from the snapshot of the code: %s", ", ".join(new))
+            log.warning("imported from disk by another loader, not from the snapshot of the code: %s", ", ".join(new))
         return [*files, *bypassed]
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:

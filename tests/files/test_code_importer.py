@@ -191,6 +191,85 @@ def test_what_another_loader_imports_from_disk_is_told(edited, tmp_path):
         assert importer.bypassed() == [str(tmp_path / "base" / "hooked" / "core.py")]
 
 
+def without_finder():
+    return [each for each in sys.meta_path if not isinstance(each, importer.Finder)]
+
+
+CHANGES = {
+    "pop": lambda found, hook: found.pop(0),
+    "pop the last": lambda found, hook: found.pop(),
+    "pop from the end": lambda found, hook: found.pop(-len(found)),
+    "read and pop": lambda found, hook: found[0] is hook and found.pop(0),
+    "del": lambda found, hook: found.__delitem__(0),
+    "del a slice": lambda found, hook: found.__delitem__(slice(1)),
+    "del all but the last": lambda found, hook: found.__delitem__(slice(-1)),
+    "del by enumerate": lambda found, hook: found.__delitem__(next(i for i, each in enumerate(found) if each is hook)),
+    "del by index": lambda found, hook: found.__delitem__(found.index(hook)),
+    "set": lambda found, hook: found.__setitem__(0, "other"),
+    "set from the end": lambda found, hook: found.__setitem__(-1, "other"),
+    "set a slice": lambda found, hook: found.__setitem__(slice(1), ["other", "third"]),
+    "set all": lambda found, hook: found.__setitem__(slice(None), ["other"]),
+    "insert again": lambda found, hook: found.insert(0, "other"),
+    "insert from the end": lambda found, hook: found.insert(-len(found), "other"),
+    "insert before Python's": lambda found, hook: found.insert(found.index(PathFinder), "other"),
+    "insert behind": lambda found, hook: found.insert(99, "other"),
+    "append": lambda found, hook: found.append("other"),
+    "add": lambda found, hook: found.__iadd__(["other"]),
+    "remove": lambda found, hook: found.remove(hook),
+    "clear": lambda found, hook: found.clear(),
+    "reverse": lambda found, hook: found.reverse(),
+    "sort": lambda found, hook: found.sort(key=str),
+    "restore": lambda found, hook: found.__setitem__(slice(None), list(found)[::-1]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_workload_does_with_the_list_of_finders_leaves_the_snapshot_the_first(edited, change):
+    hook = Instrumenting()
+    with edited(HOOKED):
+        finder = next(iter(sys.meta_path))
+        sys.meta_path.insert(0, hook)
+        expected = without_finder()
+        assert expected[0] is sys.meta_path[0] is hook
+        assert CHANGES[change](sys.meta_path, hook) is not finder
+        CHANGES[change](expected, hook)
+        assert list(sys.meta_path) == [finder, *expected]
+        sys.meta_path[:] = [PathFinder]
+        assert core().VALUE == "submitted"
+
+
+def test_positions_without_a_finder_are_errors(edited):
+    with edited(HOOKED):
+        sys.meta_path.clear()
+        with pytest.raises(IndexError):
+            sys.meta_path.pop(0)
+        with pytest.raises(IndexError):
+            sys.meta_path[0] = PathFinder
+        with pytest.raises(ValueError, match="not in list"):
+            sys.meta_path.remove(PathFinder)
+        sys.meta_path.append(PathFinder)
+
+
+def test_the_snapshot_is_the_first_again_in_a_list_that_the_workload_makes_with_it(edited):
+    with edited(HOOKED):
+        finder, *others = sys.meta_path
+        sys.meta_path = [hook := Instrumenting(), finder, *others]
+        assert core().VALUE == "submitted"
+        assert list(sys.meta_path) == [finder, hook, *others]
+
+
+def test_a_list_without_the_snapshot_is_told(edited, tmp_path):
+    with edited(HOOKED):
+        sys.meta_path = without_finder()
+        assert core().VALUE == "edited"
+        file = tmp_path / "base" / "hooked" / "core.py"
+        assert str(file) in importer.bypassed()
+        assert str(file) not in importer.outside(file.parent)
+        assert importer.as_submitted(file).read_text() == "VALUE = 'submitted'\n"
+    assert importer.bypassed() == []
+    assert importer.as_submitted(file) == file
+
+
 def test_a_file_named_as_a_module_of_python_itself_is_not_imported_in_its_place(edited):
     with edited({"time.py": b"VALUE = 1\n"}):
         assert importlib.util.find_spec("time").origin == "built-in"

@@ -1,7 +1,9 @@
 """`slurmgpu.map` by the local executor: what a user writes in a script or a notebook, and what outlives it."""
 
+import importlib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -358,6 +360,33 @@ def test_a_run_file_is_not_planned_whose_workload_submits_when_it_is_imported(tm
         with pytest.raises(SlurmGPUError, match=f"with_{call}.py, line 3, calls slurmgpu.{call} when it is imported"):
             slurmgpu.submit({"input": "items.txt", "workload": {"use": f"with_{call}.py:Workload"}}, gpus=0)
     assert not Path("runs").exists()
+
+
+def test_only_a_body_that_is_imported_is_refused_and_no_text_that_is_executed(tmp_path, monkeypatch):
+    text = "import slurmgpu\n\nslurmgpu.submit({})\n"
+    Path("script.py").write_text(text)
+    Path("imported.py").write_text(text)
+    Path("executes.py").write_text(f"x = 1\nexec({text!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def outer(how):
+        try:
+            if how == "exec":
+                exec(text, {"__name__": "cell"})
+            elif how == "run_path":
+                runpy.run_path("script.py")
+            else:
+                importlib.import_module(how)
+        except SlurmGPUError as error:
+            return str(error)
+
+    ways = ["exec", "run_path", "imported", "executes"]
+    *executed, imported, executes = slurmgpu.map(outer, ways, **IN_PROCESS)["result"][:]
+    with pytest.raises(SlurmGPUError) as error:
+        slurmgpu.submit({})
+    assert executed == [str(error.value)] * 2
+    assert f"{tmp_path}/imported.py, line 3, calls slurmgpu.submit when it is imported" in imported
+    assert f"{tmp_path}/executes.py, line 2, calls slurmgpu.submit when it is imported" in executes
 
 
 def test_a_function_that_a_task_calls_may_submit_a_run():
