@@ -1,4 +1,4 @@
-"""Typer commands that are built on demand, read their arguments without pydantic, and lose no repeated option.
+"""Typer commands that are built on demand, read their arguments without pydantic, and join options given again.
 
 Typer reads every argument with pydantic, even those that were not given. Importing pydantic takes as long as Typer and
 Rich together, most of the start time of a command such as `status` on a login node.

@@ -46,14 +46,15 @@ class Here(Executor):
         """Ask the processes of the run's slots to end, and tasks whose slots were killed."""
         if elsewhere := next((line for line in lines if not are_seen_here(line)), None):
             raise SlurmGPUError(f"This run works on {elsewhere['host']}; cancel it there, outside a container.")
-        done, is_open = [], {line["submission"] for line in lines}
+        done, is_open, living = [], {line["submission"] for line in lines}, _heard_of(run)
         for line in run.submissions():  # also one that has ended: a task may have outlived it
             if line["executor"] != self.name:
                 continue
             number, pids = line["submission"], set()
             if number in is_open:
                 pids = {*(processes_here(line) or ())} & {*slots_of(line)}
-            pids |= {pid for pid in tasks_here(run, self.name, number) if parent_of(pid) not in pids}
+            tasks = living.get(job_here(self.name, number), [])
+            pids |= {pid for pid in tasks if parent_of(pid) not in pids}
             if pids:
                 refuse_other_users(run, line)
                 run.record_submission({"submission": number, "cancelled": True})
@@ -64,8 +65,16 @@ class Here(Executor):
 
 def tasks_here(run: Run, executor: str, submission: int) -> list[int]:
     """The living tasks of a submission to this machine, by their heartbeats; also those whose slots were killed."""
-    job, signs = job_here(executor, submission), Observer(run.folder, patience(run.plan.lease_s)).look()
-    return [sign.told["pid"] for sign in signs if sign.lives and sign.told.get("job") == job]
+    return _heard_of(run).get(job_here(executor, submission), [])
+
+
+def _heard_of(run: Run) -> dict[str, list[int]]:
+    """The pids of the living tasks of a run by their jobs, from one look at its heartbeats."""
+    found: dict[str, list[int]] = {}
+    for sign in Observer(run.folder, patience(run.plan.lease_s)).look():
+        if sign.lives:
+            found.setdefault(str(sign.told.get("job")), []).append(sign.told["pid"])
+    return found
 
 
 def n_threads_of(n_slots: int) -> int:
