@@ -444,7 +444,7 @@ class Task:
         )
 
     def _work_here(self) -> int:
-        from slurmgpu.worker.main import Worker
+        from slurmgpu.worker.worker import Worker
 
         assignment = self._assignment()
         with importer.using(self.run.folder, assignment.code):

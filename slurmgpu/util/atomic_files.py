@@ -6,20 +6,25 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmgpu.util.shared_files import PATIENCE_S, link_first, naming, replace, retried
+
+log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, that is full answers."""
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NUMBERS = itertools.count()
+
+_T = TypeVar("_T")
 
 
 def date_in_whole_seconds(path: Path) -> None:
@@ -150,3 +155,15 @@ def working_folder(path: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+def once_more_if_full(operation: Callable[[], _T]) -> _T:
+    """The result of `operation`, retried once after a second if the disk was full: space may be freed."""
+    try:
+        return operation()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        log.warning("tried again in a second: %s", error)
+    time.sleep(1.0)
+    return operation()

@@ -293,8 +293,10 @@ def test_the_debug_executor_calls_the_function_in_this_process():
 @pytest.mark.parametrize(("sync_s", "synced"), [(0.0, [1, 2, 3, 4]), (1e9, [1, 4])])
 def test_names_of_quick_shards_are_synced_together_and_none_is_left_out(monkeypatch, sync_s, synced):
     seen = []
-    monkeypatch.setattr("slurmgpu.worker.main.SYNC_S", sync_s)
-    monkeypatch.setattr("slurmgpu.worker.main.sync_names", lambda folder: seen.append(len(list(folder.glob("*.h5")))))
+    monkeypatch.setattr("slurmgpu.worker.publisher.SYNC_S", sync_s)
+    monkeypatch.setattr(
+        "slurmgpu.worker.publisher.sync_names", lambda folder: seen.append(len(list(folder.glob("*.h5"))))
+    )
     slurmgpu.map(len, ["a", "b", "c", "d"], columns="int64", **IN_PROCESS)
     assert seen == synced
 

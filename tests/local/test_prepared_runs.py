@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import pytest
 
 import slurmgpu
 from slurmgpu import Merged
 from slurmgpu.run.directory import Run
-from slurmgpu.worker import main
+from slurmgpu.worker import publisher, worker
 from slurmgpu.worker.assignment import Assignment
-from slurmgpu.worker.main import Worker
+from slurmgpu.worker.publisher import Publisher
+from slurmgpu.worker.worker import Worker
 from tests.support.runs import datasets, records, report, wait_until
 
 WORKLOAD = """
@@ -143,9 +146,9 @@ def test_a_shard_that_is_published_while_the_next_is_computed_is_reported_at_onc
             wait_until((folder / "called").exists, "the call of shard 6", 60)
         return original(partial, path, **given)
 
-    original = main.publish
-    monkeypatch.setattr(main, "publish", in_the_next_call)
-    monkeypatch.setattr(main, "AHEAD_S", math.inf)
+    original = publisher.publish
+    monkeypatch.setattr(publisher, "publish", in_the_next_call)
+    monkeypatch.setattr(worker, "AHEAD_S", math.inf)
     Worker(Run.open(folder / "run"), Assignment("job_0", "job_0.0"), report, reports_in_threads=True).work()
     assert (folder / "seen").exists()
     assert reported == [(shard, 4, {}) for shard in range(10)]
@@ -155,14 +158,15 @@ def test_a_task_that_is_told_to_stop_gives_back_what_it_has_claimed_ahead(projec
     folder = make(project, "Prepared", 4)
     events = []
 
-    def note(worker: Worker, *published: Any) -> None:
-        original(worker, *published)
-        events.append([*worker._claimer.held])
+    def note(by: Publisher, *published: Any) -> None:
+        original(by, *published)
+        found = cast(Worker, cast(MethodType, by.on_published).__self__)
+        events.append([*found._claimer.held])
         if len(events) == 3:
-            worker.stopping.set()
+            found.stopping.set()
 
-    original = Worker._note_published
-    monkeypatch.setattr(Worker, "_note_published", note)
+    original = Publisher._note
+    monkeypatch.setattr(Publisher, "_note", note)
     found = in_this_process(folder)
     assert found["failures"] == {"preempted": 1}
     run = Run.open(folder / "run")
@@ -182,9 +186,9 @@ def test_a_shard_that_cannot_be_written_beside_the_next_ends_the_task_and_costs_
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         original(path, columns, start=start, **given)
 
-    original = main.write_shard
-    monkeypatch.setattr(main, "write_shard", full)
-    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    original = publisher.write_shard
+    monkeypatch.setattr(publisher, "write_shard", full)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     found = in_this_process(folder)
     [attempt] = found["attempts"]
     assert attempt["failure"] == "disk_full"

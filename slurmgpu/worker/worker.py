@@ -1,0 +1,483 @@
+"""A worker: loads the workload once, then claim → read items → batches → rows → publish, until no shard is left.
+
+With several processes, rank 0 does all of this; the others read the same items and take part in each call of the
+workload.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import platform
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from slurmgpu.code import importer
+from slurmgpu.containers import image_name
+from slurmgpu.errors import GPUFaultError, Interrupted, SlurmGPUError, WorkerBrokenError
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.crash_history import History, read_history
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import LOADING, class_of
+from slurmgpu.run.recompute import Spans
+from slurmgpu.shards.columns import columns_from_json
+from slurmgpu.shards.shard_file import DamagedShardError
+from slurmgpu.util import gpus
+from slurmgpu.util.atomic_files import once_more_if_full, working_folder
+from slurmgpu.util.early_signals import INTERRUPTS
+from slurmgpu.util.env_info import describe, used
+from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.pipes import Report
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import retried
+from slurmgpu.worker import groups
+from slurmgpu.worker.assignment import Assignment, WorkerFailedError
+from slurmgpu.worker.computer import (
+    INTERRUPTED,
+    LONGEST_PAUSE_S,
+    Computer,
+    Failure,
+    check_debugger_left,
+    common_failure,
+    settle,
+)
+from slurmgpu.worker.groups import Group, PeersMissingError
+from slurmgpu.worker.item_reader import ItemReader
+from slurmgpu.worker.logged_values import LoggedValues
+from slurmgpu.worker.lookahead import Lookahead, Taken
+from slurmgpu.worker.parts import Parts
+from slurmgpu.worker.preparing import only_for_calls
+from slurmgpu.worker.publisher import ComputedShard, Publisher
+from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
+from slurmgpu.workload import Adapted, TaskContext, build
+
+log = logging.getLogger("slurmgpu.worker")
+
+FAILED_ALIKE = 8
+"""The workload is at fault if so many items failed alike before any was computed: of two shards, if there are more."""
+
+AHEAD_S = 2.0
+"""A task claims and reads further shards while it computes one, if none took longer: others may be idle meanwhile."""
+READ_AT_ONCE = 1024
+"""How many items of them are read between two calls, about, of inputs with an index."""
+
+
+def _n_items(waiting: Sequence[ComputedShard]) -> int:
+    return sum(len(one.computed.rows) for one in waiting)
+
+
+@dataclass
+class Worker:
+    """One worker process and the shards it computes; it takes no more of them once `stopping` is set.
+
+    With a workload that `resumes`, it then also leaves the present shard, whose progress the workload saves;
+    `on_resumable` is called once such a workload is loaded. `end_times` gets an end of the walltime that is known late.
+    With `reports_in_threads`, `report` may be called in any thread, several times at once.
+    """
+
+    run: Run
+    assignment: Assignment
+    report: Report
+    stopping: threading.Event = field(default_factory=threading.Event)
+    group: Group = field(default_factory=Group)
+    on_resumable: Callable[[], None] = lambda: None
+    end_times: Sequence[float] = ()
+    reports_in_threads: bool = False
+    _noted: dict[str, int] = field(default_factory=dict)
+    _resume: list[int] = field(default_factory=list)
+    _shard: int | None = None
+    _parts: Parts | None = None
+    _lookahead: Lookahead | None = None
+    _none_free: bool = False
+    _resumes: bool = False
+    _takes_one: bool = False
+    _used: dict[str, str] = field(default_factory=dict)
+    _publisher: Publisher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._resume = list(self.assignment.resume)
+        self._deadline = Deadline(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
+        given = self.assignment
+        claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
+        self._logged = LoggedValues(self.report)
+        self.report = self._logged.before(self.report)
+        self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
+        if self.run.plan.parts > 1:
+            self._parts = Parts(self.run, claim, given.submission, self._shall_leave_parts)
+            self._claimer.joins = self._parts.shard_to_join
+
+    def work(self) -> None:
+        """Take shards until none is left; raises WorkerFailedError if going on is pointless.
+
+        Works in the run file's folder, as planning did, so that relative paths in the settings mean the same.
+        """
+        plan = self.run.plan
+        around = describe(image_name())
+        self._used = around["used"]
+        self.report({"event": "surroundings", **around})
+        self.report({"event": "loading"})
+        with working_folder(Path(plan.search_path)), ItemReader(self.run) as reader:
+            started = time.monotonic()
+            self.group.guard()
+            workload = self._load()
+            if self.assignment.inject:
+                workload = self._inject(workload)
+            outside = self._log_outside()
+            self._resumes, self._takes_one = workload.resumes, workload.takes_one
+            columns = columns_from_json(plan.columns)  # after loading, which may register kinds
+            self._publisher = Publisher(
+                self.run, self.assignment, columns, self.report, self._report_used, self.reports_in_threads
+            )
+            if self._resumes:
+                self.on_resumable()
+            self.group.gather()
+            self._report_used()
+            self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
+            computer = Computer(
+                workload,
+                plan.workload.rpartition(":")[2],
+                columns,
+                plan.batch_size,
+                on_batch=self._report_batch,
+                agree=self._agree,
+                keeps_rows=self.group.leads,
+                noted=self._noted,
+                folder=plan.search_path,
+                retries=plan.retries,
+                pause=self._pause,
+                share=self.group.broadcast,
+                # Plans of an older slurmgpu have no `keep`, but settings of the workload that say so.
+                kept=plan.keep or {field: field for field in workload.kept_fields},
+                key=plan.key,
+            )
+            is_one = self._parts is None and self.group.world_size == 1
+            if workload.prepare is not None and is_one and not self._resumes:
+                self._look_ahead_with(computer, reader)
+                # 100,000 items make Python look for garbage among the million objects of PyTorch, for 0.2 s in which no
+                # thread starts the GPU's next work. What is loaded stays.
+                gc.collect()
+                gc.freeze()
+            try:
+                self._take_and_compute(computer, reader)
+                self._publisher.end()
+            except (WorkerFailedError, WorkerBrokenError):
+                self._publisher.end()  # what was computed before is not lost
+                raise
+            finally:
+                computer.close()
+                if self._lookahead is not None:
+                    gc.unfreeze()
+                self._publisher.close()
+            self._log_outside(outside)
+
+    def _log_outside(self, logged: Sequence[str] = ()) -> list[str]:
+        """Log imported files of the user that the snapshot lacks, such as dynamically named modules."""
+        if self.assignment.code is None:
+            return []
+        files = importer.outside(Path(self.run.plan.search_path))
+        if new := [file for file in files if file not in logged]:
+            log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
+        bypassed = importer.bypassed()
+        if new := [file for file in bypassed if file not in logged]:
+            log.warning("imported from disk by another loader, not from the snapshot of the code: %s", ", ".join(new))
+        return [*files, *bypassed]
+
+    def _take_and_compute(self, computer: Computer, reader: ItemReader) -> None:
+        waiting: list[ComputedShard] = []
+        for taken in self._shards():
+            shard = taken.shard
+            started, began = time.time(), time.monotonic()
+            if self._parts is not None:
+                self._parts.begin(shard, is_joined=self._shard != shard)
+            try:
+                taken_in = taken.taken_in or computer.take_in(reader.read(taken.spans))
+                computed = computer.compute(taken_in, taken.history)
+            except Interrupted:
+                if self._is_joined(shard):
+                    continue
+                self.report({"event": "left", "shard": shard})
+                log.info("shard %d: left%s", shard, ", with what is kept of it" if self._resumes else "")
+                continue  # usually to the end; after a takeover to the next shard
+            if self._is_joined(shard):
+                continue
+            if self.group.leads:
+                waiting.append(ComputedShard(shard, computed, started, began))
+            # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
+            self._claimer.draws = not self._is_enough(waiting) and self._failed_alike(waiting) is not None
+            if not self._claimer.draws:
+                self._publish_all(waiting)
+        self._publish_all(waiting, weighed=self._deadline.over() is None)
+
+    def _is_enough(self, waiting: Sequence[ComputedShard]) -> bool:
+        """Whether it is enough that so many items failed alike, or one took too long to be computed."""
+        n_items = _n_items(waiting)
+        return (len(waiting) > 1 and n_items >= FAILED_ALIKE) or (self._resumes and n_items == 1)
+
+    def _failed_alike(self, waiting: Sequence[ComputedShard]) -> Failure | None:
+        return common_failure([one.computed for one in waiting])
+
+    def _look_ahead_with(self, computer: Computer, reader: ItemReader) -> None:
+        """Claim and read further shards while this computer computes, and write the files of the last in a thread."""
+        self._publisher.is_beside = True
+        size = self.run.plan.batch_size  # an index has the place of each batch
+        ahead = self._lookahead = Lookahead(
+            self._claim_ahead,
+            reader.read,
+            computer.take_in,
+            enough_items=2 * size,
+            slice_items=max(2, -(-READ_AT_ONCE // size)) * size if reader.is_indexed else 0,
+        )
+
+        def meanwhile() -> None:
+            # Only once a shard shows that the workload works, and how long one takes.
+            if 0 < self._publisher.slowest_s < AHEAD_S and not (self.stopping.is_set() or self._resume):
+                ahead.go_on()
+
+        computer.meanwhile = meanwhile
+        computer.following = lambda: found[1] if (found := ahead.first()) is not None else ()
+
+    def _claim_ahead(self) -> Taken | None:
+        if self._none_free:  # listed again when this task has nothing else to do
+            return None
+        try:
+            shard = self._claimer.next_free()
+        except OSError as error:
+            log.info("no shard is claimed ahead: %s", error)
+            shard = None
+        if shard is None:
+            self._none_free = True
+            return None
+        self.report({"event": "ahead", "shard": shard})
+        return Taken(shard, read_history(self.run.claims.folder, shard), self._spans(shard))
+
+    def _shards(self) -> Iterator[Taken]:
+        """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
+        while True:
+            if (ahead := self._next_ahead()) is not None:
+                self._begin(ahead.shard)
+                yield ahead
+                continue
+            found = None
+            if self.group.leads and (taken := self.next_shard()) is not None:
+                shard = taken.shard if isinstance(taken, Held) else taken
+                if isinstance(taken, Held):
+                    index = self.run.plan.indices(*self.run.plan.bounds(shard))[0]
+                    self._shard = None
+                    self.report({"event": "tell", "text": f"computes parts of item {index}"})
+                    log.info("shard %d: parts of item %d, whose shard another task holds", shard, index)
+                else:
+                    self._begin(shard)
+                # Read by rank 0 only: a network file system may show ranks different files.
+                found = shard, vars(read_history(self.run.claims.folder, shard)), self._spans(shard)
+            found = self.group.broadcast(found)
+            if found is None:
+                return
+            yield Taken(found[0], History.from_json(found[1]), found[2])
+
+    def _begin(self, shard: int) -> None:
+        indices = self.run.plan.indices(*self.run.plan.bounds(shard))
+        self._shard = shard
+        self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
+        log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
+
+    def _next_ahead(self) -> Taken | None:
+        """The next shard of those claimed ahead; if the task has to end, all of them are given back."""
+        if self._lookahead is None or (taken := self._lookahead.pop()) is None:
+            return None
+        if not self._deadline.over(1.1 * self._publisher.slowest_s):
+            return taken
+        found: Taken | None = taken
+        while found is not None:
+            self._claimer.give_back(found.shard)
+            self.report({"event": "skipped", "shard": found.shard})
+            found = self._lookahead.pop()
+        return None
+
+    def _spans(self, shard: int) -> Spans:
+        """The items of a shard to compute: all if the rows of the former revision cannot be read."""
+        if revision := self.run.revision_to_make(shard):
+            try:
+                self._publisher.read_former(shard, revision)
+            except DamagedShardError as error:
+                log.warning("all items of shard %d are computed again: %s", shard, error)
+                return [self.run.plan.bounds(shard)]
+        return self.run.items_of(shard)
+
+    def _agree(self, failure: Failure | None) -> Failure | None:
+        """How a call of the workload ended for the group, see `settle`."""
+        if failure is None and self.group.world_size == 1:
+            return None
+        has_left = self._parts is not None and self._parts.has_left
+        is_asked = has_left or (self.group.leads and self._shall_leave())
+        if self.group.world_size == 1:
+            return settle([failure], is_asked=is_asked)
+        patience_s = groups.PARTING_PATIENCE_S if failure == INTERRUPTED else groups.PEER_PATIENCE_S
+        try:
+            said = self.group.gather([failure and asdict(failure), is_asked], patience_s if failure else None)
+        except PeersMissingError as error:
+            alone = Failure.from_json(error.value[0])
+            if error.rank == self.group.rank and alone.trace:
+                log.error("%s", alone.trace)
+            raise WorkerBrokenError(f"{alone.message}; {error}") from error
+        return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
+
+    def _publish_all(self, waiting: list[ComputedShard], *, weighed: bool = True) -> None:
+        """Publish `waiting`, unless it is much that failed alike, and no shard yet shows that the workload works.
+
+        What a task that has to end leaves is not `weighed`: it might be lost.
+        """
+        alike = self._failed_alike(waiting) if weighed else None
+        if (
+            alike is not None
+            and _n_items(waiting) >= FAILED_ALIKE
+            and not retried(self.run.shard_files, self.run.plan.lease_s)
+        ):
+            raise WorkerFailedError("workload_error", alike.message, alike.trace)
+        for one in waiting:
+            self._publisher.begin(one)
+        waiting.clear()
+
+    def _is_joined(self, shard: int) -> bool:
+        """Whether another task holds the shard, and publishes it; the event says what this one computed of it."""
+        if self._parts is None or self._shard == shard:
+            return False
+        self._claimer.idle_s += self._parts.waited_s
+        self.report({"event": "joined", "seconds": self._parts.computed_s, "idle_s": self._idle_s()})
+        log.info("shard %d: computed parts for %.1f s", shard, self._parts.computed_s)
+        return True
+
+    def next_shard(self) -> int | Held | None:
+        """The next shard, claimed or to join; None, after an event with the reason, when the work is done."""
+        self._publisher.end()  # a shard is complete only when it is published
+        self._none_free = False
+        # A resumable item need not be finished here.
+        over = self._deadline.over(0.0 if self._resumes else 1.1 * self._publisher.slowest_s)
+        while self._resume and not (over and self._resumes):
+            shard = self._resume.pop(0)
+            if self._claimer.is_still_own(shard):
+                return shard
+            log.info("shard %d: published, parked or taken over since it was claimed", shard)
+            self.report({"event": "skipped", "shard": shard})
+        found = over or once_more_if_full(self._claimer.next)
+        if isinstance(found, int | Held):
+            return found
+        self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
+        return None
+
+    def _pause(self, seconds: float, n_items: int) -> bool:
+        """Wait until `n_items` can be tried again; False if the task has to end before that."""
+        # A thousand tasks that a server refused must not all return at once.
+        seconds = min(seconds * random.uniform(1.0, 1.25), LONGEST_PAUSE_S)
+        log.info("waiting %.0f s, then %s again", seconds, count_of(n_items, "item"))
+        self.report({"event": "waiting", "seconds": seconds, "items": n_items})
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._deadline.over(left):
+            self.stopping.wait(min(left, 1.0))
+        return not self._deadline.over()
+
+    def _idle_s(self) -> float:
+        """Seconds that it waited for what other tasks hold since the last call."""
+        waited, self._claimer.idle_s = self._claimer.idle_s, 0.0
+        return waited
+
+    def _shall_leave(self) -> bool:
+        """Whether a resumable workload shall leave the present item, since others do or will compute it."""
+        return self._deadline.over() is not None or (self._shard is not None and self._claimer.has_lost(self._shard))
+
+    def _shall_leave_parts(self) -> bool:
+        """Whether to leave an item in parts: a holder finishes it, also if others compute the last ones."""
+        if self._shard is not None:
+            return self._claimer.has_lost(self._shard)
+        is_published = self._parts is not None and not is_open(self.run, self._parts.shard)
+        return is_published or self._deadline.over() is not None
+
+    def _report_takeover(self, shard: int, former: Claim) -> None:
+        self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
+
+    def _report_used(self) -> None:
+        if (now := used()) != self._used:
+            self._used = now
+            self.report({"event": "used", "packages": now})
+
+    def _report_batch(self, indices: Sequence[int], isolated: bool, ahead: Sequence[int]) -> None:
+        if self._takes_one:
+            self._logged.item = indices[0]
+        if self._parts is None or self._shard is not None:  # of a joined shard, its holder tells
+            self._publisher.end(waits=False)
+            event = {"event": "batch", "items": list(indices), "isolated": isolated}
+            self.report({**event, "ahead": [self._shard_of(ahead[0]), ahead[0]]} if ahead else event)
+        self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
+
+    def _shard_of(self, index: int) -> int | None:
+        """The shard of an item that is prepared ahead."""
+        found = self._lookahead.first() if self._lookahead is not None else None
+        return found[0] if found is not None and found[1][0].index == index else self._shard
+
+    def _load(self) -> Adapted:
+        plan, given, group = self.run.plan, self.assignment, self.group
+        device = "cpu"
+        if given.n_gpus and given.device != "cpu":
+            try:
+                found = gpus.probe(given.n_gpus, mine=group.local_rank if group.world_size > 1 else None)
+            except GPUFaultError as error:
+                raise WorkerFailedError("gpu_fault", str(error)) from error
+            self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
+            device = f"cuda:{group.local_rank}"
+        context = TaskContext(
+            device,
+            gpus=given.n_gpus if device != "cpu" else 0,
+            run_dir=self.run.folder,
+            attempt=given.attempt,
+            rank=group.rank,
+            world_size=group.world_size,
+            local_rank=group.local_rank,
+            note=only_for_calls("task.note", self._note),
+            stopping=self._shall_leave if group.leads else lambda: False,
+            progress=only_for_calls("task.progress", self._report_progress),
+            tell=lambda text: self.report({"event": "tell", "text": str(text)}),
+            log=self._logged.log if group.leads else lambda step, **values: None,
+            code=given.code,
+            is_again=lambda: self._shard is not None and self.run.revision_to_make(self._shard) > 0,
+            parts=plan.parts,
+            **({} if self._parts is None else {"divide": only_for_calls("task.divide", self._parts.divide)}),
+        )
+        try:
+            workload = build(plan.workload, plan.settings, Path(plan.search_path))
+            workload.load(context)
+        except SlurmGPUError as error:
+            if error.__cause__ is not None:
+                log.info("what led to it:", exc_info=error.__cause__)
+            raise WorkerFailedError(class_of(error, LOADING), message_of(error)) from error
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # also a panic of a library in Rust
+            check_debugger_left(error)
+            raise WorkerFailedError(class_of(error, LOADING), described(error), trace_of(error)) from error
+        return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
+
+    def _note(self, name: str, value: int) -> None:
+        self._noted[name] = value
+
+    def _report_progress(self, text: str) -> None:
+        self.report({"event": "progress", "text": str(text)})
+
+    def _inject(self, workload: Adapted) -> Adapted:
+        from slurmgpu.faults import parse_faults
+        from slurmgpu.faults.striking import Injected, Marks
+
+        injected = Injected(
+            workload,
+            parse_faults(self.assignment.inject),
+            Marks.of(self.run, self.assignment.attempt),
+            self.group.leads,
+            self.report,
+            self.stopping,
+            self._deadline.end_now,
+        )
+        self.report = injected.overhear
+        return replace(workload, call=injected)
