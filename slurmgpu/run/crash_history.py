@@ -26,10 +26,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass
 class History:
-    """Deaths of workers in one shard: weights by the first item of the batch, and by item where it was alone.
+    """Deaths of workers in one shard: weights by the first item of the call, and by item where it was alone.
 
-    `quarantined` maps an item's index to the `error` of its row. `parked_by` is the submission that left the shard to
-    one with more memory.
+    A call has a batch, or a part of one that failed or was too large. `quarantined` maps an item's index to the `error`
+    of its row. `parked_by` is the submission that left the shard to one with more memory.
     """
 
     batch_weights: dict[int, float] = field(default_factory=dict)
@@ -68,17 +68,20 @@ class History:
         return None
 
     def suspect(self, first: int, weight: float) -> None:
-        """Count a death while the batch that begins with the item `first` was computed or prepared."""
+        """Count a death while the call that begins with the item `first` was computed or prepared."""
         self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
 
     def forget(self, items: Sequence[int]) -> bool:
         """Forget deaths with `items`, which have progressed since; whether there was one."""
-        weights = [self.batch_weights.pop(items[0], None), *(self.item_weights.pop(item, None) for item in items)]
+        both = (self.batch_weights, self.item_weights)
+        weights = [weights.pop(item, None) for weights in both for item in items]
         return any(weight is not None for weight in weights)
 
     def isolates(self, batch: Sequence[int]) -> bool:
         """Whether this batch is to be computed item by item."""
-        return self.batch_weights.get(batch[0], 0.0) >= 1 or any(index in self.quarantined for index in batch)
+        # The call that killed a worker may have begun in the middle: the next worker begins with the whole batch.
+        weight = sum(self.batch_weights.get(index, 0.0) for index in batch)
+        return weight >= 1 or any(index in self.quarantined for index in batch)
 
 
 def history_path(claims: Path, shard: int) -> Path:

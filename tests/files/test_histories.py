@@ -33,6 +33,19 @@ def test_kills_in_different_batches_do_not_add_up():
         assert not history.isolates([first, first + 1])
 
 
+def test_deaths_in_parts_of_a_batch_are_deaths_in_that_batch():
+    history = History()
+    history.record(BATCH[2:], isolated=False, weight=OWN_DOING, error="")
+    assert history.isolates(BATCH)
+    history = History()
+    for part in (BATCH, BATCH[2:]):
+        assert not history.isolates(BATCH)
+        history.record(part, isolated=False, weight=FROM_OUTSIDE, error="")
+    assert history.isolates(BATCH)
+    assert history.forget(BATCH)
+    assert history == History()
+
+
 def test_an_item_is_not_quarantined_for_kills_from_outside_before_the_second_one_hits_it_alone():
     history = History()
     for _ in range(2):

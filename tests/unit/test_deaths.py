@@ -1,12 +1,18 @@
+import functools
 import signal
 
 import pytest
 
+from slurmgpu.errors import WorkerBrokenError
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
+from slurmgpu.shards.columns import Array
 from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
+from slurmgpu.worker.computer import Computer, Failure
+from slurmgpu.workload import Item, adapt
 from tests.support.runs import planned_run
 
+COLUMNS = {"x": Array("int64")}
 ME = Claim("1_0", "1_0.0", "here", 1)
 
 
@@ -116,3 +122,44 @@ def test_an_item_is_not_blamed_for_the_death_of_what_was_prepared_while_it_was_c
     deaths.take_up(0, [3], True)
     deaths.add_death(3, was_oom=False, held={})
     assert [*read_history(run.claims.folder, 0).quarantined] == [3]
+
+
+class Killing:
+    """A workload whose batches raise for one item, or are too large, and die of another."""
+
+    columns = COLUMNS
+
+    def __init__(self, error, fails):
+        self.error, self.fails = error, fails
+
+    def __call__(self, items):
+        indices = [item.index for item in items]
+        if self.fails(indices):
+            raise self.error
+        if 6 in indices:
+            raise WorkerBrokenError("the worker died")
+        return [{"x": index} for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("error", "fails", "n_failed"),
+    [
+        (ValueError("bad"), lambda indices: 1 in indices, 2),
+        (MemoryError("too large"), lambda indices: len(indices) > 4, 1),
+    ],
+)
+def test_an_item_that_kills_in_a_part_of_a_batch_is_quarantined_as_in_a_whole_one(run, error, fails, n_failed):
+    deaths = Deaths(run, 1)
+    on_batch = functools.partial(deaths.take_up, 0)
+    computer = Computer(
+        adapt(Killing(error, fails), "Killing"), "Killing", COLUMNS, 8, on_batch=lambda *call: on_batch(*call[:2])
+    )
+    items = [Item(index, {}) for index in range(16)]
+    for _ in range(2):
+        with pytest.raises(WorkerBrokenError):
+            computer.compute(computer.take_in(items), read_history(run.claims.folder, 0))
+        assert deaths.add_death(70, was_oom=False, held={})[1] is None
+    rows = computer.compute(computer.take_in(items), read_history(run.claims.folder, 0)).rows
+    failed = {index: row.kind for index, row in rows.items() if isinstance(row, Failure)}
+    assert failed[6] == "crash"
+    assert len(failed) == n_failed
