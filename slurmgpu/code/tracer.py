@@ -22,7 +22,7 @@ from slurmgpu.code.locator import Locator
 from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.directory import Plan
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import CodeAbout, Git
 from slurmgpu.util.env_info import PACKAGES
 from slurmgpu.util.hashing import DIGITS

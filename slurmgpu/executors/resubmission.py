@@ -9,7 +9,8 @@ from typing import Any
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.planner import allocate
 from slurmgpu.plan.run_file import merge_tables, parse_resources
-from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.plurals import count_of
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.run.directory import Plan
+from slurmgpu.run.frozen_plan import Plan
 
 
 @dataclass(frozen=True)

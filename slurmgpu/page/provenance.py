@@ -10,7 +10,8 @@ from slurmgpu.code.versions import RowsByCode, in_words
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import versions_in_words
 from slurmgpu.report.build import Report
-from slurmgpu.run.directory import GIVEN_RUN_FILE, NO_RUN_FILE, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
 from slurmgpu.run.private import public
 from slurmgpu.run.submissions import JOB_KEYS
 from slurmgpu.util.plurals import count_of

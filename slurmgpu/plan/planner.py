@@ -35,7 +35,8 @@ from slurmgpu.plan.run_file import Resources, RunFile, table_of
 from slurmgpu.plan.shard_size import TARGET_SHARDS, parts_of, shard_size
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.plan.sweep_keys import refuse_variants
-from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
+from slurmgpu.run.directory import Run, refuse_existing
+from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of

@@ -35,7 +35,7 @@ from slurmgpu.plan.run_file import (
     read_toml,
 )
 from slurmgpu.plan.variables import substitute
-from slurmgpu.run.directory import GIVEN_RUN_FILE, NO_RUN_FILE
+from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
-from slurmgpu.run.directory import Plan
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.amounts import about, gigabytes, time_words

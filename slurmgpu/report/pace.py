@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
 from slurmgpu.report.queued import Queue, startable
-from slurmgpu.run.directory import Plan
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord
 

@@ -23,7 +23,8 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.views import without_value
-from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.open_file import Identity
 from slurmgpu.shards.shard_file import Shapes, examine

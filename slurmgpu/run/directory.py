@@ -1,4 +1,4 @@
-"""The run directory: the frozen plan, the submissions and the attempts. What is on disk is the only state.
+"""The run directory: its submissions, attempts and shards. What is on disk is the only state.
 
 Standard library only, since the worker, `status` and the merge all start here.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
@@ -15,24 +14,23 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
-from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
+from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSIONS, Plan
 from slurmgpu.run.lock import hold
 from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
-from slurmgpu.run.submissions import ENDS, Git, Place, SubmissionLine, as_seen_at, place_of
+from slurmgpu.run.submissions import ENDS, Place, SubmissionLine, as_seen_at, place_of
 from slurmgpu.shards.names import shard_name
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
-from slurmgpu.util.item_ranges import spans_within
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
     OTHERS_WRITE,
@@ -53,12 +51,6 @@ from slurmgpu.util.shared_files import (
 
 log = logging.getLogger(__name__)
 
-NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
-"""The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
-RUN_FORMAT = "slurmgpu run"
-RUN_VERSIONS = (1, 2)
-"""2 has `keep`, `look` or several `parts`: a reader of 1 alone would take the fingerprint, and so each shard, for
-another plan's."""
 RECORDING_S = 20.0
 """A process takes less time to append a line; one that holds the lock longer is dead."""
 N_APPENDED = 3
@@ -67,175 +59,6 @@ MOST_RECORD_BYTES = 64 << 20
 """More than the record of an attempt that published every shard of the largest run."""
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
-
-
-class _Provenance(TypedDict):
-    run_file: str
-    versions: dict[str, str]
-    git: Git | None
-
-
-class Provenance(_Provenance, total=False):
-    """What made a run. `container` are values over [container] of the run file; absent in older runs."""
-
-    container: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
-
-    `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
-    `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
-    `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
-    and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
-    `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
-    `scripts` are paths of the user's programs, which belong to the code. Tasks divide an item into `parts`.
-    """
-
-    name: str
-    input: Mapping[str, Any]
-    input_digest: str
-    n_items: int
-    workload: str
-    search_path: str
-    settings: Mapping[str, Any]
-    columns: Mapping[str, Any]
-    batch_size: int
-    shard_items: int
-    seed: int
-    lease_s: float
-    margin_s: float
-    auto_resubmit: int
-    resources: Mapping[str, Any]
-    slurm: Mapping[str, Any]
-    merge: Mapping[str, Any]
-    provenance: Provenance
-    container: ContainerRecord | None = None
-    processes: str = "one"
-    placement: Sequence[str] = ()
-    paths: Sequence[str] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)
-    sample_s: float = 5.0
-    summarizes: bool = False
-    exports: Sequence[str] = ()
-    on_end: str | None = None
-    html: bool = True
-    retries: int = 0
-    keep: Mapping[str, str] = field(default_factory=dict)
-    key: str | None = None
-    track: Sequence[str] = ()
-    look: str = ""
-    extends: Sequence[str] = ()
-    scripts: Sequence[str] = ()
-    parts: int = 1
-
-    @property
-    def n_shards(self) -> int:
-        """How many shards there are."""
-        return -(-self.n_items // self.shard_items)
-
-    def most_tasks(self, n_shards: int) -> int:
-        """The most tasks that have work if so many shards are left."""
-        return n_shards * self.parts
-
-    def bounds(self, shard: int) -> tuple[int, int]:
-        """First item of a shard, and the one after its last."""
-        start = shard * self.shard_items
-        return start, min(start + self.shard_items, self.n_items)
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether this is a probe; older ones have ranges of items, and do not say so."""
-        return self.look == "probe" or (not self.look and self.input.get("ranges") is not None)
-
-    @property
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        """The indices of the run's items in the input, as (start, stop)."""
-        return self.input["ranges"] if self.look else [(0, self.n_items)]
-
-    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The indices in the input of the run's items `start` to `stop` - 1, as (start, stop)."""
-        return list(spans_within(self.ranges, start, stop))
-
-    def indices(self, start: int, stop: int) -> Sequence[int]:
-        """The indices of the run's items `start` to `stop` - 1 in the input."""
-        if not self.look:
-            return range(start, stop)
-        return [index for span in self.spans(start, stop) for index in range(*span)]
-
-    def n_before(self, index: int) -> int:
-        """How many of the run's items have a smaller index in the input."""
-        return sum(min(max(index - first, 0), end - first) for first, end in self.ranges)
-
-    def place(self, index: int) -> int | None:
-        """The place of an item among the run's, by its index in the input; None if the run does not have it."""
-        place = self.n_before(index)
-        return place if self.n_before(index + 1) > place else None
-
-    def shard_of(self, index: int) -> int:
-        """The shard of an item that the run has, by its index in the input."""
-        place = self.place(index)
-        return -1 if place is None else place // self.shard_items
-
-    @cached_property
-    def basis(self) -> Mapping[str, Any]:
-        """What the rows depend on, by the name of each part, as run.json gives it back."""
-        always = ("input_digest", "n_items", "workload", "settings", "columns", "batch_size", "shard_items", "seed")
-        parts = {name: getattr(self, name) for name in always}
-        parts |= {"keep": self.keep, "ranges": self.input["ranges"] if self.look else None, "parts": self.parts}
-        found: dict[str, Any] = json.loads(json.dumps(parts))  # keys are text, which sorts otherwise
-        return found
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of what the rows depend on; every shard carries it."""
-        parts = dict(self.basis)
-        # Plans of an older slurmgpu lack these: they count only where they are set. Batches are of one part.
-        keep, ranges, n_parts = parts.pop("keep"), parts.pop("ranges"), parts.pop("parts")
-        hashed = [*parts.values(), *([keep] if keep else []), *([ranges] if self.look else [])]
-        hashed += [{"parts": n_parts}] if n_parts > 1 else []
-        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:32]
-
-    def computes_same(self, other: Plan) -> bool:
-        """Whether another plan has the same rows: what they depend on is equal, and so is how the input is read.
-
-        Of what a file is read as, its lines or its records, the fingerprint has nothing: `x.txt` may be `x.jsonl`.
-        """
-        mine, others = (
-            [plan.input["format"], plan.input["columns"], plan.input.get("folders", ())]  # older runs have no folders
-            for plan in (self, other)
-        )
-        # Not by `basis`, in which a setting that is NaN differs from itself.
-        return self.fingerprint == other.fingerprint and json.dumps(mine) == json.dumps(others)
-
-    @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """The fingerprints that its shards may carry."""
-        return (self.fingerprint, *self.extends)
-
-    def texts(self) -> Iterator[str]:
-        """The texts among the settings, also those within tables and lists: they may name files, or modules."""
-        todo: list[Any] = [self.settings]
-        while todo:
-            value = todo.pop()
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, Mapping):
-                todo += [*value.values()][::-1]
-            elif isinstance(value, list):
-                todo += value[::-1]
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of run.json."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        version = RUN_VERSIONS[1 if self.keep or self.look or self.parts > 1 else 0]
-        return {"format": RUN_FORMAT, "version": version, "fingerprint": self.fingerprint, **fields}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """The plan in a run.json."""
-        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.worker.probing import Found

@@ -17,7 +17,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.binds import MANY_FOLDERS, MOST_BYTES, container_binds
 from slurmgpu.plan.container_spec import contain, packages_of
 from slurmgpu.plan.run_file import ContainerTable
-from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 from tests.support.nightly import by_night
 from tests.support.runs import report
 

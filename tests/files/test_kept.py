@@ -12,7 +12,8 @@ from slurmgpu.inputs.kept import columns_kept
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.merge.item_names import name_by_key
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 from tests.support.runs import planned_run, report
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")

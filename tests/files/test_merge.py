@@ -17,7 +17,8 @@ from slurmgpu.merge import merge as merging
 from slurmgpu.merge.merge import failed_again, merge
 from slurmgpu.report.build import is_complete, read_report
 from slurmgpu.report.status import read_status
-from slurmgpu.run.directory import Plan, Run, create_run
+from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.shards.columns import Array, Text, columns_to_json

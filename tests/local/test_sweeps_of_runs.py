@@ -14,7 +14,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import making_room
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
-from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.sweep_file import listed_runs, record_runs, runs_of_sweep
 from tests.support.pretend_runs import Pretended
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmgpu.report.build import Joined, build_report
-from slurmgpu.run.directory import Plan, Run, create_run
+from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION

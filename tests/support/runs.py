@@ -13,7 +13,8 @@ import h5py
 
 import slurmgpu
 from slurmgpu.run.claims import Claims
-from slurmgpu.run.directory import Plan, create_run
+from slurmgpu.run.directory import create_run
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.slurm import queue
 from tests.support import command_line
 

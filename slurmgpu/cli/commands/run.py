@@ -85,7 +85,7 @@ def run(
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result
-    from slurmgpu.run.directory import NO_RUN_FILE
+    from slurmgpu.run.frozen_plan import NO_RUN_FILE
 
     kept = options.names(keep)
     overrides = whole_run_file(each, col or (), context.meta[PROGRAM], given, batch_size, kept)
