@@ -421,7 +421,14 @@ def _in_use() -> Finder | None:
 def _files_of_modules() -> dict[str, str]:
     found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     # A path is absolute, but modules that PyTorch makes for operators are said to be of a file "_ops.py".
-    return {name: path for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)}
+    return {
+        name: without_dots(path) for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)
+    }
+
+
+def without_dots(path: str) -> str:
+    """A path without `..`, which a module has behind `sys.path.append("..")`; others as they are, links included."""
+    return os.path.realpath(path) if f"{os.sep}{os.pardir}{os.sep}" in path else path
 
 
 def _take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:

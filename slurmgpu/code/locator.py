@@ -19,7 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImpor
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder
+from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder, without_dots
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.containers import INSIDE
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
@@ -184,8 +184,8 @@ def _installed(name: str, above: Place | None = None) -> Place | bool | None:
             break
     else:
         return None if name not in sys.builtin_module_names else False
-    inner = tuple(spec.submodule_search_locations or ())
-    path = spec.origin if spec.origin and spec.has_location else None
+    inner = tuple(map(without_dots, spec.submodule_search_locations or ()))
+    path = without_dots(spec.origin) if spec.origin and spec.has_location else None
     if path is None and not inner:
         return False
     if any(is_others(each) for each in ((path,) if path else inner)):

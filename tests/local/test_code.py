@@ -462,6 +462,20 @@ def test_a_folder_that_code_puts_on_the_path_is_known_to_a_resubmission(signed, 
     assert set(report(folder)["code"][0]["files"]) == {*NAMES, "outside.py", "beyond.py"}
 
 
+def test_a_folder_that_is_on_the_path_by_dots_is_in_the_snapshot(signed, slurmgpu, tmp_path):
+    folder, shared = signed("debug"), tmp_path / "shared"
+    shared.mkdir()
+    (shared / "outside.py").write_text("TIMES = 10\n")
+    begin = "import sys\nsys.path.append('..')\nfrom shared.outside import TIMES\n"
+    (folder / "signed.py").write_text(begin + WORKLOAD.replace("SIGN * (", "TIMES * SIGN * ("))
+    slurmgpu("submit", cwd=folder, expect=0)
+    assert values(folder) == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert set(report(folder)["code"][0]["files"]) == {*NAMES, "shared/outside.py"}
+    [digest] = codes(folder)
+    about = json.loads((folder / "run" / "code" / f"{digest}.json").read_text())
+    assert str(shared / "outside.py") in {file["path"] for file in about["files"]}
+
+
 def test_a_module_in_an_archive_on_the_path_is_no_error(signed, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
         archive.writestr("zipped.py", "x = 1\n")
