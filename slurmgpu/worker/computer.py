@@ -22,6 +22,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, LOADING, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.shards.shard_file import FailedRow
+from slurmgpu.util.broken_process import is_broken
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.plurals import count_of
@@ -425,7 +426,7 @@ class Computer:
                 return [], _failure(error, kind, self.folder)
             if logged := POLICIES[kind].logged:
                 return [], _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
-            if is_broken_cuda(error):
+            if is_broken(error):
                 raise WorkerBrokenError(described(error)) from error
             of_files = class_of(error, FILES)
             if self.workload.resumes and POLICIES[of_files].ends_task:
@@ -520,13 +521,6 @@ def check_debugger_left(error: BaseException) -> None:
     raised_in = trace.tb_frame.f_globals.get("__name__") if trace is not None else None
     if isinstance(error, bdb.BdbQuit) or (isinstance(error, SystemExit) and raised_in in ("pdb", "bdb")):
         raise KeyboardInterrupt("the debugger was left") from error
-
-
-def is_broken_cuda(error: BaseException) -> bool:
-    """Whether the CUDA context is lost, e.g. by a device-side assert: all later calls in this process fail."""
-    return type(error).__name__ == "AcceleratorError" or (
-        isinstance(error, RuntimeError) and message_of(error).startswith("CUDA error:")
-    )
 
 
 def _of_item(error: ItemError) -> Failure:

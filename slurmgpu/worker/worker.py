@@ -29,6 +29,7 @@ from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import once_more_if_full, working_folder
+from slurmgpu.util.broken_process import is_out_of_files
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described, message_of, trace_of
@@ -163,10 +164,10 @@ class Worker:
                 gc.collect()
                 gc.freeze()
             try:
-                self._take_and_compute(computer, reader)
-                self._publisher.end()
-            except (WorkerFailedError, WorkerBrokenError):
-                self._publisher.end()  # what was computed before is not lost
+                self._take_compute_and_publish(computer, reader)
+            except (WorkerFailedError, OSError) as error:
+                if is_out_of_files(cause := error.__cause__ or error):
+                    raise WorkerBrokenError(described(cause)) from error
                 raise
             finally:
                 computer.close()
@@ -174,6 +175,14 @@ class Worker:
                     gc.unfreeze()
                 self._publisher.close()
             self._log_outside(outside)
+
+    def _take_compute_and_publish(self, computer: Computer, reader: ItemReader) -> None:
+        try:
+            self._take_and_compute(computer, reader)
+            self._publisher.end()
+        except (WorkerFailedError, WorkerBrokenError):
+            self._publisher.end()  # what was computed before is not lost
+            raise
 
     def _log_outside(self, logged: Sequence[str] = ()) -> list[str]:
         """Log imported files of the user that the snapshot lacks, such as dynamically named modules."""

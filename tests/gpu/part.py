@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.worker.computer import is_broken_cuda
+from slurmgpu.util.broken_process import is_broken_cuda
 from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, Machine, NotHeld, NotToBeHad, findings_of
 
 

@@ -149,6 +149,42 @@ def test_an_item_that_kills_its_worker_is_quarantined(faulty):
     assert [death["items"] for death in record["deaths"]] == [[24, 27], [25], [32, 35], [33]]
 
 
+USED_UP = """
+import os, resource, signal
+from concurrent.futures import ProcessPoolExecutor
+from slurmgpu import Array
+
+def square(number):
+    if number == 13:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return number**2
+
+class Rows:
+    columns = {"square": Array("int64")}
+
+    def load(self, task):
+        self.pool, self.files = ProcessPoolExecutor(1), []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    def __call__(self, items):
+        self.files += [open(os.devnull) for _ in items]
+        return [{"square": square} for square in self.pool.map(square, [item.index for item in items])]
+"""
+
+
+def test_what_a_worker_has_used_up_costs_the_worker_and_no_item_that_did_not_do_it(project, slurmgpu):
+    folder = project(100)
+    (folder / "workloads.py").write_text(USED_UP)
+    slurmgpu(*LOCAL, "--tasks", "1", cwd=folder, expect=0)
+    [failed] = report(folder)["errors"]
+    assert (failed["index"], failed["class"]) == (13, "crash")
+    assert failed["message"].startswith("BrokenProcessPool: ")
+    said = [death["message"] for death in records(folder)[0]["deaths"]]
+    assert said[:2] == [failed["message"]] * 2
+    assert said[2:]
+    assert all("Too many open files" in each for each in said[2:])
+
+
 def test_a_killed_worker_is_started_again_and_changes_nothing(project, slurmgpu, tmp_path, complete):
     marks = tmp_path / "marks"
     marks.mkdir()

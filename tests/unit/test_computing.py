@@ -1,5 +1,7 @@
+import errno
 import json
 import re
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
@@ -191,6 +193,19 @@ def test_a_lost_cuda_context_ends_the_worker():
 
     with pytest.raises(WorkerBrokenError, match="device-side assert"):
         compute(Recorder(raise_at(0, error=lambda text: AcceleratorError("CUDA error: device-side assert triggered"))))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenProcessPool("A child process terminated abruptly"),
+        OSError(errno.EMFILE, "Too many open files", "/dev/null"),
+        RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
+    ],
+)
+def test_a_process_whose_pool_or_files_are_used_up_ends(error):
+    with pytest.raises(WorkerBrokenError, match=f"^{type(error).__name__}: "):
+        compute(Recorder(raise_at(0, error=lambda text: error)))
 
 
 def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monkeypatch):
