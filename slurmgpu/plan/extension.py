@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -98,7 +99,7 @@ def extend(old: Run, plan: Plan, folder: Path, files_of_item: FilesOfItem | None
         )
     for what, mine in plan.basis.items():
         others = old.plan.basis[what]
-        if what not in OF_INPUT and mine != others:
+        if what not in OF_INPUT and not _is_same(mine, others):
             raise _refusal(old, _difference(what, mine, others))
     if (before.format, before.columns) != (spec.format, spec.columns):
         raise _refusal(old, f"its input is {_kind(before)}, and this one {_kind(spec)}")
@@ -204,12 +205,17 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 def _difference(what: str, mine: Any, others: Any) -> str:
     if isinstance(mine, Mapping):
-        names = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
+        names = [name for name in sorted({*mine, *others}) if not _is_same(mine.get(name), others.get(name))]
         found = [f"{table[names[0]]!r:.200}" if names[0] in table else "not set" for table in (mine, others)]
         what = f"{what}.{names[0]}"
     else:
         found = [f"{each!r:.200}" for each in (mine, others)]
     return f"{what} is {found[0]}, and it was {found[1]} there. Plan a run of its own, or set it as it was"
+
+
+def _is_same(mine: Any, others: Any) -> bool:
+    """Whether two values of JSON are equal; NaN, which differs from itself, is."""
+    return json.dumps(mine, sort_keys=True) == json.dumps(others, sort_keys=True)
 
 
 def _kind(spec: InputSpec) -> str:

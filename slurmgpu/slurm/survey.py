@@ -58,7 +58,8 @@ def survey() -> Survey:
     if shutil.which("sinfo") is None:
         raise SlurmUnavailableError("There is no sinfo here. Write the site file on a node of the cluster.")
     partitions = _partitions(commands.run("sinfo", "--noheader", "--format", "%P\x1f%a\x1f%l\x1f%D\x1f%G"))
-    config, (accounts, qos) = commands.configuration(), _accounts()
+    config = commands.configuration()
+    accounts, qos = _accounts(config.get("ClusterName"))
     return Survey(config.get("ClusterName", "?"), partitions, accounts, qos, config.get("TmpFS", "/tmp"))
 
 
@@ -77,14 +78,18 @@ def _partitions(text: str) -> list[Partition]:
     return list(found.values())
 
 
-def _accounts() -> tuple[list[str], list[str]]:
-    """Accounts of this user, the default one first, and QOSes."""
-    user = own_name()
+def _accounts(cluster: str | None) -> tuple[list[str], list[str]]:
+    """Accounts of this user, the default one first, and QOSes.
+
+    Clusters may share an accounting database: only what the user has on this one counts.
+    """
+    user, of_cluster = own_name(), (f"cluster={cluster}",) if cluster else ()
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
         default = commands.run(*ask, "user", user, "format=DefaultAccount").split()
-        lines = commands.run(*ask, "assoc", f"user={user}", "format=Account,QOS").split()
+        lines = commands.run(*ask, "assoc", f"user={user}", *of_cluster, "format=Account,QOS").split()
     except SlurmUnavailableError:
         return [], []
     accounts, qos = [line.split("|")[0] for line in lines], [q for line in lines for q in line.split("|")[1].split(",")]
+    default = [account for account in default if account in accounts]
     return list(dict.fromkeys([*default, *accounts])), sorted(filter(None, set(qos)))

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import gzip
 import json
+import math
 import os
 
 import pytest
@@ -215,6 +216,12 @@ def test_whatever_is_in_the_fingerprint_keeps_a_run_from_being_extended(old):
             with pytest.raises(SlurmGPUError, match=f"cannot be extended: {name}.* is "):
                 extend(run, other, base)
         assert extend(run, plan, base).shards.keys() == {0, 1, 2, 3}
+        # NaN, which the run file may have, differs from itself in Python.
+        settings = {**plan.settings, "threshold": math.nan}
+        with_nan = dataclasses.replace(run, plan=dataclasses.replace(run.plan, settings=settings))
+        assert extend(with_nan, dataclasses.replace(plan, settings=settings), base).shards.keys() == {0, 1, 2, 3}
+        with pytest.raises(SlurmGPUError, match=r"settings\.item_s is 1, and it was not set there"):
+            extend(with_nan, dataclasses.replace(plan, settings={**settings, "item_s": 1}), base)
 
 
 def test_a_column_that_another_field_fills_is_not_continued(old):

@@ -1,5 +1,7 @@
 """What Slurm allows: each limit, what is asked, and that what is foretold is what Slurm then does."""
 
+import shutil
+
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
@@ -8,6 +10,7 @@ from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm import commands, facts
 from slurmgpu.slurm.facts import Facts
 from slurmgpu.slurm.limits import bound_gpu_hours, empty_partitions, limits_of
+from slurmgpu.slurm.survey import survey
 
 PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "DefaultTime": "NONE", "QoS": "N/A"}
 USERS = {"User": "ada", "Account": "lab", "Partition": "", "DefaultQOS": "normal"}
@@ -210,6 +213,23 @@ def test_accounts_are_asked_for_upwards_on_this_cluster_alone(monkeypatch):
     assert asked == [("lab", True), ("faculty", True), ("root", True)]
     rows = [(row["User"], row["Account"]) for row in known.associations]
     assert rows == [("", "lab"), (known.user, "lab"), ("", "faculty"), ("", "root")]
+
+
+def test_a_survey_has_the_accounts_of_this_cluster_alone(monkeypatch):
+    rows = {"main": "lab|normal,long\n", "other": "guests|short\n"}
+
+    def answer(*command, **environ):
+        if "user" in command:
+            return "guests\n"
+        if "assoc" in command:
+            of = [word.removeprefix("cluster=") for word in command if word.startswith("cluster=")]
+            return "".join(rows[cluster] for cluster in of or rows)
+        return "ClusterName = main\n" if command[0] == "scontrol" else ""
+
+    monkeypatch.setattr(commands, "run", answer)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    found = survey()
+    assert (found.accounts, found.qos) == (["lab"], ["long", "normal"])
 
 
 def test_a_type_of_gpu_is_counted_alone():
