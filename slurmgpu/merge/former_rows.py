@@ -14,7 +14,7 @@ from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.piece_table import Pieces, lead_bytes
-from slurmgpu.shards.shard_file import rows_from
+from slurmgpu.shards.shard_file import Directory, rows_from
 from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import PATIENCE_S
@@ -70,6 +70,20 @@ class FormerRows:
             for region in self._pieces.regions
         }
         return rows_from(contents, self._columns, n_rows)
+
+    def are_of(self, shard: int, directory: Directory) -> bool:
+        """Whether a shard's rows are those of a file with this directory, by the checksums of both."""
+        place = self.shards[shard]
+        for region in directory.datasets:
+            if (number := self._numbers.get(region.path)) is None:
+                return False
+            if lead_bytes(region):
+                crc32 = zlib.crc32(self._offsets(region.path, shard))
+            else:
+                crc32 = int(self._table["crc32"][place, number])
+            if crc32 != region.crc32:
+                return False
+        return True
 
     def _offsets(self, path: str, shard: int) -> bytes:
         """A shard's offsets as in its own file."""

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +73,8 @@ class Source(NamedTuple):
     older: tuple[Path, ...] = ()
 
 
-Review = Callable[[Mapping[int, Errors]], Sequence[Source]]
-"""Gets the failed items of each copied shard; returns sources to join in addition or instead."""
+Review = Callable[[Mapping[int, Errors], Collection[Path]], Sequence[Source]]
+"""Gets the failed items of each copied shard, and the damaged files; returns sources to join in addition or instead."""
 
 
 class _Part(NamedTuple):
@@ -120,7 +120,7 @@ def join(
     target: Path,
     attributes: Attributes,
     patience_s: float = PATIENCE_S,
-    review: Review = lambda copied: (),
+    review: Review = lambda copied, damaged: (),
     check: Callable[[], None] = lambda: None,
 ) -> Joined:
     """Write the rows of `parts` (shard, path, start, stop; in input order) to `target`, which is replaced atomically.
@@ -150,7 +150,7 @@ def join(
                         if len(copied) == len(left):
                             n_rounds += 1
                             errors = {shard: each.errors for shard, each in copied.items()}
-                            offered = review(errors) if n_rounds < _MAX_ROUNDS else ()
+                            offered = review(errors, bad.reasons.keys()) if n_rounds < _MAX_ROUNDS else ()
                             again = [source for source in offered if source.path not in bad.reasons]
                             is_whole = not again and merged.finish(list(copied.values()))
                     if is_whole:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from slurmgpu.run.lock import checked
 from slurmgpu.run.recompute import Again, Recompute, spans_of
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.shards.columns import Column, columns_from_json
-from slurmgpu.shards.shard_file import examine, read_errors, verify_shard
+from slurmgpu.shards.shard_file import examine, read_directory, read_errors, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError, Reader
 from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
 from slurmgpu.util.early_signals import INTERRUPTS
@@ -53,9 +53,9 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
     """Write merged.h5 and report.json from the published shards; the report.
 
     A shard that is damaged in two readings, or of another plan, is renamed to `NNNNN.damaged` with the reason beside
-    it, and counts as missing until a merge finds it intact. The new file keeps every good row of the old one. An error
-    that remains after retries ends the merge and leaves both files as they were. `check` is called before each step
-    that cannot be undone.
+    it. Unless the old merged.h5 has its rows, it counts as missing until a merge finds it intact. The new file keeps
+    every good row of the old one. An error that remains after retries ends the merge and leaves both files as they
+    were. `check` is called before each step that cannot be undone.
     """
     leftovers = _partials(run)
     _take_back(run, check)
@@ -116,16 +116,18 @@ class _Joining:
         files = self.run.shard_files(fresh=True)
         with self._former() as former:
             for shard in sorted(former.shards.keys() - files.keys()) if former else ():
-                if self._restore(former, shard):
+                if self._restore(former, shard, 0):
                     files[shard] = [0]
         return [self._source(shard, revisions) for shard, revisions in sorted(files.items())]
 
-    def review(self, copied: Mapping[int, Errors]) -> list[Source]:
+    def review(self, copied: Mapping[int, Errors], damaged: Collection[Path]) -> list[Source]:
         """New shards, and new revisions of shards that would remove good rows from merged.h5."""
         more = [source for source in self.look() if source.shard not in copied and exists(source.path)]
+        suspects = {shard for shard, errors in copied.items() if errors}
+        suspects |= {numbers[0] for path in damaged if (numbers := Run.revision_of(path.name)) is not None}
         with self._former() as former:
-            for shard, errors in copied.items():
-                if errors and former and shard in former.shards and (source := self._keep(former, shard, errors)):
+            for shard in sorted(suspects & former.shards.keys()) if former else ():
+                if source := self._keep(former, shard, copied.get(shard), damaged):
                     more.append(source)
         return more
 
@@ -157,38 +159,59 @@ class _Joining:
             with contextlib.closing(rows):
                 yield rows
 
-    def _restore(self, former: FormerRows, shard: int) -> bool:
+    def _restore(self, former: FormerRows, shard: int, revision: int) -> bool:
         """Publish a shard from its rows in merged.h5; False if these are damaged."""
+        what = "damaged" if revision else "missing"
         try:
             rows = former.rows(shard)
         except DamagedShardError as error:
-            log.error("shard %d is missing, and its rows in merged.h5 are damaged: %s", shard, error)
+            log.error("shard %d is %s, and its rows in merged.h5 are damaged: %s", shard, what, error)
             return False
-        log.warning("shard %d is missing; its rows are taken from merged.h5", shard)
-        publish_rows(self.run, shard, 0, self.columns, rows, {}, {**_maker(), **_with_maker(former.code(shard))})
+        log.warning("shard %d is %s; its rows are taken from merged.h5", shard, what)
+        publish_rows(self.run, shard, revision, self.columns, rows, {}, {**_maker(), **_with_maker(former.code(shard))})
         return True
 
-    def _keep(self, former: FormerRows, shard: int, errors: Errors) -> Source | None:
-        """A shard's next revision with good rows of merged.h5 in place of errors; None if there are none."""
+    def _keep(self, former: FormerRows, shard: int, errors: Errors | None, damaged: Collection[Path]) -> Source | None:
+        """A shard's next revision, with good rows that only merged.h5 has; None if there are none.
+
+        These take the place of `errors`, and of all rows if the shard's newest file is damaged: None if no file is
+        whole.
+        """
+        *older, newest = self.run.shard_files().get(shard, [0])
+        is_damaged = self.run.revision_path(shard, newest) in damaged
+        if errors is None:
+            whole = is_damaged and self._restore(former, shard, newest + 1)
+            return self._source(shard, [*older, newest, newest + 1]) if whole else None
+        start, stop = self.run.plan.bounds(shard)
         try:
-            good = {index for index, _ in errors} - former.failed(shard)
+            good = {index for index, _ in errors}
+            if is_damaged and not any(self._has_same(former, shard, revision) for revision in older):
+                good = set(range(start, stop))  # they are of the damaged file
+            good -= former.failed(shard)
             if not good:
                 return None
             rows = former.rows(shard)
-            revisions = self.run.shard_files().get(shard, [0])
-            now = former_rows(self.run, shard, revisions[-1] + 1, self.columns)
+            now = former_rows(self.run, shard, newest + 1, self.columns)
         except DamagedShardError as error:
             log.error("rows of shard %d in merged.h5 cannot be kept: %s", shard, error)
             return None
-        start, _ = self.run.plan.bounds(shard)
-        log.warning("shard %d: %d rows of merged.h5 are kept, since they failed when computed again", shard, len(good))
+        why = "its newest file is damaged" if is_damaged else "they failed when computed again"
+        log.warning("shard %d: %d rows of merged.h5 are kept, since %s", shard, len(good), why)
         combined = put_over(now.rows, {index: rows[index - start] for index in good}, start)
         made_by = now.made_by
         for stretch in former.code(shard):
             if kept := sorted(index for index in good if stretch.start <= index < stretch.stop):
                 made_by = made_again(made_by, {**_maker(), "code": stretch.digest}, kept)
-        publish_rows(self.run, shard, revisions[-1] + 1, self.columns, combined, now.notes, made_by)
-        return self._source(shard, [*revisions, revisions[-1] + 1])
+        publish_rows(self.run, shard, newest + 1, self.columns, combined, now.notes, made_by)
+        return self._source(shard, [*older, newest, newest + 1])
+
+    def _has_same(self, former: FormerRows, shard: int, revision: int) -> bool:
+        """Whether merged.h5 has the rows of this file."""
+        try:
+            directory = read_directory(self.run.revision_path(shard, revision))
+        except (DamagedShardError, FileNotFoundError):
+            return False
+        return former.are_of(shard, directory)
 
 
 def _maker() -> dict[str, Any]:

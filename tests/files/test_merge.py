@@ -117,10 +117,10 @@ def test_what_is_published_while_the_merge_works_is_joined_as_well(run, monkeypa
     real = merging.join
 
     def join(parts, columns, *, review, **more):
-        def reviewed(copied):
+        def reviewed(copied, damaged):
             if not late.exists() and 2 not in copied:
                 (run.folder / "late").rename(late)
-            return review(copied)
+            return review(copied, damaged)
 
         return real(parts, columns, review=reviewed, **more)
 
@@ -436,14 +436,15 @@ def test_a_merge_that_is_killed_at_any_step_loses_no_row(run, monkeypatch):
     for number in itertools.count():
         run.shard_path(4).write_bytes(content)
         write_recompute(run.folder, failed_again(run, 2))
-        run.shard_path(4).write_bytes(content[:-1])  # it is set aside
+        run.shard_path(4).write_bytes(content[:-1])  # it is set aside, and its rows are those of merged.h5
         (run.shards / "00000.x.partial").write_bytes(b"half")
         former = good(run)
         was_killed = killed_at(number, lambda: merge(Run.open(run.folder)))
         assert merging.verify(run) == []
-        assert good(run) >= former - set(range(20, 23))
+        assert good(run) >= former
         assert read_report(run)
-        (run.shards / "00004.damaged").unlink(missing_ok=True)
+        for path in (run.shards / "00004.damaged", *run.shards.glob("00004.r*.h5")):
+            path.unlink(missing_ok=True)
         run.shard_path(4).write_bytes(content)
         assert merge(run)["complete"]
         check_one_truth(run)
@@ -513,6 +514,58 @@ def test_a_revision_that_rots_after_it_was_merged_costs_no_row(run):
     for _ in range(2):
         assert merge(run)["n_errors"] == 0
         assert merged_rows(run) == ALL_GOOD
+
+
+def test_shards_that_rot_after_they_were_merged_cost_no_row(run, caplog):
+    publish_all(run)
+    publish(run, 1, failed={6})
+    merge(run)
+    before = merged_rows(run)
+    for shard in range(5):
+        path = run.shard_path(shard)
+        path.write_bytes(path.read_bytes()[:-1])
+        for _ in range(2):
+            report = merge(run)
+            assert (report["complete"], report["n_errors"]) == (True, 1)
+            assert merged_rows(run) == before
+        assert f"shard {shard} is damaged; its rows are taken from merged.h5" in caplog.text
+        assert not path.exists()
+    for path in run.shards.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert merge(run)["complete"]
+    assert merged_rows(run) == before
+    assert failed_again(run, 2).shards.keys() == {1}
+    check_one_truth(run)
+
+
+def test_rows_of_other_code_that_rot_after_they_were_merged_are_not_those_of_before(run, caplog):
+    """A revision whose former rows were good as well: merged.h5 goes back to no earlier ones."""
+    publish_all(run)
+    write_recompute(run.folder, Recompute(2, {1: Again(1, [(6, 8)])}))
+    publish_again(run, 2, sign=-1)
+    merge(run)
+    newer = {**ALL_GOOD, 6: -12, 7: -14}
+    assert merged_rows(run) == newer
+    path = run.revision_path(1, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        assert merge(run)["complete"]
+        assert merged_rows(run) == newer
+    assert "5 rows of merged.h5 are kept, since its newest file is damaged" in caplog.text
+
+
+def test_a_revision_that_rots_before_it_was_merged_leaves_newer_rows_than_those_of_merged_h5(run):
+    """merged.h5 has the first file, and the second is whole: the third's damage brings back no row of the first."""
+    publish_all(run)
+    merge(run)
+    for submission, revision in ((2, 1), (3, 2)):
+        write_recompute(run.folder, Recompute(submission, {1: Again(revision, [(6, 8)])}))
+        publish_again(run, submission, sign=-1)
+    path = run.revision_path(1, 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    report = merge(run)
+    assert merged_rows(run) == {**ALL_GOOD, 6: -12, 7: -14}
+    assert list(report["damaged_revisions"]) == ["00001.r2.h5"]
 
 
 def test_what_was_set_aside_once_is_gone_when_its_rows_are_there_again(run):

@@ -596,6 +596,7 @@ def test_a_damaged_shard_is_reported_and_computed_again(copied, slurmgpu, damage
     else:
         del content[-100:]
     path.write_bytes(content)
+    (folder / "run" / "merged.h5").unlink()  # which would give its rows
     done = slurmgpu("merge", "run", cwd=folder, expect=3)
     assert "damaged" in done.stdout
     [hole] = report(folder)["missing"]
@@ -610,6 +611,7 @@ def test_a_shard_of_another_plan_is_not_merged(project, copied, slurmgpu):
     other = project(100, seed=1)
     slurmgpu(*DEBUG, cwd=other, expect=0)
     (other / "run" / "shards" / "00001.h5").replace(copied / "run" / "shards" / "00001.h5")
+    (copied / "run" / "merged.h5").unlink()
     slurmgpu("merge", "run", cwd=copied, expect=3)
     assert "plan" in report(copied)["missing"][0]["damaged"]
 
