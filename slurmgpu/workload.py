@@ -6,6 +6,7 @@ The worker imports this: standard library only.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import hashlib
 import importlib
@@ -82,8 +83,31 @@ class Item:
         return int.from_bytes(digest, "little") >> 1
 
     def copy(self) -> Item:
-        """The same item with a mapping of its own."""
-        return Item(self.index, {**self.data}, self.run_seed)
+        """The same item with data of its own: what is changed in them, also in a list in them, is not in the item's."""
+        try:
+            data = {name: _copied(value) for name, value in self.data.items()}
+        except RecursionError:  # JSON may be nested more deeply than Python's calls
+            data = {**self.data}
+        return Item(self.index, data, self.run_seed)
+
+
+_UNCHANGEABLE = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if kind is list:
+        return [each if type(each) in _UNCHANGEABLE else _copied(each) for each in value]
+    if kind is dict:
+        return {key: each if type(each) in _UNCHANGEABLE else _copied(each) for key, each in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        raise
+    except Exception:  # an input format of another package may give what cannot be copied, as an open file
+        return value
 
 
 def part_as_json(things: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]]) -> bytes:

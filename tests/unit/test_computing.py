@@ -1,8 +1,10 @@
 import errno
 import json
 import re
+import sys
 from concurrent.futures.process import BrokenProcessPool
 
+import numpy as np
 import pytest
 
 from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
@@ -361,6 +363,40 @@ def test_items_are_called_again_as_they_were_before_the_workload_changed_them(er
 
     computed = compute(Recorder(function), retries=1, pause=Pauses())
     assert [float(row["x"]) for row in computed.rows.values()] == [100.0 + i for i in range(8)]
+
+
+def changed(data):
+    data["messages"].append({"role": "user"})
+    data["messages"][0]["role"] += "!"
+    data["image"] /= 2
+    return {"x": len(data["messages"]) + float(data["image"].sum()), "said": data["messages"]}
+
+
+def test_what_a_workload_changes_inside_of_an_item_is_as_it_was_in_its_next_call_and_in_what_is_kept():
+    """As where a chat's next turn is appended, or an image is scaled in place, and the batch is halved."""
+
+    def function(items):
+        rows = [changed(item.data) for item in items]
+        if len(items) > 1:
+            raise ValueError("too many")
+        return rows
+
+    data = {"messages": [{"role": "system"}], "image": np.ones(4)}
+    given = [Item(index, {**data, "file": sys.stdout}) for index in range(4)]
+    said = {"said": Json(), "given": Json()}
+    workload = adapt(Recorder(function), "Recorder")
+    computer = Computer(workload, "Recorder", {**COLUMNS, **said}, 4, kept={"given": "messages"})
+    rows = computer.compute(computer.take_in(given), History()).rows.values()
+    assert [float(row["x"]) for row in rows] == [4.0] * 4
+    assert {row["said"] for row in rows} == {b'[{"role":"system!"},{"role":"user"}]'}
+    assert {row["given"] for row in rows} == {b'[{"role":"system"}]'}
+
+
+def test_an_item_that_is_nested_beyond_what_python_calls_is_given_as_it_is():
+    data = {"text": "a", "deep": []}
+    for _ in range(2 * sys.getrecursionlimit()):
+        data["deep"] = [data["deep"]]
+    assert Item(0, data).copy().data["text"] == "a"
 
 
 def test_no_pause_is_longer_than_the_longest():
