@@ -83,7 +83,19 @@ def as_array(value: Any) -> npt.NDArray[Any]:
         raise ValueError("found None, expected numbers or bytes")
     if found.dtype.kind not in "biufcSU":
         raise ValueError(f"found {type(value).__name__} (dtype {found.dtype}), expected numbers or bytes")
+    if np.ma.is_masked(value):  # what is below the mask would be stored
+        raise ValueError(f"found {type(value).__name__} with masked values; fill them, as by .filled(float('nan'))")
+    if found.dtype.kind in "SU" and _ends_with_nul(value):
+        raise ValueError(
+            f"found {value!r:.80}, whose last NUL bytes of fixed length do not keep; use Array('uint8', ...)"
+        )
     return found
+
+
+def _ends_with_nul(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_ends_with_nul, value))
+    return isinstance(value, bytes | str) and value[-1:] in (b"\0", "\0")
 
 
 def cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -92,7 +104,7 @@ def cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.array(found, order="C")
     if found.size and found.dtype.kind not in _COMES_FROM[dtype.kind]:  # [] is float64 whatever was meant
         raise ValueError(f"found {_KIND_NAMES.get(found.dtype.kind, found.dtype)}, expected {dtype}")
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):  # the workload may have set that NumPy raises
         stored: npt.NDArray[Any] = found.astype(dtype, order="C")
     if np.can_cast(found.dtype, dtype, "safe"):
         return stored

@@ -139,6 +139,18 @@ def test_a_value_that_fits_is_stored_with_the_columns_dtype_and_shape(column, va
     np.testing.assert_array_equal(stored, np.array(expected, column.dtype), strict=True)
 
 
+@pytest.mark.parametrize("column", [Array("float32", (2,)), Ragged("float16"), Array("complex64", (2,))])
+def test_a_value_is_stored_as_ever_where_the_workload_lets_numpy_raise(column):
+    with np.errstate(all="raise"):
+        np.testing.assert_array_equal(convert(column, [1e-46, 1.0]), [0.0, 1.0])
+        with pytest.raises(ValueError, match="cannot hold"):
+            convert(column, [1e300, 1.0])
+
+
+def test_a_masked_array_that_masks_nothing_is_an_array():
+    np.testing.assert_array_equal(convert(Ragged("float32"), np.ma.masked_array([1.0], mask=[False])), [1.0])
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_nan_is_a_float_like_any_other(dtype, shape):
@@ -170,6 +182,10 @@ def test_nan_is_a_float_like_any_other(dtype, shape):
         (Array("S3"), 5, "expected |S3"),
         (Array("S3"), b"abcd", "b'abcd', which |S3 cannot hold"),
         (Array("S3"), "é", "ascii"),
+        (Array("S3"), b"ab\0", r"b'ab\\x00', whose last NUL bytes of fixed length do not keep"),
+        (Array("S3", (2,)), ["abc", "a\0"], "whose last NUL"),
+        (Array("float32"), np.ma.masked_array([1.0], mask=[True]).mean(), "MaskedConstant with masked values; fill"),
+        (Ragged("float32"), np.ma.masked_array([1.0, 2.0], mask=[False, True]), "MaskedArray with masked values; fill"),
         (Array("float32"), None, "found None, expected numbers"),
         (Array("int64"), np.datetime64("2024-01-01"), "found datetime64"),
         (Array("float32"), [1.0], r"shape \(1,\), expected \(\)"),
