@@ -20,7 +20,7 @@ from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, outputs, placeholders, process, workload
+from slurmgpu.workloads.command import Command, outputs, placeholders, printed, process, workload
 from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
@@ -391,9 +391,40 @@ def test_index_and_seed_are_in_the_environment_and_gpus_are_counted_by_their_bus
 def test_a_program_that_prints_a_number_gives_the_only_column(one):
     assert one("print(4)", columns={"n": "int32"})(items("a")) == [{"n": 4}]
     assert one("print(0.5)", columns={"n": "float32"})(items("a")) == [{"n": 0.5}]
-    for printed, columns in (("4", {"n": "int32", "m": "int32"}), ("4", {"n": "text"}), ("x", {"n": "int32"})):
-        [row] = one(f"print('{printed}')", columns=columns)(items("a"))
-        assert 'expected a JSON object, such as {"n": …' in str(row)
+    two = {"n": "int32", "m": "int32"}
+    for text, columns in (("4", two), ("4", {"n": "text"}), ("x", {"n": "int32"}), ("4\\n5", {"n": "int32"})):
+        [row] = one(f"print('{text}')", columns=columns)(items("a"))
+        assert 'stdout has no JSON object, such as {"n": …' in str(row)
+
+
+@pytest.mark.parametrize(
+    ("text", "logged"),
+    [
+        ("Loading\n{ROW}", ["Loading"]),
+        ("{ROW}\nbye\n", ["bye"]),
+        ("{'loss': '2.1'}\n  {ROW}", ["{'loss': '2.1'}"]),
+        ("10%\r20%\r{ROW}", []),
+        ('{"epoch": 1}\n{"epoch": 2}\n{ROW}', ['{"epoch": 2}', '{"epoch": 1}']),
+        ('{"epoch": nan}\n{ROW}', ['{"epoch": nan}']),
+        ("{\n{ROW}", ["{"]),
+        ('one\n{\n  "n": 1,\n  "error": null\n}\ntwo', ["one", "two"]),
+        ('{"n":\n 1\n }', []),
+        ("\ufeff{ROW}\r\n", []),
+        ("7\n{ROW}", ["7"]),
+    ],
+)
+def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, capfd, text, logged):
+    text = text.replace("{ROW}", '{"n": 1}')
+    command = one("import sys; sys.stdout.buffer.write(sys.argv[1].encode())")
+    assert command([Item(17, {"text": text})]) == [{"n": 1}]
+    assert capfd.readouterr().err.splitlines() == [f"item 17 | {line}" for line in logged]
+
+
+def test_what_a_failed_call_printed_is_in_the_log(one, capfd):
+    code = "print('10 layers'); print('{\"n\": 1}'); raise SystemExit(3)"
+    [error] = one(code)(items("a"))
+    assert str(error).splitlines()[0].endswith('exited with code 3: {"n": 1}')
+    assert capfd.readouterr().err == 'item 0 | 10 layers\nitem 0 | {"n": 1}\n'
 
 
 def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
@@ -413,12 +444,15 @@ def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
         ("raise SystemExit(139)", "exited with code 139 (SIGSEGV)"),
         ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
         ("import os; os.kill(os.getpid(), 6)", "died by SIGABRT"),
-        ("pass", "failed: stdout has no JSON object"),
-        ("print('Loading…')", "failed: stdout is 'Loading…'; expected a JSON object"),
-        ("print('Loading\\n{\"n\": 1}')", 'such as {"n": …}; what else it prints belongs on stderr'),
-        ("print('{\"n\": 1}\\nbye')", "failed: stdout is '{\"n\": 1}\\nbye'"),
-        ("print('{\"n\": 1')", "expected a JSON object"),
-        ("print([1])", "failed: stdout is '[1]'; expected a JSON object"),
+        ("pass", 'failed: stdout has no JSON object, such as {"n": …}'),
+        ("print('Loading…')", "no JSON object, such as {\"n\": …}; its last line is 'Loading…'"),
+        ("print('{\"n\": 1')", "no JSON object, such as"),
+        ("print([1])", "its last line is '[1]'"),
+        ("print({'n': 1})", "a dictionary as Python prints it: print json.dumps(…) of it"),
+        ('print(\'{"n": 1}\\n{"n": 2}\')', 'stdout has 2 JSON objects with these columns; expected one, {"n": …}'),
+        ('print(\'{"m": 1}\\n{"m": 2}\')', "stdout has 2 JSON objects with other columns"),
+        ("print('the text is empty'); raise SystemExit(2)", "exited with code 2: the text is empty"),
+        ("import warnings; warnings.warn('old'); print(1, 2)", "its last line is '1 2'\nThe end of its stderr:\n"),
         ('print(\'{"n": 1, "index": 5}\')', "has the index 5, which is none of the items of this call"),
         ('print(\'{"error": "too loud"}\')', "too loud"),
         ('print(\'{"error": {"code": 5}}\')', "failed: stdout has {'code': 5} as error; expected a text"),
@@ -629,13 +663,13 @@ def test_a_daemon_that_holds_the_pipes_is_not_waited_for_long(one, tmp_path, mon
 
 
 def test_an_answer_without_end_is_bounded(one, monkeypatch):
-    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(printed, "MAX_BYTES", 1 << 20)
     [error] = one("import sys\nfor _ in range(40): sys.stdout.write('x' * (1 << 16))")(items("a"))
     assert "stdout has more than 1 MiB" in str(error)
 
 
 def test_an_answer_that_never_ends_is_not_waited_for(one, monkeypatch):
-    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(printed, "MAX_BYTES", 1 << 20)
     [error] = one("import sys\nwhile True: sys.stdout.write('x' * (1 << 16))")(items("a"))
     assert "stdout has more than 1 MiB" in str(error)
 

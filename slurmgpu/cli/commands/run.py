@@ -77,7 +77,7 @@ def run(
     """Submit a command for the items of an input, without a run file.
 
     \b
-      slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array -- whisper {audio} --json
+      slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array -- python transcribe.py {audio}
       slurmgpu run --each a.jsonl --col n:int64 -- python count.py --in {in} --out {out}
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a

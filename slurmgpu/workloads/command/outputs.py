@@ -1,8 +1,7 @@
-"""What a call wrote, as rows by index: JSON lines, CSV, npz, or one JSON object on stdout."""
+"""What a call wrote, as rows by index: JSON lines, CSV or npz."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import lzma
@@ -66,21 +65,6 @@ def row_of(values: Values) -> Values | ItemError | Retry:
             return Retry(values["error"], after=None if retry is True else retry)
         return ItemError(values["error"])
     return {name: value for name, value in values.items() if name != "error"}
-
-
-def parse_row(stdout: bytes, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The row that a call printed: a JSON object, or the only column's number; OutputError if it is none."""
-    try:
-        return parse_object(stdout, "stdout")
-    except OutputError as error:
-        [name, *others] = columns
-        if not others and isinstance(columns[name], Array):
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(value := json.loads(stdout), int | float):
-                    return {name: value}
-        shown = ", ".join(f'"{each}": …' for each in columns)
-        more = "; what else it prints belongs on stderr" if len(stdout.split()) > 1 else ""
-        raise OutputError(f"{error}, such as {{{shown}}}{more}") from None
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:

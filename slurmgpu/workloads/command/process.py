@@ -102,6 +102,12 @@ class Sink(Protocol):
     def end(self) -> None:
         """Take what is left of a line."""
 
+    def tail(self) -> str:
+        """The end of what came, for an error, once all of it is in the log."""
+
+    def headline(self, *, of_error: bool) -> str:
+        """The line of it that tells most."""
+
 
 class ToLog:
     """Passes lines on to the log, behind a `mark` that names their items, and keeps what errors have of them.
@@ -154,13 +160,17 @@ class ToLog:
         """The last line about memory, about that of a GPU, and about GPUs that ends a traceback, as far as any does."""
         return list(dict.fromkeys(self._telling.values()))
 
+    def told(self) -> str:
+        """The last line that ends a traceback, one about memory before others; nothing if none does."""
+        return self._telling.get(MEMORY_TEXTS) or self._raised
+
     def headline(self, *, of_error: bool) -> str:
-        """The line of stderr that tells most; with `of_error` one that ends a traceback, also before the end.
+        """The line that tells most; with `of_error` one that ends a traceback, also before the end.
 
         Else it is the last line that is more than a rule. Behind a traceback come those of torchrun, and what trackers
         and warnings print.
         """
-        if of_error and (told := self._telling.get(MEMORY_TEXTS) or self._raised):
+        if of_error and (told := self.told()):
             return told
         lines = self.tail().split("\n")
         return next((line for line in reversed(lines) if any(map(str.isalnum, line))), lines[-1])
@@ -196,28 +206,6 @@ class ToLog:
                 data = data[os.write(2, data) :]
 
 
-class Kept:
-    """Keeps what comes, up to MAX_BYTES."""
-
-    def __init__(self) -> None:
-        self._chunks: list[bytes] = []
-        self._n_bytes = 0
-
-    def take(self, chunk: bytes) -> None:
-        """Take the next bytes; OutputError behind MAX_BYTES."""
-        self._n_bytes += len(chunk)
-        if self._n_bytes > MAX_BYTES:
-            raise OutputError(f"stdout has more than {MAX_BYTES >> 20} MiB; expected one JSON object")
-        self._chunks.append(chunk)
-
-    def end(self) -> None:
-        """Nothing is left of a line."""
-
-    def content(self) -> bytes:
-        """All that came."""
-        return b"".join(self._chunks)
-
-
 class Lines:
     """Keeps lines until they are taken; OutputError at one of more than MAX_BYTES."""
 
@@ -237,6 +225,14 @@ class Lines:
 
     def end(self) -> None:
         """Half a line is none."""
+
+    def tail(self) -> str:
+        """Nothing: what it has are answers."""
+        return ""
+
+    def headline(self, *, of_error: bool) -> str:
+        """Nothing."""
+        return ""
 
     def _add(self, part: bytes) -> None:
         self._n_bytes += len(part)
@@ -264,6 +260,7 @@ class Child:
         self._guard = guard
         self.name = Path(os.fsdecode(arguments[0])).name
         self.err = err
+        self._out = out
         self._unsent = memoryview(b"")
         self._process = self._started(arguments, env, subprocess.PIPE if has_stdin else subprocess.DEVNULL)
         guard.watch(self._process.pid)
@@ -391,7 +388,7 @@ class Child:
             raise self.failure(code)
 
     def failure(self, code: int) -> DiedError:
-        """Why it failed, from its exit code and the end of its stderr."""
+        """Why it failed, from its exit code and the end of what it printed."""
         number = signal_of(code)
         try:
             name = signal.Signals(number).name if number else ""
@@ -406,11 +403,21 @@ class Child:
         """The failure of a call whose process did not fail by itself, with the end of its stderr."""
         return CallFailedError(self._explained(said, of_error=False), way, self.err.raised())
 
+    def misprinted(self, error: OutputError) -> CallFailedError:
+        """The failure of a call whose output is none: the last line of its stderr, such as a warning, has no part."""
+        self._out.tail()
+        return CallFailedError(self._worded(f"failed: {error}", self.err.told(), self.err), "output", self.err.raised())
+
     def _explained(self, said: str, *, of_error: bool) -> str:
-        """A sentence on the process, with the end of its stderr."""
-        tail, line = self.err.tail(), self.err.headline(of_error=of_error)
+        """A sentence on the process, with the end of its stderr, or of its stdout if that is all that it wrote."""
+        printed = self._out.tail()  # what is held back goes to the log before the error is told
+        where = self._out if printed and not self.err.tail() else self.err
+        return self._worded(said, where.headline(of_error=of_error), where)
+
+    def _worded(self, said: str, line: str, where: Sink) -> str:
+        tail, name = where.tail(), "stderr" if where is self.err else "stdout"
         first = f"{self.name} {said}" + (f": {line[:LAST_LINE]}" if line else "")
-        return first if tail == line[:LAST_LINE] else f"{first}\nThe end of its stderr:\n{tail}"
+        return first if tail == line[:LAST_LINE] else f"{first}\nThe end of its {name}:\n{tail}"
 
     def _write(self) -> None:
         assert self._process.stdin is not None

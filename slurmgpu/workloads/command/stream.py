@@ -59,7 +59,7 @@ class Stream:
                 raise OutputError(f"the first line of stdout is {found!r}; expected {json.dumps(READY)}")
         except OutputError as error:
             self._kill()
-            raise child.failed(f"failed: {error}", "output") from error
+            raise child.misprinted(error) from error
         except BaseException:
             self._kill()
             raise
@@ -108,7 +108,7 @@ class Stream:
                 collected.add(answer, "a line of stdout")
         except OutputError as error:
             self._kill()
-            raise child.failed(f"failed: {error}", "output") from error
+            raise child.misprinted(error) from error
         except BaseException:
             self._kill()
             raise

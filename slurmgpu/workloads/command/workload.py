@@ -20,21 +20,20 @@ from pathlib import Path
 from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of
-from slurmgpu.shards.columns import Column
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
-from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_row, read_output
+from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, as_json, content_of, parse
+from slurmgpu.workloads.command.printed import Printed
 from slurmgpu.workloads.command.process import (
     OF_GPUS,
     SELF_INFLICTED,
     CallFailedError,
     Child,
     DiedError,
-    Kept,
     Lines,
     OutputError,
     ToLog,
@@ -294,17 +293,17 @@ class Command:
             path.write_bytes(content_of(name, data or {}))
             values[name + FILE] = str(path)
         temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
-        err = ToLog(mark, temporary if folder else None)
-        kept = Kept()
+        out, err = (ToLog(mark, temporary if folder else None) for _ in range(2))
+        printed = Printed(self.columns, out)
         arguments, environ = self._arguments(values, data or {}), {**self._environ, **(about or {})}
-        child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)
+        child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
             child.finish(self._timeout_s)
             if line.out is None:
-                return _only_row(kept.content(), requests, self.columns)
+                return _only_row(printed.row(), requests)
             rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
         except OutputError as error:
-            raise child.failed(f"failed: {error}", "output") from error
+            raise child.misprinted(error) from error
         if not rows:
             raise child.failed("exited with code 0, and wrote no row to {out}", "no rows")
         return rows
@@ -358,9 +357,9 @@ def _request(item: Item) -> bytes:
         raise ItemError(f"the item's data cannot be JSON: {error}") from error
 
 
-def _only_row(stdout: bytes, requests: Mapping[int, bytes], columns: Mapping[str, Column]) -> dict[int, Values]:
+def _only_row(row: Values, requests: Mapping[int, bytes]) -> dict[int, Values]:
     collected = Collected(requests, is_one=True)
-    collected.add(parse_row(stdout, columns), "stdout")
+    collected.add(row, "stdout")
     return collected.rows
 
 
