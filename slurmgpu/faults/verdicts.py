@@ -96,7 +96,7 @@ class _Found:
 
     def maker(self, shard: int, item: int | None = None) -> str:
         """The attempt that published a shard, or the row of an item in it."""
-        for making in makings_of(self.run, [shard], item):
+        for making in makings_of(self.run, [shard], None if item is None else self.run.plan.place(item)):
             return making.attempt
         return str(self.directory(shard).made_by["attempt"])
 

@@ -174,7 +174,8 @@ class Making:
 def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list[Making]:
     """The attempts that made published shards, from the files; unreadable files are left out.
 
-    With `item`, the attempt that made the row of that item: that of the last revision that names it.
+    With `item`, the place of an item among the run's, the attempt that made its row: that of the last revision that
+    names it.
     """
     from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 

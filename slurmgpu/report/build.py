@@ -69,7 +69,10 @@ class Joined:
 
 
 class Hole(TypedDict):
-    """A shard that merged.h5 lacks; `damaged` says what was wrong if a merge set it aside."""
+    """A shard that merged.h5 lacks; `damaged` says what was wrong if a merge set it aside.
+
+    Its items are from `start` to `stop` - 1 of the input; a run of some items may not have all of these.
+    """
 
     shard: int
     start: int
@@ -177,7 +180,7 @@ def build_report(
         "n_items": plan.n_items,
         "n_rows": n_rows,
         "n_errors": len(items),
-        "n_missing_items": sum(hole["stop"] - hole["start"] for hole in missing),
+        "n_missing_items": plan.n_items - n_rows,
         "n_shards": plan.n_shards,
         "n_shards_done": plan.n_shards - len(missing),
         "merged": str(run.merged) if joined is not None else None,
@@ -378,10 +381,10 @@ def _holes(run: Run, joined: Joined | None) -> list[Hole]:
     there = frozenset() if joined is None else joined.shards
     damaged = run.damaged() | dict(() if joined is None else joined.damaged)
     holes = sorted(set(range(run.plan.n_shards)) - there)
-    bounds = map(run.plan.bounds, holes)
+    spans = (run.plan.spans(*run.plan.bounds(shard)) for shard in holes)
     return [
-        {"shard": shard, "start": start, "stop": stop, "damaged": damaged.get(shard)}
-        for shard, (start, stop) in zip(holes, bounds, strict=True)
+        {"shard": shard, "start": its[0][0], "stop": its[-1][1], "damaged": damaged.get(shard)}
+        for shard, its in zip(holes, spans, strict=True)
     ]
 
 

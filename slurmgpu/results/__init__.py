@@ -108,10 +108,11 @@ class Merged:
     @cached_property
     def code(self) -> npt.NDArray[np.object_]:
         """The digest of the code that computed each row, as `code` in the report; None if unknown."""
-        found = np.full(len(self), None, object)
+        # Stretches count a run's items, which in a run of some items are no indices; they cover the rows in order.
+        found, first = np.full(len(self), None, object), 0
         for start, stop, digest in self._code:
-            first, end = np.searchsorted(self.index, (start, stop))
-            found[first:end] = digest
+            found[first : first + stop - start] = digest
+            first += stop - start
         return found
 
     @cached_property

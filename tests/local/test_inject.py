@@ -150,6 +150,15 @@ def test_what_a_fault_leaves_is_computed_by_the_next_submission_which_goes_on_wi
     ]
 
 
+def test_a_fault_of_a_look_is_lifted_by_the_number_of_its_item(project, slurmgpu):
+    folder = project(40)
+    look = ("submit", "--items", "30:38", "--executor", "debug", "--gpus", "0")
+    slurmgpu(*look, "--inject", "error@33", cwd=folder, expect=0)
+    done = slurmgpu("resubmit", "run-look", "--failed", cwd=folder, expect=0)
+    assert "error@33: the workload raised for item 33; item 33 has its row from debug2_0.0, into which" in done.stderr
+    assert "not as promised" not in done.stderr
+
+
 def test_resubmissions_of_the_merge_go_on_with_the_faults_and_failed_items_computed_anew_are_spared(project, slurmgpu):
     folder = project(40, auto_resubmit=1)
     done = slurmgpu(

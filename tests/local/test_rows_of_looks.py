@@ -1,12 +1,15 @@
 """The rows of a run of some items, whose indices are those in the input: shown, exported and compared."""
 
 import json
+from shutil import copytree
 
 import pytest
 
 import slurmgpu
 from slurmgpu import api
+from slurmgpu.cli.views.tables import show_report
 from slurmgpu.merge.item_names import find_item, name_by_key
+from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
 
@@ -56,6 +59,25 @@ def test_they_are_shown_with_their_items_and_exported(slurmgpu, folder):
 def test_they_equal_those_of_the_run_of_all_items(folder, key):
     found = slurmgpu.compare(folder / "run-look", folder / "run", key=key)
     assert (found.n_common, found.n_different, found.a.n_only, found.b.n_only) == (7, 0, 0, 17)
+
+
+def test_each_has_the_code_that_computed_it(folder):
+    for run in (folder / "run-look", folder / "run"):
+        [code] = api.last_report(Run.open(run))["code"]
+        for path in (run / "merged.h5", run / "shards" / "00001.h5"):
+            with slurmgpu.open(path) as rows:
+                assert rows.code.tolist() == [code["digest"]] * len(rows)
+
+
+def test_a_missing_shard_is_named_by_its_items_in_the_input(folder, tmp_path, capsys):
+    run = Run.open(copytree(folder / "run-look", tmp_path / "run"))
+    run.shard_path(1).unlink()
+    run.merged.unlink()
+    report = merge(run)
+    assert report["missing"] == [{"shard": 1, "start": 11, "stop": 21, "damaged": None}]
+    assert (report["n_missing_items"], report["n_rows"]) == (3, 4)
+    show_report(report)
+    assert "missing  3 items in 1 shard\n  shard 1: items 11..20\n" in capsys.readouterr().out
 
 
 def test_they_are_followed_while_the_run_is_at_work(folder, monkeypatch):
