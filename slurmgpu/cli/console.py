@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,13 @@ def result(text: str) -> None:
 
 def result_json(value: Any) -> None:
     """Print the result as JSON on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(f"{json_text(value, indent=2)}\n")
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """The value as JSON for stdout; in ASCII if that is not UTF-8, which JSON has to be."""
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    return json.dumps(value, indent=indent, ensure_ascii=not is_utf8)
 
 
 def wide_console() -> Console:

@@ -48,7 +48,7 @@ def _prepared(stream: TextIO | None, unread: int | None = None) -> TextIO:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
-    # File names may be any bytes: undecodable ones become escapes, which are valid in JSON, too.
+    # File names may be any bytes: undecodable ones become escapes, which in UTF-8 are valid in JSON, too.
     stream.reconfigure(errors="backslashreplace")
     if not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
         return stream  # a test's, in memory

@@ -24,7 +24,7 @@ def json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(name): json_value(inner) for name, inner in value.items()}
+        return {json_value(str(name)): json_value(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(inner) for inner in value]
     return value if value is None or isinstance(value, int | float) else str(value)

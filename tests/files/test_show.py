@@ -1,9 +1,13 @@
 """`slurmgpu show`: rows of a run, also while it is at work, on a terminal and as JSON."""
 
+import io
 import json
+import sys
 
 import pytest
 
+from slurmgpu.cli.console import result_json
+from slurmgpu.merge.export import export
 from slurmgpu.merge.merge import merge
 from slurmgpu.shards.columns import Array, Json, Text
 from slurmgpu.shards.shard_file import FailedRow
@@ -107,6 +111,27 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
         assert sentence in slurmgpu("export", run, *given, expect=2).stderr
     items.write_text("{}\n")
     assert "The input changed" in slurmgpu("export", run, "-o", "-", "--with-items", expect=2).stderr
+
+
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+def test_fields_of_items_may_have_names_that_utf_8_cannot_hold(tmp_path, name):
+    (tmp_path / "items.jsonl").write_text('{"a\\ud800": {"\\udfff": 1}}\n')
+    run = published_run(tmp_path / "run", COLUMNS, [row(0)], input_file=tmp_path / "items.jsonl")
+    assert export(run, name, tmp_path / "rows", with_items=True).n_rows == 1
+    text = (tmp_path / "rows").read_text()
+    if name == "jsonl":
+        assert json.loads(text)["item.a\\ud800"] == {"\\udfff": 1}
+    else:
+        assert text.splitlines()[0].endswith(",item.a\\ud800")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii", "cp1252"])
+def test_json_is_valid_whatever_the_encoding_of_stdout(monkeypatch, encoding):
+    value = {"é": "“ß 😀\ud800"}
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, "backslashreplace", write_through=True))
+    result_json(value)
+    assert json.loads(written.getvalue()) == value
 
 
 def test_one_item_is_asked_for_by_the_option_of_logs(slurmgpu, run):

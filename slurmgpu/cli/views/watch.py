@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from rich.control import Control
 from rich.live import Live
 from rich.text import Text
 
-from slurmgpu.cli.console import result, say
+from slurmgpu.cli.console import json_text, result, say
 from slurmgpu.cli.views.keys import Keyboard
 from slurmgpu.cli.views.polling import Lookout
 from slurmgpu.cli.views.screens import Screen
@@ -183,7 +182,7 @@ def _news(status: Status) -> object:
 
 def _tell(status: Status, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(status, ensure_ascii=False) + "\n")
+        sys.stdout.write(f"{json_text(status)}\n")
     else:
         result(line_of(status))
     sys.stdout.flush()
