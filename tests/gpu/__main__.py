@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, findings_
 from tests.gpu.record import Row
 
 PARTS = {"core": 60, "llm": 220, "influence": 20, "training": 100, "embedding": 80}
-"""The parts, and the most seconds that each may take."""
+"""The parts, and the most seconds that each may take where all of them are asked for."""
 RESULTS = Path(__file__).with_name("results")
 HOME = Path(__file__).parents[2]
 EXIT_HELD, EXIT_NOT_HELD, EXIT_NOTHING_PROVEN = 0, 1, 4
@@ -48,15 +48,16 @@ def main() -> int:
     started = time.monotonic()
     found = visible_gpus()
     names = ", ".join(gpu.name for gpu in found) or "no GPU: each part runs on the CPU, at a toy size"
-    print(f"{names}. At most {sum(PARTS[part] for part in parts) / 60:.0f} minutes.", flush=True)
+    seconds = shared(parts)
+    print(f"{names}. At most {sum(seconds.values()) / 60:.0f} minutes.", flush=True)
     # What a toy size on a CPU shows is that the code runs.
     marks, words = (MARKS, {}) if found else ({**MARKS, HELD: "·"}, {HELD: "ran"})
     rows: list[Row] = []
     written: Path | None = None
     for part, findings in parts.items():
         begun = time.monotonic()
-        print(f"== {part} (at most {PARTS[part]} s)", flush=True)
-        for row in run_part(part, findings, len(found)):
+        print(f"== {part} (at most {seconds[part]:.0f} s)", flush=True)
+        for row in run_part(part, findings, len(found), seconds[part]):
             print(f"{marks[row.verdict]} {row.claim}: {row.figures} [{row.seconds:.1f} s]", flush=True)
             if row.trace and row.figures not in [other.figures for other in rows]:
                 print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
@@ -101,14 +102,20 @@ def choose(names: Sequence[str]) -> dict[str, list[Finding]]:
     return chosen
 
 
-def run_part(part: str, findings: Sequence[Finding], n_gpus: int) -> Iterator[Row]:
-    """A row for each of these findings of a part, by as many processes as it takes."""
+def shared(parts: Collection[str]) -> dict[str, float]:
+    """The most seconds of each of these parts: of a few, each has its share of the time of all."""
+    more = sum(PARTS.values()) / sum(PARTS[part] for part in parts)
+    return {part: PARTS[part] * more for part in parts}
+
+
+def run_part(part: str, findings: Sequence[Finding], n_gpus: int, limit_s: float) -> Iterator[Row]:
+    """A row for each of these findings of a part, by as many processes as it takes, in so many seconds."""
     left = list(findings)
-    end = time.monotonic() + PARTS[part] * (1 if n_gpus else PATIENCE)
+    end = time.monotonic() + limit_s * (1 if n_gpus else PATIENCE)
     while left:
         if (remaining := end - time.monotonic()) <= 0:
             for each in left:
-                yield Row(part, each.claim, NOT_TO_BE_HAD, f"the {PARTS[part]} s of the part are over", 0.0)
+                yield Row(part, each.claim, NOT_TO_BE_HAD, f"the {limit_s:.0f} s of the part are over", 0.0)
             return
         n_left = len(left)
         with tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-", ignore_cleanup_errors=True) as folder:
@@ -124,16 +131,11 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, 
     command = [sys.executable, "-m", "tests.gpu.part", part, str(folder / "work"), str(n_gpus)]
     (folder / "work").mkdir()
     log = folder / "log"
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Nothing needs to be installed: the tasks of runs begin elsewhere, and find the package here.
-    environ["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if n_gpus == 0:
-        environ["OMP_NUM_THREADS"] = "1"
     with open(log, "wb") as errors:
         process = subprocess.Popen(
             [*command, *(each.name for each in left)],
             cwd=HOME,
-            env=environ,
+            env=environ_of(n_gpus),
             stdout=subprocess.PIPE,
             stderr=errors,
             stdin=subprocess.DEVNULL,
@@ -164,6 +166,16 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, 
             return
     finally:
         _end(process)
+
+
+def environ_of(n_gpus: int) -> dict[str, str]:
+    """The environment of a part's process. Beside a GPU it leaves the cores as a user's run has them."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    # Nothing needs to be installed: the tasks of runs begin elsewhere, and find the package here.
+    environ["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if n_gpus == 0:
+        environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return environ
 
 
 def _hear(

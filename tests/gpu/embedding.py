@@ -154,7 +154,7 @@ def _work(machine: Machine) -> Work:
     return Work(record["attempt"], min(ends)[0], max(end for _, end in ends), report["n_rows"], spent)
 
 
-@finding(limit_s=75)
+@finding(limit_s=150)
 def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
     """The vectors of a run are those of a loop by hand, to 0.002 (the time is that of both)."""
     from slurmgpu.results import Merged

@@ -62,13 +62,13 @@ def _influences(
     return Influences([Checkpoint(model, 1.0)], there, chosen)
 
 
-def _equal(machine: Machine, precision: str) -> tuple[Tensor, Tensor]:
+def _equal(machine: Machine, precision: str, **options: Any) -> tuple[Tensor, Tensor]:
     """The influences of the CPU in fp64, and of the machine in this precision, both (n_tests, n_train) in fp64."""
     import torch
 
     sizes = machine.pick(SMALL, TOY)
     train, tests = _graph(sizes)
-    how: dict[str, Any] = {"top_k": 0, "full": "float64"}
+    how: dict[str, Any] = {"top_k": 0, "full": "float64", **options}
     exact = _influences(sizes, train, "cpu", "fp64", **how).of(tests).full
     found = _influences(sizes, train, machine.device, precision, **how).of(tests).full
     assert exact is not None
@@ -79,7 +79,18 @@ def _equal(machine: Machine, precision: str) -> tuple[Tensor, Tensor]:
 @finding(limit_s=20)
 def fp32_is_the_cpus_fp64(machine: Machine) -> str:
     """In fp32, 99 % of the training triples' influences are the CPU's fp64 ones to 1e-5, and all to 2e-2."""
-    exact, found = _equal(machine, "fp32")
+    return _close(*_equal(machine, "fp32"))
+
+
+@finding(limit_s=20)
+def normalised_ones_in_fp32_are_the_cpus_fp64(machine: Machine) -> str:
+    """The same of influences that are normalised to cosines, and all of them are 1 at most."""
+    exact, found = _equal(machine, "fp32", normalize="cosine")
+    largest = float(found.abs().max())
+    return hold(largest <= 1 + CLOSE, f"{_close(exact, found)}; at most {largest:.6f}")
+
+
+def _close(exact: Tensor, found: Tensor) -> str:
     error = (found - exact).norm(dim=0) / exact.norm(dim=0).clamp(min=1e-30)
     share = float((error < CLOSE).double().mean())
     figures = f"{share:.1%} closer than {CLOSE:g}, median {float(error.median()):.1e}, largest {float(error.max()):.1e}"

@@ -41,7 +41,7 @@ def test_the_part_training_runs_on_a_cpu(tmp_path, slurmgpu):
     assert len(names) == 10
 
 
-@pytest.mark.parametrize(("part", "n_held"), [("llm", 13), ("influence", 7), ("embedding", 3)])
+@pytest.mark.parametrize(("part", "n_held"), [("llm", 13), ("influence", 8), ("embedding", 3)])
 @pytest.mark.usefixtures("one_thread")
 def test_a_part_runs_on_a_cpu(part, n_held, tmp_path):
     """In this process, which has imported PyTorch and transformers."""
@@ -61,7 +61,6 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
     module = ModuleType("tests.gpu.failing")
     exec(FAILING, module.__dict__)
     monkeypatch.setitem(sys.modules, "tests.gpu.failing", module)
-    monkeypatch.setitem(kit.PARTS, "failing", 60)
     # The part's own process finds the module in a package that begins in a folder of this test's.
     package = tmp_path / "tests" / "gpu"
     package.mkdir(parents=True)
@@ -69,7 +68,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
         (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
     (package / "failing.py").write_text(FAILING)
     monkeypatch.setattr(kit, "HOME", tmp_path)
-    rows = list(kit.run_part("failing", findings_of(module), 0))
+    rows = list(kit.run_part("failing", findings_of(module), 0, 60))
     assert [row.verdict for row in rows] == [
         HELD,
         NOT_HELD,
@@ -179,10 +178,25 @@ def test_findings_are_chosen_by_part_and_by_name():
         kit.choose(["core.speed"])
 
 
+def test_a_part_that_is_asked_for_alone_has_the_time_of_all():
+    all_s = sum(kit.PARTS.values())
+    assert all_s == 480
+    assert kit.shared(kit.PARTS) == kit.PARTS
+    assert kit.shared(["embedding"]) == {"embedding": all_s}
+    assert kit.shared(["core", "embedding"]) == pytest.approx({"core": all_s * 60 / 140, "embedding": all_s * 80 / 140})
+
+
+def test_beside_a_gpu_tokenizers_have_the_cores_that_a_users_run_has(monkeypatch):
+    """On one core they take longer for a short text than the GPU, which then waits."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    assert "TOKENIZERS_PARALLELISM" not in kit.environ_of(1)
+    assert kit.environ_of(0)["TOKENIZERS_PARALLELISM"] == "false"
+
+
 def test_every_finding_says_what_must_hold():
     for part in kit.PARTS:
         findings = findings_of(importlib.import_module(f"tests.gpu.{part}"))
         assert findings
         for each in findings:
             assert each.claim, each.name
-            assert each.limit_s <= kit.PARTS[part]
+            assert each.limit_s <= kit.shared([part])[part]
