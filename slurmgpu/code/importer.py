@@ -32,6 +32,8 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 BY_PATH = "slurmgpu_workload_"
 """The prefix of module names for files that a run file names by path."""
+MANY_BESIDE = 2000
+"""Beside a script in a folder with more entries, nothing is linked for its copy: the folder holds data."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of folders with installed distributions."""
 ENVIRON = "SLURMGPU_CODE"
@@ -84,6 +86,7 @@ class Finder(MetaPathFinder):
         self._folder = folder
         self.functions = snapshot.about.get("functions", {})
         self._same: dict[str, Signature] = {}
+        self._linked: set[Path] = set()
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         self._by_name = {name: file for file in files for name in file.modules}
@@ -169,6 +172,9 @@ class Finder(MetaPathFinder):
         file = self.by_path.get(str(path))
         if file is None or all(self._is_same(each) for each in self.by_path.values()):
             return path
+        if path not in self._linked:
+            self._linked.add(path)
+            _link_what_is_beside(file, self._folder, self.by_path.values())
         return self._folder / file.name
 
     def _is_same(self, file: SourceFile) -> bool:
@@ -182,6 +188,26 @@ class Finder(MetaPathFinder):
         except OSError:
             return False
         return self._same.get(file.path) == signature
+
+
+def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[SourceFile]) -> None:
+    """Link what lies beside the files of a snapshot into it, so that the copy of a script finds it by its own place.
+
+    Whoever may not write there goes without.
+    """
+    if not script.path.endswith(f"{os.sep}{script.name}"):
+        return
+    base = Path(script.path.removesuffix(script.name))
+    names = [Path(file.name) for file in files if file.path == str(base / file.name)]
+    here = snapshot.resolve()
+    with contextlib.suppress(OSError):
+        for folder in sorted({parent for name in names for parent in name.parents}):
+            with os.scandir(base / folder) as entries:
+                found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
+            for path in found if len(found) <= MANY_BESIDE else ():
+                if not here.is_relative_to(path.resolve()):  # what walks along links would walk for ever
+                    with contextlib.suppress(FileExistsError):
+                        (snapshot / folder / path.name).symlink_to(path)
 
 
 def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:

@@ -294,6 +294,29 @@ def test_a_package_that_an_editable_install_maps_to_a_folder_of_another_name_is_
     assert files == {**inits, "spaced.tools.core": f"{tmp_path}/lib/core.py", "spaced.other": None}
 
 
+def test_the_copy_of_a_script_finds_what_is_beside_the_script(edited, tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    for name in ("configs/train.yaml", "tools/words.txt", "tools/__pycache__/lib.pyc", "many/0", "many/1", ".root"):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text(name)
+    (base / "runs").symlink_to(tmp_path)  # the run directory lies below it
+    monkeypatch.setattr(importer, "MANY_BESIDE", 5)
+    with edited({"tools/run.py": b"import lib\n", "tools/lib.py": b"VALUE = 1\n", "many/lib.py": b""}):
+        for number in range(2, 8):
+            (base / "many" / str(number)).touch()
+        copy = importer.as_submitted(base / "tools" / "run.py")
+        importer.as_submitted(base / "tools" / "lib.py")
+    assert copy.read_bytes() == b"import lib\n"
+    root = copy.parents[1]
+    assert [(root / name).read_text() for name in ("configs/train.yaml", "tools/words.txt", ".root")] == [
+        *("configs/train.yaml", "tools/words.txt", ".root")
+    ]
+    assert sorted(path.name for path in (root / "tools").iterdir()) == ["lib.py", "run.py", "words.txt"]
+    assert sorted(path.name for path in (root / "many").iterdir()) == ["lib.py"]
+    assert not (root / "runs").exists()
+    assert (copy.parent / "lib.py").read_text() == "VALUE = 1\n"
+
+
 def test_a_module_whose_folder_may_not_be_entered_by_now_is_told_as_gone():
     with locked_folder() as locked:
         former = Snapshot((SourceFile("file.py", f"{locked}/file", ("file",), "", "", b""),), {})
