@@ -224,7 +224,7 @@ class _Tracer:
         module = found.modules[0] if found.modules else None
         is_package = Path(found.path).name == "__init__.py"
         package = None if module is None else module if is_package else module.rpartition(".")[0]
-        imports = _Imports(package)
+        imports = _Imports(package or (self._package_of_script(Path(found.path)) if found.is_script else None))
         imports.visit(tree)
         for name, always in imports.names:
             self.add_module(name, needed=found.needed and always)
@@ -244,6 +244,11 @@ class _Tracer:
             )
         for name in sorted(name for each in below for name in self._modules_below(each)):
             self.add_module(name, needed=False)
+
+    def _package_of_script(self, path: Path) -> str | None:
+        """The package to which a script belongs that `python -m` runs in the run file's folder; None for others."""
+        parts = path.parent.relative_to(self._base).parts if path.is_relative_to(self._base) else ()
+        return ".".join(parts) if parts and all(part.isidentifier() for part in parts) else None
 
     def _take(self, path: str, module: str | None, *, needed: bool, is_script: bool = False) -> None:
         if not (path.endswith(".py") or is_script):

@@ -170,6 +170,21 @@ def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_o
         assert (merged.errors, merged["shout"][:]) == ({}, ["A", "B"])
 
 
+def test_a_module_that_python_runs_by_name_is_code_of_the_run(slurmgpu, tmp_path):
+    run = [sys.executable, "-S", "-m", "tool.one", "{text}"]
+    folder = make(tmp_path / "project", "one.py", run=run, texts=["a", "bad"])
+    (folder / "tool").mkdir()
+    (folder / "one.py").rename(folder / "tool" / "one.py")
+    source = (folder / "tool" / "one.py").read_text()
+    (folder / "tool" / "one.py").write_text("from .words import BAD\n" + source.replace('"bad"', "BAD"))
+    (folder / "tool" / "words.py").write_text("BAD = 'bad'\n")
+    slurmgpu("submit", cwd=folder, expect=0)
+    (folder / "tool" / "words.py").write_text("BAD = 'worse'\n")
+    assert "tool/words.py differs" in slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0).stderr
+    with package.open(folder / "run" / "merged.h5") as merged:
+        assert (merged.errors, merged["shout"][:]) == ({}, ["A", "BAD"])
+
+
 def test_a_script_of_an_older_run_is_the_same_code_until_a_byte_of_it_changes(tmp_path):
     """An older slurmgpu took the digest of a script from its syntax tree, and the same files have to keep it."""
     folder = make(tmp_path / "project", "one.py", texts=["a"])

@@ -693,6 +693,25 @@ def test_of_a_script_that_has_changed_since_it_was_submitted_the_copy_is_looked_
         loaded(tmp_path, monkeypatch, run=["./x", "{text}"])
 
 
+def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, monkeypatch):
+    run = "import json, sys\nfrom .lib import N\n"
+    run += "print(json.dumps({'n': N, 'said': sys.argv[1:], 'name': __spec__.name}))\n"
+    for folder, number in (("now", 2), ("code/9f2c", 1)):
+        tool = tmp_path / folder / "tool"
+        tool.mkdir(parents=True)
+        for name, source in (("__init__", ""), ("run", run), ("lib", f"N = {number}\n")):
+            (tool / f"{name}.py").write_text(source)
+    now, kept = tmp_path / "now", tmp_path / "code" / "9f2c"
+    line = [sys.executable, "-S", "-m", "tool.run", "-m", "{text}"]
+    columns = {"n": "int32", "said": "json", "name": "text"}
+    command = loaded(now, monkeypatch, run=line, columns=columns)
+    assert command(items("a")) == [{"n": 2, "said": ["-m", "a"], "name": "tool.run"}]
+    assert command.scripts == [Path("tool/__init__.py"), Path("tool/run.py")]
+    monkeypatch.setattr(workload.importer, "as_submitted", lambda path: kept / path.relative_to(now))
+    command._scripts = {}
+    assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
+
+
 def test_a_program_that_is_gone_is_the_workloads_fault_and_no_items_error(tmp_path, monkeypatch):
     (tmp_path / "gone").write_text("#!/bin/sh\n")
     (tmp_path / "gone").chmod(0o755)

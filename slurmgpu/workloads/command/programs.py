@@ -1,10 +1,12 @@
-"""Whether a program can be started on this machine, and in words why not, which the kernel's errors do not say."""
+"""Whether a program can be started on this machine, in words why not, and which file `python -m` runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
@@ -25,6 +27,12 @@ _RUNS = {
     ".mjs": "node",
 }
 """What runs a script by its suffix, where it is not executable."""
+_PYTHON = re.compile(r"python[\d.]*")
+RUN_MODULE = (
+    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""What `python -c` is given, with FOLDER and MODULE, to do as `python -m MODULE`, with the modules of FOLDER first."""
 
 
 def check_program(program: str, path: str | None) -> None:
@@ -96,3 +104,20 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
         return None
     shown = by_env.decode(errors="replace")
     return f"its interpreter {shown}, which env looks for, is not on the PATH. Correct its #! line, or PATH."
+
+
+def module_of(texts: Mapping[int, str]) -> tuple[int, str] | None:
+    """The place and the name of the module in `python -m NAME` among the arguments; None without one."""
+    place = next((number for number in sorted(texts) if _PYTHON.fullmatch(Path(texts[number]).name)), None)
+    if place is None:
+        return None
+    place += 1
+    while texts.get(place, "").startswith("-") and texts[place] not in ("-m", "-c"):
+        place += 1
+    return (place + 1, texts[place + 1]) if texts.get(place) == "-m" and place + 1 in texts else None
+
+
+def file_of_module(name: str) -> Path | None:
+    """The file that `python -m NAME` runs, relative to the working folder; None if it is not below that."""
+    path = Path(*name.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)

@@ -38,7 +38,7 @@ from slurmgpu.workloads.command.process import (
     OutputError,
     ToLog,
 )
-from slurmgpu.workloads.command.programs import check_program
+from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, file_of_module, module_of
 from slurmgpu.workloads.command.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -129,9 +129,15 @@ class Command:
 
     @property
     def scripts(self) -> list[Path]:
-        """The scripts among the arguments that lie in the working folder, which is that of the run file."""
+        """The scripts among the arguments that lie in the working folder, which is that of the run file.
+
+        Of `python -m package.module` these are the module's file, and those of its packages.
+        """
         here = Path.cwd().resolve()
-        found = (Path(text) for text in self._line.texts.values())
+        found = [Path(text) for text in self._line.texts.values()]
+        if (module := module_of(self._line.texts)) is not None and (file := file_of_module(module[1])) is not None:
+            packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
+            found += [*(path for path in packages if path.is_file()), file]
         return [path for path in found if path.resolve().is_relative_to(here) and _is_script(path)]
 
     def check_here(self) -> None:
@@ -157,6 +163,7 @@ class Command:
             self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
         self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
+        self._module = module_of(self._line.texts)
         kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
         check_program(self._program if kept == self._scripts[0] else str(kept), self._environ.get("PATH"))
         self._told: set[int] = set()
@@ -225,13 +232,24 @@ class Command:
         """The arguments of a call, where scripts are as they were submitted."""
         arguments = self._line.fill(values, data)
         for number, path in self._scripts.items():
-            kept = importer.as_submitted(path)
-            if kept != path:
+            if (kept := self._as_submitted(number, path)) is not None:
                 arguments[number] = os.fsencode(kept)
-                if number not in self._told:
-                    self._told.add(number)
-                    log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
+        if self._module is not None and (file := file_of_module(self._module[1])) is not None:
+            number, module = self._module
+            if (kept := self._as_submitted(number, file.resolve())) is not None:
+                folder = str(kept).removesuffix(str(file))
+                arguments[number - 1 : number + 1] = map(os.fsencode, ("-c", RUN_MODULE, folder, module))
         return arguments
+
+    def _as_submitted(self, number: int, path: Path) -> Path | None:
+        """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
+        kept = importer.as_submitted(path)
+        if kept == path:
+            return None
+        if number not in self._told:
+            self._told.add(number)
+            log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
+        return kept
 
     def _stream_of(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
         assert self._stream is not None
