@@ -176,9 +176,10 @@ class Csv(Lines, format="csv"):
             raise SlurmGPUError(
                 f"{path}, header: {doubled[0]!r} names two columns: expected a name of its own for each."
             )
-        if len(columns) == 1 and any(mark in columns[0] for mark in ";\t"):
+        if len(columns) == 1 and (marks := [mark for mark in ";\t" if mark in columns[0]]):
             raise SlurmGPUError(
-                f"{path}, header: expected names separated by commas, found {columns[0]!r}. Convert the file."
+                f"{path}, header: expected names separated by commas, found {columns[0]!r}. Write it with commas, in "
+                f"Python pandas.read_csv(path, sep={marks[0]!r}).to_csv('items.csv', index=False)."
             )
         return columns
 
