@@ -75,17 +75,31 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _is_gpu_fault(error: BaseException) -> bool:
-    return any(text in message_of(error) for text in GPU_FAULT_TEXTS)
+    return any(text in message_of(error) for text in GPU_FAULT_TEXTS + HARDWARE_TEXTS)
+
+
+def _is_fault_of_hardware(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(text in message_of(error) for text in HARDWARE_TEXTS)
 
 
 GPU_FAULT_TEXTS = (
     "CUDA driver version is insufficient",
+    "NVIDIA driver on your system is too old",
     "no CUDA-capable device",
+    "No CUDA GPUs are available",
+    "Unexpected error from cudaGetDeviceCount()",
     "CUDA unknown error",
     "Found no NVIDIA driver",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
 """PyTorch's messages if the GPU or its driver is at fault."""
+HARDWARE_TEXTS = (
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "nvlink or a hardware error",
+)
+"""CUDA's messages if the GPU's hardware is at fault, which may come in any call (cudaGetErrorString)."""
 
 POLICIES: dict[str, Policy] = {
     "cuda_oom": Policy(
@@ -124,7 +138,10 @@ POLICIES: dict[str, Policy] = {
         "a GPU was allocated but cannot be used",
         True,
         node_at_fault=True,
-        seen={LOADING: _is_gpu_fault, ITEM: lambda error: isinstance(error, GPUFaultError)},
+        seen={
+            LOADING: _is_gpu_fault,
+            ITEM: lambda error: isinstance(error, GPUFaultError) or _is_fault_of_hardware(error),
+        },
     ),
     "file_system": Policy(
         "the node lost a file system that the run uses",

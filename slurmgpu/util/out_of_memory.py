@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from slurmgpu.util.exceptions import message_of
 
-GPU_TEXTS = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+GPU_TEXTS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "_DEVICE_ALLOCATION_FAILED",
+    "CUFFT_ALLOC_FAILED",
+)
+"""PyTorch's messages if the memory of a GPU is not enough: by its allocator, for CUDA itself, and for its libraries.
+
+CUDA needs some that the allocator has taken, as to load a kernel when it is first used (cudaErrorMemoryAllocation).
+Its context is not lost.
+"""
 HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory")
-"""PyTorch's messages if memory is not enough, the GPU's or the host's."""
+"""PyTorch's messages if the memory of the host is not enough."""
 MEMORY_TEXTS = (*GPU_TEXTS, *HOST_TEXTS)
 
 

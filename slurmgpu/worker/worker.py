@@ -455,18 +455,24 @@ class Worker:
             parts=plan.parts,
             **({} if self._parts is None else {"divide": only_for_calls("task.divide", self._parts.divide)}),
         )
+
+        def kind_of(error: BaseException) -> str:
+            found = class_of(error, LOADING)
+            # Who asks for a GPU where none was asked for, finds none on any node.
+            return "workload_error" if found == "gpu_fault" and device == "cpu" else found
+
         try:
             workload = build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(context)
         except SlurmGPUError as error:
             if error.__cause__ is not None:
                 log.info("what led to it:", exc_info=error.__cause__)
-            raise WorkerFailedError(class_of(error, LOADING), message_of(error)) from error
+            raise WorkerFailedError(kind_of(error), message_of(error)) from error
         except INTERRUPTS:
             raise
         except BaseException as error:  # also a panic of a library in Rust
             check_debugger_left(error)
-            raise WorkerFailedError(class_of(error, LOADING), described(error), trace_of(error)) from error
+            raise WorkerFailedError(kind_of(error), described(error), trace_of(error)) from error
         return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
 
     def _note(self, name: str, value: int) -> None:

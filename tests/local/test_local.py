@@ -495,6 +495,16 @@ def test_a_workload_that_cannot_load_is_not_tried_again(project, slurmgpu):
     assert records(folder)[0]["failure"] == "workload_error"
 
 
+def test_a_workload_that_asks_for_a_gpu_where_none_was_asked_for_blames_no_node(project, slurmgpu):
+    folder = project(20, workload="Unloadable")
+    source = (folder / "workloads.py").read_text()
+    raised = 'raise RuntimeError("Found no NVIDIA driver on your system.")'
+    (folder / "workloads.py").write_text(source.replace("raise ImportError(\"No module named 'torch'\")", raised))
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=3)
+    [record] = records(folder)
+    assert (record["failure"], record["bad_node"]) == ("workload_error", None)
+
+
 def test_a_sentence_that_loading_refuses_with_is_reported_without_a_traceback(project, slurmgpu):
     folder = project(20, workload="Unloadable")
     source = (folder / "workloads.py").read_text()

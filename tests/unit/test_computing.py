@@ -9,7 +9,7 @@ import pytest
 
 from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
 from slurmgpu.run.crash_history import History
-from slurmgpu.run.failures import ITEM, POLICIES, Policy
+from slurmgpu.run.failures import ITEM, LOADING, POLICIES, Policy, class_of
 from slurmgpu.shards.columns import Array, Json
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.worker.assignment import WorkerFailedError
@@ -189,10 +189,33 @@ def test_processes_that_agree_on_failures_call_the_workload_with_the_same_batche
     assert computed.oom_batch == 2
 
 
-def test_a_lost_cuda_context_ends_the_worker():
-    class AcceleratorError(RuntimeError):
-        pass
+class AcceleratorError(RuntimeError):
+    """Named as PyTorch names an error of CUDA."""
 
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"
+        ),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    ],
+)
+def test_memory_that_cuda_itself_or_its_libraries_lack_halves_the_batch_too(error):
+    def function(items):
+        if len(items) > 2:
+            raise error
+        return [{"x": item.data["x"]} for item in items]
+
+    computed = compute(Recorder(function))
+    assert (computed.oom_batch, failures(computed)) == (2, {})
+
+
+def test_a_lost_cuda_context_ends_the_worker():
     with pytest.raises(WorkerBrokenError, match="device-side assert"):
         compute(Recorder(raise_at(0, error=lambda text: AcceleratorError("CUDA error: device-side assert triggered"))))
 
@@ -211,12 +234,43 @@ def test_a_process_whose_pool_or_files_are_used_up_ends(error):
 
 
 def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monkeypatch):
-    row = Policy("memory errors", True, node_at_fault=True, seen={ITEM: lambda error: "ECC error" in str(error)})
-    monkeypatch.setitem(POLICIES, "gpu_ecc", row)
-    failing = raise_at(3, error=lambda text: RuntimeError("CUDA error: uncorrectable ECC error encountered"))
-    with pytest.raises(WorkerFailedError, match=r"item 0: RuntimeError: CUDA error: uncorrectable ECC") as caught:
+    row = Policy("fans that stand still", True, node_at_fault=True, seen={ITEM: lambda error: "fan" in str(error)})
+    monkeypatch.setitem(POLICIES, "fan_fault", row)
+    failing = raise_at(3, error=lambda text: RuntimeError("CUDA error: a fan stands still"))
+    with pytest.raises(WorkerFailedError, match=r"item 0: RuntimeError: CUDA error: a fan") as caught:
         compute(Recorder(failing))
-    assert caught.value.kind == "gpu_ecc"
+    assert caught.value.kind == "fan_fault"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "uncorrectable ECC error encountered",
+        "uncorrectable NVLink error detected during the execution",
+        "hardware stack error",
+        "Invalid access of peer GPU memory over nvlink or a hardware error",
+    ],
+)
+def test_an_error_of_the_gpus_hardware_is_the_nodes_fault_and_no_items(text):
+    with pytest.raises(WorkerFailedError) as caught:
+        compute(Recorder(raise_at(3, error=lambda _: AcceleratorError(f"CUDA error: {text}\nSearch for it"))))
+    assert caught.value.kind == "gpu_fault"
+    said = f"the texts speak of an {text}"
+    assert list(failures(compute(Recorder(raise_at(3, error=lambda _: ValueError(said)))))) == [3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver",
+        "No CUDA GPUs are available",
+        "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+        "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized",
+        "CUDA error: uncorrectable ECC error encountered",
+    ],
+)
+def test_what_pytorch_says_of_a_driver_or_a_gpu_in_loading_is_a_fault_of_the_gpu(text):
+    assert class_of(RuntimeError(text), LOADING) == "gpu_fault"
 
 
 @pytest.mark.parametrize(
