@@ -227,11 +227,11 @@ def name_of_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def describe_exit(returncode: int) -> str:
-    """How a process ended, in words."""
+def describe_exit(returncode: int, *, was_done: bool = False) -> str:
+    """How a process ended, in words; `was_done` says that its work was done."""
     if number := signal_of(returncode):
         return f"died by {name_of_signal(number)}"
-    return f"exited with code {returncode} before its work was done"
+    return f"exited with code {returncode}" + ("" if was_done else " before its work was done")
 
 
 def is_self_inflicted(returncode: int) -> bool:

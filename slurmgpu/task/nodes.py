@@ -202,11 +202,6 @@ class GroupProcess(WorkerProcess):
             self._first_exit, self.was_oom = code, was_oom
             self.end()
 
-    def end(self) -> None:
-        """End it by SIGTERM, then by SIGKILL; its last event says that it has ended."""
-        self.stop()
-        self._kill_all()
-
     def wait(self) -> int:
         """The exit code of the part that ended first; NodeFaultError if a node is lost."""
         code = super().wait()

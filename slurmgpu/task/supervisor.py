@@ -22,7 +22,7 @@ from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import FILES, POLICIES, class_of, signal_of
+from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit, signal_of
 from slurmgpu.run.metric_log import MetricWriter
 from slurmgpu.run.records import Attempt, Unread
 from slurmgpu.shards.names import partials_of
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 NOTICE_S = 120
 """A signal this near to the end of the walltime is its notice; sbatch(1) may send that 60 s early."""
+EXIT_S = 120.0
+"""How long a worker may take to end when its work is done: what it has started may upload something, or hang."""
 MOST_DROPPED = 32
 """How many claims a requeued task reads to find those that it held before."""
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
@@ -91,7 +93,7 @@ class Task:
         self._was_told = False
         self._keeps_progress = False
         self._stopped_by: int | None = None
-        self._part_by = float("inf")
+        self._part_by = self._exit_by = float("inf")
         self._left: int | None = None
         self._unrenewed: set[int] = set()
         self._renewed = time.monotonic()
@@ -206,6 +208,7 @@ class Task:
             while True:
                 kills_before = cgroups.oom_kills()
                 self._heard = self._keeps_progress = False
+                self.record["reason"], self._exit_by = None, float("inf")
                 self._learn_end()
                 with self._start_worker(others) as worker:
                     self._worker_pid = worker.pid
@@ -214,10 +217,11 @@ class Task:
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
                 self._worker_pid = None
-                is_over = returncode == 0 and self.record["reason"] in GOOD_ENDS
+                is_done = self._is_done(returncode)
+                is_over = is_done and self.record["reason"] in GOOD_ENDS
                 if self._stopped_by is not None and self.record["failure"] is None and not is_over:
                     raise StoppedError(self._stopped_by)
-                if returncode == 0 and self.record["reason"] is not None:
+                if is_done:
                     parked = self._deaths.parked
                     return self._fail("host_oom", "; ".join(parked)) if parked else 0
                 if self.record["failure"] is not None:
@@ -231,6 +235,19 @@ class Task:
                     return 1
         except StoppedError as stopped:
             return self._stopped(stopped.signum)
+
+    def _is_done(self, returncode: int) -> bool:
+        """Whether the worker had done its work when it ended."""
+        if returncode == 0 or self.record["failure"] is not None:
+            return returncode == 0 and self.record["reason"] is not None
+        if self._works():
+            return False
+        log.warning("the worker %s, and had done its work", describe_exit(returncode, was_done=True))
+        return True
+
+    def _works(self) -> bool:
+        """Whether the worker has not said yet that it takes no more shards, or has one to publish."""
+        return self.record["reason"] is None or bool(self._held)
 
     def _start_worker(self, others: OtherNodes) -> WorkerProcess:
         if (spare := self._spare) is not None:
@@ -260,8 +277,14 @@ class Task:
                 raise StoppedError(self._stopped_by)
             if event["event"] == "eof" and event["pid"] == worker.pid:
                 return
+            if time.monotonic() > self._exit_by:
+                log.warning("the worker has done its work, and does not end within %.0f s: it is killed", EXIT_S)
+                worker.end()
+                return
             self._heard = self._heard or event["event"] not in ("tick", "eof")
             self.handle(event)
+            if not self._works():
+                self._exit_by = min(self._exit_by, time.monotonic() + EXIT_S)
 
     def _learn_end(self) -> float | None:
         """When the walltime ends, if that was not known before."""

@@ -205,6 +205,11 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             log.warning("the worker did not end within %.0f s of SIGTERM; killing it", GRACE_S)
 
+    def end(self) -> None:
+        """End it by SIGTERM, then by SIGKILL; its last event says that it has ended."""
+        self.stop()
+        self._kill_all()
+
     def __enter__(self) -> WorkerProcess:
         return self
 

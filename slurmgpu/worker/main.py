@@ -91,6 +91,8 @@ def run_process() -> None:
         # A lost CUDA context, or a collective that waits for a failed rank, may block Python's exit.
         sys.stderr.flush()
         os._exit(exit_code)
+    if lasting := [thread.name for thread in threading.enumerate() if not thread.daemon][1:]:  # the first is this one
+        log.info("Python ends when threads that the workload has started do: %s", ", ".join(lasting))
 
 
 if __name__ == "__mp_main__":

@@ -194,6 +194,59 @@ def test_a_killed_worker_is_started_again_and_changes_nothing(project, slurmgpu,
     assert [death["class"] for death in records(folder)[0]["deaths"]] == ["crash"]
 
 
+AT_ITS_END = """
+import atexit, os, signal, threading, time
+from slurmgpu import Array
+
+class Rows:
+    columns = {"double": Array("float64")}
+
+    def __init__(self, *, how):
+        self.how = how
+
+    def load(self, task):
+        getattr(self, self.how)()
+
+    def hangs(self):
+        threading.Thread(target=time.sleep, args=(600,), name="uploads").start()
+
+    def dies(self):
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+
+    def fails(self):
+        atexit.register(os._exit, 3)
+
+    def __call__(self, items):
+        return [{"double": 2.0 * item.index} for item in items]
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("hangs", "the worker has done its work, and does not end within 1 s: it is killed"),
+        ("dies", "the worker died by SIGSEGV, and had done its work"),
+        ("fails", "the worker exited with code 3, and had done its work"),
+    ],
+)
+def test_a_worker_that_hangs_or_dies_when_its_work_is_done_has_done_it(
+    project, slurmgpu, monkeypatch, caplog, how, said
+):
+    monkeypatch.setattr("slurmgpu.task.supervisor.EXIT_S", 1.0)
+    folder = project(20, settings={"how": how})
+    (folder / "workloads.py").write_text(AT_ITS_END)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    task = Task(Run.open(folder / "run"), Attempt("job", 0))
+    assert task.run_worker() == 0
+    assert (task.record["reason"], task.record["failure"], task.record["deaths"]) == ("complete", None, [])
+    assert len(published(folder)) == 3
+    assert said in caplog.messages
+    assert not workers(folder)
+    if how == "hangs":
+        [log] = (folder / "run" / "logs").glob("job_0.0.log")
+        assert "Python ends when threads that the workload has started do: uploads" in log.read_text()
+
+
 def test_a_killed_task_loses_nothing(project):
     folder = project(48, held_from=24)
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
