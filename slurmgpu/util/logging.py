@@ -8,6 +8,9 @@ import sys
 import time
 from datetime import datetime, timezone
 
+OWN = "slurmgpu"
+"""The logger above all of slurmgpu's."""
+
 
 class LogFormatter(logging.Formatter):
     """Lines that begin with a time in ISO 8601, with milliseconds and the offset from UTC, which differs in images."""
@@ -35,6 +38,24 @@ def mark_of(first: int, last: int) -> str:
 
 def log_to_stderr(*, force: bool = False) -> None:
     """Log to standard error in this format; with `force`, existing handlers are removed."""
+    logging.basicConfig(level=logging.INFO, handlers=[_handler()], force=force)
+
+
+def log_own_lines() -> None:
+    """Log slurmgpu's lines in this format, whatever a workload does to the root logger."""
+    own = logging.getLogger(OWN)
+    own.addHandler(_handler())
+    own.setLevel(logging.INFO)
+    own.propagate = False
+
+
+def enable_own_loggers() -> None:
+    """Enable slurmgpu's loggers, which `logging.config` disables with all that exist."""
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == OWN]:
+        logging.getLogger(name).disabled = False
+
+
+def _handler() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=force)
+    return handler

@@ -23,7 +23,7 @@ from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, class_of
 from slurmgpu.util.exceptions import described, trace_of
-from slurmgpu.util.logging import log_to_stderr
+from slurmgpu.util.logging import log_own_lines, log_to_stderr
 from slurmgpu.util.pipes import close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("assignment", type=json.loads)
     arguments = parser.parse_args(argv)
     log_to_stderr()
+    log_own_lines()
     # Log the Python stack of a segmentation fault.
     faulthandler.enable()
     # Slurm may signal every process of a job; only the task handles the notice.

@@ -33,6 +33,7 @@ from slurmgpu.util.broken_process import is_out_of_files
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.pipes import Report
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import retried
@@ -126,6 +127,7 @@ class Worker:
             started = time.monotonic()
             self.group.guard()
             workload = self._load()
+            enable_own_loggers()
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._log_outside()
@@ -289,6 +291,7 @@ class Worker:
             yield Taken(found[0], History.from_json(found[1]), found[2])
 
     def _begin(self, shard: int) -> None:
+        enable_own_loggers()
         indices = self.run.plan.indices(*self.run.plan.bounds(shard))
         self._shard = shard
         self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
