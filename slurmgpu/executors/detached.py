@@ -26,6 +26,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.packages import own_python_path
+from slurmgpu.util.shared_files import open_to_append
 
 LOG = "submit.log"
 """The log of that process, in the run's logs/."""
@@ -102,7 +103,7 @@ def main() -> int:
                 answers.write(json.dumps(answer) + "\n")
 
     folder, submission = pickle.loads(given)
-    with open(folder / "logs" / LOG, "ab") as log:
+    with open_to_append(folder / "logs" / LOG) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     is_as_asked = (submission.executor, submission.n_concurrent) == (executor.name, n_slots)

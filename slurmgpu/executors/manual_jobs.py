@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm.own_job import OwnJob, nodes_here, refuse_copies
 from slurmgpu.util import gpus
 from slurmgpu.util.logging import LogFormatter
+from slurmgpu.util.shared_files import open_to_append
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,8 @@ def log_beside(run: Run, job: str) -> Iterator[None]:
     `job` is 1234_7 for a task of an array, 1235 for a merge.
     """
     rank = os.environ.get("SLURM_PROCID", "0")
-    handler = logging.FileHandler(run.logs / f"{job}_{rank}_log.err")
+    file = open_to_append(run.logs / f"{job}_{rank}_log.err")
+    handler = logging.StreamHandler(io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace"))
     handler.setFormatter(LogFormatter())
     logging.getLogger().addHandler(handler)
     try:
@@ -109,3 +112,4 @@ def log_beside(run: Run, job: str) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
+        handler.stream.close()

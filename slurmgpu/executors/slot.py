@@ -38,7 +38,7 @@ from slurmgpu.run.failures import blaming  # noqa: E402
 from slurmgpu.run.records import node_name  # noqa: E402
 from slurmgpu.util.forks import Fork, fork, leave  # noqa: E402
 from slurmgpu.util.prctl import PR_SET_NAME, end_with, prctl  # noqa: E402
-from slurmgpu.util.shared_files import retried  # noqa: E402
+from slurmgpu.util.shared_files import open_to_append, retried  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,8 @@ def run_slot(folder: Path) -> NoReturn:
     paths = JobPaths(folder, str(own), 0)
     with contextlib.ExitStack() as logs:
         with blaming(node_name()):
-            streams = retried(lambda: [logs.enter_context(path.open("a")) for path in (paths.stdout, paths.stderr)])
+            both = (paths.stdout, paths.stderr)
+            streams = retried(lambda: [logs.enter_context(open_to_append(path)) for path in both])
         if (pid := fork()) == 0:
             remember()
             end_with(own)

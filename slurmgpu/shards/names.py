@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import secrets
 from pathlib import Path
+
+_KEY = secrets.token_bytes(16)
 
 
 def shard_name(shard: int, revision: int = 0) -> str:
@@ -13,8 +17,13 @@ def shard_name(shard: int, revision: int = 0) -> str:
 
 
 def partial_name(shard: int, attempt: str) -> str:
-    """The file name under which this process writes a shard; unique across machines."""
-    return f"{shard:05d}.{attempt}.{platform.node()}.{os.getpid()}.partial"
+    """The file name under which this process writes a shard, also when it tries again; unique across machines.
+
+    Nobody can guess it: in a folder where others may write, a link of theirs would lead the writer to another file.
+    """
+    told = f"{shard}.{attempt}.{os.getpid()}".encode()  # a fork has the key of its parent
+    token = hashlib.blake2b(told, key=_KEY, digest_size=8).hexdigest()
+    return f"{shard:05d}.{attempt}.{platform.node()}.{os.getpid()}.{token}.partial"
 
 
 def partials_of(folder: Path, attempt: str) -> list[Path]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
-import platform
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, that is full answers."""
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-_NUMBERS = itertools.count()
 
 _T = TypeVar("_T")
 
@@ -50,8 +48,11 @@ def fsync_dir(path: Path) -> None:
 
 
 def own_name(path: Path) -> Path:
-    """A hidden name beside `path`, ending in `.partial`, that no other process, thread or machine uses."""
-    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{next(_NUMBERS)}.partial")
+    """A hidden name beside `path`, ending in `.partial`, that no other process, thread or machine uses.
+
+    Nobody can guess it: in a folder where others may write, a link of theirs would lead the writer to another file.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import re
 
 import pytest
 
-from slurmgpu.util.atomic_files import FULL, beside, write_bytes
+from slurmgpu.shards.names import partial_name, partials_of
+from slurmgpu.util.atomic_files import FULL, beside, own_name, write_bytes
 
 
 def half_of_it(path):
@@ -52,3 +54,25 @@ def test_errors_of_other_files_name_those(tmp_path):
     with pytest.raises(FileNotFoundError) as failed, beside(tmp_path / "page.html"):
         (tmp_path / "other").stat()
     assert (failed.value.errno, failed.value.filename) == (errno.ENOENT, str(tmp_path / "other"))
+
+
+def test_a_link_of_somebody_who_saw_the_name_before_leads_no_writer_elsewhere(tmp_path):
+    folder, theirs = tmp_path / "shared", tmp_path / "theirs"
+    folder.mkdir()
+    theirs.write_bytes(b"precious")
+    seen = own_name(folder / "rows.csv")
+    for later in range(100):
+        guess = re.sub(r"\d+(?=\.partial$)", lambda number, later=later: str(int(number[0]) + later), seen.name)
+        if not os.path.lexists(folder / guess):
+            (folder / guess).symlink_to(theirs)
+    write_bytes(folder / "rows.csv", b"rows")
+    assert theirs.read_bytes() == b"precious"
+    assert not (folder / "rows.csv").is_symlink()
+
+
+def test_the_name_of_a_partial_shard_stays_and_tells_nothing_of_the_next_ones(tmp_path):
+    first, second = (partial_name(shard, "1_0.0") for shard in (0, 1))
+    assert first == partial_name(0, "1_0.0")
+    assert first[5:] != second[5:]
+    (tmp_path / first).touch()
+    assert partials_of(tmp_path, "1_0.0") == [tmp_path / first]

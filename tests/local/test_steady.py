@@ -41,16 +41,16 @@ print(*sorted(path for path in shared_files.list_names(logs)))
 ASKING = Behaviour(ac_min_s=0, ac_max_s=0, names=False, listings=False, contents=False, tick_s=1e-9)
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 NO_LOGS = """
-import pathlib, sys
+import os, sys
 if "slurmgpu.executors.slot" in sys.orig_argv:
     from slurmgpu.util import shared_files
     shared_files.retried.__defaults__ = (0.1,)
-    opened = pathlib.Path.open
-    def fail(self, *given, **more):
-        if self.name.endswith("_log.out"):
-            raise OSError(5, "Input/output error", str(self))
-        return opened(self, *given, **more)
-    pathlib.Path.open = fail
+    opened = os.open
+    def fail(path, *given, **more):
+        if str(path).endswith("_log.out"):
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, *given, **more)
+    os.open = fail
 """
 NO_PICKLE = TASK_DIES.format(code=74)
 
