@@ -51,6 +51,7 @@ from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.early_signals import INTERRUPTS
+from slurmgpu.util.home import expanded
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import exists, remove, status_of
 
@@ -312,7 +313,7 @@ def overrides_of(
     if run_dir:  # which is relative to the working directory, as the key is not
         found.sources["", "run_dir"] = "--run-dir"
     put_profile(found, profile)
-    container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
+    container = {} if image is None else {"image": str(expanded(image).absolute())}
     found.put({"settings": settings or {}, "resources": resources, "container": container})
     found.assign_keys(keys or {})
     return found

@@ -29,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.util.exceptions import described, message_of
+from slurmgpu.util.home import expanded
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -566,7 +567,7 @@ def resolve_use(use: str, base: Path) -> str:
             + did_you_mean(use, BUILT_IN)
         )
     if module.endswith(".py"):
-        path = (base / Path(module).expanduser()).resolve()
+        path = (base / expanded(module)).resolve()
         if not path.is_file():
             raise SlurmGPUError(f"Workload {use!r}: there is no file {path}.")
         return f"{path}:{name}"
@@ -631,7 +632,7 @@ def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> di
     for name in texts:
         value = settings.get(name)
         if isinstance(value, str) and value.startswith(FILE):
-            path = Path(value.removeprefix(FILE)).expanduser()
+            path = expanded(value.removeprefix(FILE))
             try:
                 found[name] = path.read_text(encoding="utf-8").removesuffix("\n")
             except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -278,9 +279,11 @@ def show_rows(
         str | None, typer.Option("--items", "--item", metavar="10:20,35", help="Only these items, or one by its name.")
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
-    n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="At most N rows.", metavar="N")] = 10,
+    n_rows: Annotated[
+        int, typer.Option("-n", "--rows", min=1, max=sys.maxsize, help="At most N rows.", metavar="N")
+    ] = 10,
     n_random: Annotated[
-        int | None, typer.Option("--random", min=1, metavar="N", help="N rows, drawn at random.")
+        int | None, typer.Option("--random", min=1, max=sys.maxsize, metavar="N", help="N rows, drawn at random.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Another number draws other rows.")] = 0,
     with_items: options.WithItemsOption = False,

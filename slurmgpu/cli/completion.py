@@ -12,6 +12,8 @@ from pathlib import Path
 
 import typer
 
+from slurmgpu.util.home import expanded
+
 RUN = "run.json"
 """The file that marks a run directory."""
 PROBE = "-probe"
@@ -56,7 +58,7 @@ def complete_task(context: typer.Context, incomplete: str) -> list[str]:
     if folder is None:
         return []
     try:
-        names = sorted(os.listdir(Path(folder).expanduser() / "tasks"))
+        names = sorted(os.listdir(expanded(folder) / "tasks"))
     except OSError:
         return []
     attempts = [name[: -len(".json")] for name in names if name.endswith(".json") and not name.startswith(".")]
@@ -156,7 +158,7 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
     """
     head, prefix = os.path.split(incomplete)
     shown = incomplete[: len(incomplete) - len(prefix)]
-    folder = Path(head or ".").expanduser()
+    folder = expanded(head or ".")
     try:
         names = sorted(name for name in os.listdir(folder) if name.startswith(prefix))
     except OSError:

@@ -12,6 +12,7 @@ import typer
 
 from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.home import expanded
 
 if TYPE_CHECKING:
     from slurmgpu.plan.overrides import Overrides
@@ -225,7 +226,7 @@ def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overr
     if given.get("run_dir"):  # which is relative to the working directory, as the key is not
         found.sources["", "run_dir"] = "--run-dir"
     found.put({"resources": {key: given.get(key) for key in PLACES}})
-    found.put({"container": {"image": image and str(image.expanduser().absolute())}})
+    found.put({"container": {"image": image and str(expanded(image).absolute())}})
     found.put({"slurm": parse_slurm_options(given.get("slurm") or ())}, "--slurm")
     # The run ends with the merge job.
     found.put({"merge": {"mail_user": mail_user, "mail_type": mail_user and "END,FAIL"}}, "--mail-user")
@@ -266,7 +267,7 @@ def metrics_file(path: Path | None) -> Path | None:
         return None
     from slurmgpu.cli.console import say
 
-    path = path.expanduser()
+    path = expanded(path)
     if not path.absolute().parent.is_dir():
         raise SlurmGPUError(
             f"--metrics {path}: there is no folder {path.absolute().parent}. Make it, or name a file elsewhere."

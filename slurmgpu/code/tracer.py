@@ -26,6 +26,7 @@ from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import CodeAbout, Git
 from slurmgpu.util.env_info import PACKAGES
 from slurmgpu.util.hashing import DIGITS
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
 
 MANY_FILES = 2000
@@ -122,7 +123,7 @@ class _Tracer:
             if not needed:
                 self.where.foreign = known  # any text may have a colon
             return
-        path = (self._base / Path(module).expanduser()).resolve()
+        path = (self._base / expanded(module)).resolve()
         if is_file(path, BRIEF_PATIENCE_S):
             if str(path.parent) not in self.where.folders:
                 self.where.folders.insert(0, str(path.parent))

@@ -12,6 +12,7 @@ import slurmgpu
 from slurmgpu.containers import apptainer_complaints, images, staging
 from slurmgpu.containers.runtime import Runtime, Start
 from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
+from slurmgpu.util.home import expanded
 
 OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
 """The first versions with --no-eval; without it a shell evaluates `$(…)` in values of the environment."""
@@ -116,7 +117,7 @@ class Apptainer(Runtime):
         """`build`, with the definition's arguments."""
         given = {"VERSION": slurmgpu.__version__}
         if base is not None:
-            path = Path(base).expanduser()
+            path = expanded(base)
             is_local = path.exists() or base.endswith(".sif")
             given["BOOTSTRAP"] = "localimage" if is_local else "docker"
             given["BASE"] = str(path.absolute()) if is_local else base.removeprefix("docker://")

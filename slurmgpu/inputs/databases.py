@@ -16,6 +16,7 @@ from slurmgpu.inputs.formats import Preview, refuse_changed
 from slurmgpu.inputs.repacking import FOLDER, RowGroups, even, hash_file, publish
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
+from slurmgpu.util.home import expanded
 from slurmgpu.util.packages import check_pyarrow
 
 PREFIXES = ("sqlite:", "duckdb:")
@@ -61,7 +62,7 @@ def query_in(named: str | Sequence[str], base: Path) -> Query | None:
             f"The query of the input has no ORDER BY: {' '.join(sql.split())!r}. Rows would come in any order, and an "
             f"item's number would mean nothing; add ORDER BY and columns that no two rows share, at the query's end."
         )
-    return Query(kind, base.absolute() / Path(path).expanduser(), sql.strip())
+    return Query(kind, base.absolute() / expanded(path), sql.strip())
 
 
 def repack_query(

@@ -40,6 +40,7 @@ from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
 from slurmgpu.task.preflight import check_here
 from slurmgpu.util.atomic_files import FULL, write_bytes
+from slurmgpu.util.home import expanded
 from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     known = None if not declared or None in declared.values() else declared
     former = None
     if run_dir is not None:
-        target = Path(run_dir).expanduser()
+        target = expanded(run_dir)
     elif name is not None:
         target = base / "runs" / name
     else:

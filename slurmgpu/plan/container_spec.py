@@ -14,6 +14,7 @@ from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Ident
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
+from slurmgpu.util.home import expanded
 from slurmgpu.workload import title_of
 
 
@@ -21,7 +22,7 @@ def image_path(table: ContainerTable, base: Path) -> Path | None:
     """The image that a run file in `base` names; None if tasks run without one."""
     if table.image is None or table.runtime == "none":
         return None
-    return (base / Path(table.image).expanduser()).resolve()
+    return (base / expanded(table.image)).resolve()
 
 
 def identify_image(

@@ -16,6 +16,7 @@ from slurmgpu.plan.site_file import named
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.home import expanded
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
@@ -217,7 +218,7 @@ def _promised(
     """The input that `after` will merge, if the run file names it and it is not complete yet."""
     if after is None or not isinstance(named, str) or is_complete(after):
         return None
-    path = (base / Path(named).expanduser()).resolve()
+    path = (base / expanded(named)).resolve()
     if path != after.merged.resolve():
         return None
     plan, columns = after.plan, ("index", *after.plan.columns)

@@ -40,6 +40,7 @@ from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import status_of
 from slurmgpu.workload import (
     Adapted,
@@ -121,17 +122,17 @@ def draft_run(
     of an earlier one, unless it has a `run_dir`; with `replaces_look` also there. `most_shards` says how many shards
     so many items have at most, unless the run file or the tasks say otherwise.
     """
-    source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
+    source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
     refuse_variants(config, path)
     given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
     asked = allocate(config.resources, n_shards=None)
-    named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
+    named = expanded(config.run_dir or f"runs/{path.stem}")
     if look is not None:
         if extends is not None:
             raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
         named = named.with_name(f"{named.name}{LOOK}")
-    target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
+    target = (path.parent / named if run_dir is None else expanded(run_dir)).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     replaces_look = look is not None and (replaces_look or run_dir is None) and _is_look(target)
     if not replaces_look:
@@ -251,7 +252,7 @@ def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
 
 def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:
     """The workload that a run file names, with its settings, checked."""
-    path = run_file.expanduser().resolve()
+    path = expanded(run_file).resolve()
     return _build(read_run_file(path, overrides), path.parent, overrides)[2]
 
 

@@ -36,6 +36,7 @@ from slurmgpu.plan.run_file import (
 )
 from slurmgpu.plan.variables import substitute
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
+from slurmgpu.util.home import expanded
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
@@ -98,7 +99,7 @@ class SiteFile(Table):
 
 def site_path() -> Path:
     """The path of this user's site file, which may not exist."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "slurmgpu" / "site.toml"
+    return expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "slurmgpu" / "site.toml"
 
 
 def read_site() -> dict[str, Any]:

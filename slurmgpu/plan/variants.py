@@ -20,6 +20,7 @@ from slurmgpu.plan.sweep_keys import split_sweep
 from slurmgpu.plan.variant_names import as_text, names_beside, respelled
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.sweep_file import listed_runs, record_runs, was_submitted
+from slurmgpu.util.home import expanded
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import exists
 
@@ -111,7 +112,7 @@ def variants_of(
     With an input, each key of [sweep] is named as `-s` names it: `input`, `seed`, `settings.lr`, or `lr` for the
     setting. Without one, keys of tables, such as `settings.lr`, vary the run and all others the items.
     """
-    source = source.expanduser().resolve() if isinstance(source, Path) else source
+    source = expanded(source).resolve() if isinstance(source, Path) else source
     config = read_run_file(source, overrides)
     of_runs, of_items = split_sweep(config)
     if not of_runs:
@@ -124,9 +125,9 @@ def variants_of(
             f"of its own. Shorten its lists, or draw from them with random = 20, for example."
         )
     path = path_of(source)
-    named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
+    named = expanded(config.run_dir or f"runs/{path.stem}")
     named = named.with_name(f"{named.name}{LOOK}") if look is not None else named
-    folder = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
+    folder = (path.parent / named if run_dir is None else expanded(run_dir)).absolute()
     if exists(folder / "run.json"):
         refuse_existing(folder)
     _refuse_twice(found[0])

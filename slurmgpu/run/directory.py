@@ -31,6 +31,7 @@ from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submissions import ENDS, Place, SubmissionLine, as_seen_at, place_of
 from slurmgpu.shards.names import shard_name
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
     OTHERS_WRITE,
@@ -76,7 +77,7 @@ class Run:
     @classmethod
     def open(cls, folder: Path) -> Run:
         """The run in `folder`; SlurmGPUError if there is none, or one of a newer slurmgpu, or of a changed plan."""
-        folder = folder.expanduser().absolute()
+        folder = expanded(folder).absolute()
         try:
             content, status = read_with_status(folder / "run.json")
             value = json.loads(content)

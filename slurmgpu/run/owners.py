@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ ENVIRON = "SLURMGPU_TRUST"
 
 def trust(folder: Path) -> None:
     """Trust all who may write in a run directory, in this process and its children."""
-    os.environ[ENVIRON] = str(folder.expanduser().resolve())
+    os.environ[ENVIRON] = str(expanded(folder).resolve())
 
 
 def is_trusted(folder: Path) -> bool:
     """Whether the user trusts all who may write in this run directory."""
     named = os.environ.get(ENVIRON)
-    return bool(named) and Path(named or "").expanduser().resolve() == folder.resolve()
+    return bool(named) and expanded(named or "").resolve() == folder.resolve()
 
 
 def name_of(uid: int) -> str:

@@ -12,6 +12,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import RECORDING_S, Run
 from slurmgpu.run.lock import hold
 from slurmgpu.util.atomic_files import write_json
+from slurmgpu.util.home import expanded
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, exists, read_bytes
 
@@ -54,7 +55,7 @@ def listed_runs(folder: Path) -> dict[str, dict[str, Any]]:
 
 def runs_of_sweep(folder: Path) -> list[Path] | None:
     """The run directories of a sweep, in its order, also those not made yet; None if `folder` is not a sweep's."""
-    folder = folder.expanduser().absolute()
+    folder = expanded(folder).absolute()
     if exists(folder / "run.json") or not exists(folder / FILE):
         return None
     return [folder / name for name in _read(folder)]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.trackers.interface import TrackedRun, Tracker, package
+from slurmgpu.util.home import expanded
 
 
 class TensorBoard(Tracker):
@@ -20,7 +21,7 @@ class TensorBoard(Tracker):
         self._summaries = package("tensorboard.compat.proto.summary_pb2", self.name)
         self._events = package("tensorboard.compat.proto.event_pb2", self.name)
         writers = package("tensorboard.summary.writer.event_file_writer", self.name)
-        folder = Path(where).expanduser() / f"{run.name}-{run.id}"
+        folder = expanded(where) / f"{run.name}-{run.id}"
         try:
             last = _last_step(folder)
             self._writer: Any = writers.EventFileWriter(str(folder), flush_secs=5)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from slurmgpu import workload
@@ -16,6 +15,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.final_answers import ONE, Number, marked, number_in, reference_number
 from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.home import expanded
 from slurmgpu.workloads.sandbox import Sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
@@ -277,7 +277,7 @@ def _as_formula(answer: str) -> str:
 
 def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
     module_name, _, function_name = name.rpartition(":")
-    path = Path(module_name).expanduser().resolve() if module_name.endswith(".py") else None
+    path = expanded(module_name).resolve() if module_name.endswith(".py") else None
     if path is not None and not path.is_file():
         raise SlurmGPUError(f"checker {name!r}: there is no file {path}.")
     with located(f"the import of checker {name!r}", str(path or module_name), "Correct it there."):

@@ -19,6 +19,7 @@ from slurmgpu.llm.placement.place import place
 from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
+from slurmgpu.util.home import expanded
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.kept_answers import KeptAnswers
 from slurmgpu.workloads.progress import Telling
@@ -133,7 +134,7 @@ class LanguageModelWorkload:
     def _image_folders(self) -> list[Path]:
         """The folder at which relative paths of images start, if it is set."""
         folder = self._model[1].get("image_folder")
-        return [] if folder is None else [Path(folder).expanduser().absolute()]
+        return [] if folder is None else [expanded(folder).absolute()]
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""

@@ -4,11 +4,13 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from slurmgpu import cli
 from slurmgpu.cli import app
+from slurmgpu.util.home import expanded
 from tests.support.nightly import by_night
 from tests.support.pretend_runs import pretend_run
 
@@ -60,6 +62,31 @@ def test_a_full_disk_is_one_also_where_the_file_is_not_known(failing, capsys):
 def test_any_other_error_is_a_bug_with_its_traceback(failing, error):
     with pytest.raises(OSError, match=r"no|h5py"):
         failing(error)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["status", "~nobody-here/run"], "/~nobody-here/run is no run directory"),
+        (["list", "~nobody-here"], "/~nobody-here"),
+        (["submit", "~nobody-here/run.toml"], "There is no run file"),
+        (["submit", "--dry-run", "-s", "run_dir=~nobody-here/run", "-s", "workload.use=~nobody-here/x.py:X"], "x.py"),
+        (["show", "run", "-n", f"{1 << 64}"], "less than or equal to"),
+    ],
+)
+def test_a_home_that_there_is_not_and_a_number_that_is_too_large_get_a_sentence(project, slurmgpu, argv, said):
+    folder = project(4)
+    assert said in slurmgpu(*argv, cwd=folder, expect=2).stderr
+
+
+def test_a_home_is_put_in_place_of_its_sign_where_there_is_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [expanded(name) for name in ("~/run", "~", "a/~", "~nobody-here/run")] == [
+        tmp_path / "run",
+        tmp_path,
+        Path("a/~"),
+        Path("~nobody-here/run"),
+    ]
 
 
 def test_a_path_that_is_too_long_is_said_to_be(slurmgpu):

@@ -30,6 +30,7 @@ from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
 from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.home import expanded
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden
 
@@ -106,7 +107,7 @@ def _try_gpus(run_file: Path, overrides: Mapping[str, Any], n_gpus: int, device:
     container = read_run_file(run_file, overrides).container.model_dump(exclude_unset=True)
     with (
         tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-") as folder,
-        working_folder(run_file.expanduser().resolve().parent),  # where the paths of [container] begin
+        working_folder(expanded(run_file).resolve().parent),  # where the paths of [container] begin
         commands.outside_job(),
     ):
         verdicts = gpu_trial.try_gpus(
@@ -176,7 +177,7 @@ class _Checks:
         workload = workload_of(self._run_file, self._overrides)
         if workload.fetch is None:
             return f"workload {workload.name.rpartition(':')[2]} has nothing to download"
-        with working_folder(self._run_file.expanduser().resolve().parent):  # a setting may be a path
+        with working_folder(expanded(self._run_file).resolve().parent):  # a setting may be a path
             return str(workload.fetch())
 
     def _executor(self, config: RunFile) -> str:

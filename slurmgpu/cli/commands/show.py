@@ -5,6 +5,7 @@ Each imports what it needs when it runs, so `status` starts fast on a login node
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -165,7 +166,9 @@ def logs(
     failed: Annotated[bool, typer.Option("--failed", help="The items that failed, each with its place.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
-    lines: Annotated[int | None, typer.Option("--lines", "--tail", "-n", min=1, help="Only the last N lines.")] = None,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "--tail", "-n", min=1, max=sys.maxsize, help="Only the last N lines.")
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Print logs by task, item or failure class.

@@ -28,6 +28,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.slurm.queue import in_short
 from slurmgpu.util.amounts import share_of, span_of
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.home import expanded
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
 
@@ -75,7 +76,7 @@ class RunList(TypedDict):
 
 def list_runs(folder: Path, now: float | None = None) -> RunList:
     """The runs under a folder, latest activity first: what `list --json` prints."""
-    folder = folder.expanduser().absolute()
+    folder = expanded(folder).absolute()
     if not folder.is_dir():
         raise SlurmGPUError(f"{folder} is not a directory; name one to search for runs.")
     notes: Counter[str] = Counter()

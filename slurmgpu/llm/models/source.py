@@ -15,6 +15,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import list_names
 
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
@@ -82,7 +83,7 @@ def find_model(model: str, *, revision: str | None = None, trust_remote_code: bo
 
 def served_model(model: str, revision: str | None, *, is_here: bool) -> ModelSource:
     """The model of a server: by the name that the server gives it, or if it `is_here` a file or as in `find_model`."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if not is_here:
         return ModelSource(model, path, None, None, {})
     if path.is_file():  # a GGUF
@@ -97,7 +98,7 @@ def served_model(model: str, revision: str | None, *, is_here: bool) -> ModelSou
 
 
 def _as_named(model: str, revision: str | None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None] | None:
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if model and folder.is_dir():
         return folder.absolute(), None
     if _is_path(model) or model.startswith(PACKAGE):

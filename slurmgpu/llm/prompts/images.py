@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import is_transient, retried
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _source(field: str, value: Any, folder: str) -> ImageSource:
         raise ItemError(f"field {field!r} holds {value!r:.80}; {EXPECTED}")
     if "://" in value or value.startswith("data:"):
         raise ItemError(f"field {field!r} holds the URL {value!r:.80}, and tasks do not download; {EXPECTED}")
-    return str(Path(folder).expanduser() / value)
+    return str(expanded(folder) / value)
 
 
 def place_of_images(roles: Sequence[str], *, behind_examples: bool) -> int:

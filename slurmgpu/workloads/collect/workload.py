@@ -20,6 +20,7 @@ from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.util.home import expanded
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.scored import SCORED, ScoredTree, StepsScorer, scored_totals
@@ -140,7 +141,7 @@ class Collect(LanguageModelWorkload):
     @property
     def paths(self) -> list[FilePath]:
         """The models' files and the checker's file, which a task reads beside the input."""
-        rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
+        rules = [expanded(self._rules).absolute().parent] if self._rules.endswith(".py") else []
         return super().paths + rules + ([] if self.steps_scorer is None else self.steps_scorer.score.paths)
 
     @functools.cached_property

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.home import expanded
 from slurmgpu.util.json_values import json_value
 from slurmgpu.workload import Item
 
@@ -30,7 +31,7 @@ class Opponent:
         """
         if not isinstance(against, str):
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
-        path = Path(against).expanduser().absolute()
+        path = expanded(against).absolute()
         opponent = cls(path / "merged.h5" if path.is_dir() else path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])

@@ -9,6 +9,7 @@ from torch import nn
 
 from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.home import expanded
 from slurmgpu.workloads.user_code import located
 
 ADVICE = (
@@ -20,7 +21,7 @@ ADVICE = (
 def class_of(architecture: str) -> tuple[Any, Path]:
     """The class of `architecture`, "file.py:Class", and its file."""
     path, _, name = architecture.rpartition(":")
-    file = Path(path).expanduser().resolve()
+    file = expanded(path).resolve()
     with located(f"the import of {file.name}", str(file), ADVICE):
         cls = getattr(workload.import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):

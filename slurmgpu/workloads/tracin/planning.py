@@ -17,6 +17,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
+from slurmgpu.util.home import expanded
 from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
@@ -107,7 +108,7 @@ def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
     """The files that the setting `model` names, in its order; those of a glob in the order of their numbers."""
     found: list[str] = []
     for name in [model] if isinstance(model, str) else model:
-        path = Path(name).expanduser()
+        path = expanded(name)
         try:
             named = [str(path)] if path.is_file() else [str(Path(match)) for match in matches(str(path), ".")]
         except OSError as error:
@@ -189,7 +190,7 @@ def zero_rates_line(planned: Planned) -> str | None:
 
 def file_digests(paths: Sequence[str]) -> dict[str, str]:
     """Digests of files by path, from samples of large ones."""
-    return {path: digest_of(Path(path).expanduser()) for path in paths}
+    return {path: digest_of(expanded(path)) for path in paths}
 
 
 def own_files(settings: TracinSettings) -> list[str]:
@@ -199,7 +200,7 @@ def own_files(settings: TracinSettings) -> list[str]:
 
 def check_there(planned: Planned) -> None:
     """SlurmGPUError if a file is gone that results depend on."""
-    gone = [path for path in planned.digests if not Path(path).expanduser().is_file()]
+    gone = [path for path in planned.digests if not expanded(path).is_file()]
     if gone:
         raise SlurmGPUError(
             f"Missing since the run was planned: {', '.join(gone)}. Restore what is missing, and resubmit."
@@ -291,8 +292,8 @@ def _expect_labels(settings: TracinSettings) -> None:
 
 
 def _expect_file(path: str) -> None:
-    if not Path(path).expanduser().is_file():
-        raise SlurmGPUError(f"There is no file {Path(path).expanduser().absolute()}; correct the path in [settings].")
+    if not expanded(path).is_file():
+        raise SlurmGPUError(f"There is no file {expanded(path).absolute()}; correct the path in [settings].")
 
 
 def _expect_alike(layouts: Sequence[Layout], paths: Sequence[str]) -> None:
@@ -325,7 +326,7 @@ def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path
     if not isinstance(digests, Mapping):
         return
     for what in ("entities", "relations"):
-        file = Path(getattr(settings, what)).expanduser()
+        file = expanded(getattr(settings, what))
         if digests.get(what) not in (None, digest_of(file)):
             raise SlurmGPUError(
                 f"{path} was trained with another dictionary of {what} than {file}. Set {what} to the file that the "

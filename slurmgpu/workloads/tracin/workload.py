@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column
+from slurmgpu.util.home import expanded
 from slurmgpu.util.packages import check_torch
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
@@ -123,7 +124,7 @@ class Tracin(TracinSettings):
     def paths(self) -> list[Path]:
         """Files that a task reads beside the input."""
         names = [self.train, self.entities, self.relations, *self.facts.checkpoints, *own_files(self)]
-        return [Path(name).expanduser() for name in (*names, *filter(None, (self.names, self.edge_map)))]
+        return [expanded(name) for name in (*names, *filter(None, (self.names, self.edge_map)))]
 
     def place(self, share: Share) -> Placement:
         """One process on one GPU; the lines describe the models and the memory."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.home import expanded
 from slurmgpu.workloads.user_code import located
 
 NEEDED = ("model", "data", "loss")
@@ -70,7 +71,7 @@ def resolve_training(training: str, base: Path) -> str:
         )
     if not module.endswith(".py"):
         return training
-    path = (base / Path(module).expanduser()).resolve()
+    path = (base / expanded(module)).resolve()
     if not path.is_file():
         raise SlurmGPUError(f"training = {training!r}: there is no file {path}.")
     return f"{path}:{name}"

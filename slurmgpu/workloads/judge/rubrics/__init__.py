@@ -12,6 +12,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
 from slurmgpu.llm.prompts.jinja_templates import template_class
+from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import list_names
 
 FOLDER = Path(__file__).parent
@@ -105,7 +106,7 @@ def read_rubric(rubric: str | Mapping[str, Any], template_format: str | None = N
     if rubric in shipped():
         path = FOLDER / f"{rubric}.toml"
     elif rubric.endswith(".toml"):
-        path = Path(rubric).expanduser()
+        path = expanded(rubric)
     else:
         raise SlurmGPUError(
             f"There is no rubric {rubric!r}; expected the name of a built-in one, or the path of a .toml file."

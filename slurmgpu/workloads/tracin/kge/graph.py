@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.home import expanded
 from slurmgpu.workloads.tracin.kge.peeking import unreadable
 
 LOOKED_THROUGH = 20_000
@@ -155,7 +156,7 @@ def label_of(meaning: str) -> str:
 
 def _read(path: str | Path) -> bytes:
     try:
-        content = Path(path).expanduser().read_bytes()
+        content = expanded(path).read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
     for start, (program, command) in COMPRESSED.items():
