@@ -159,6 +159,9 @@ def join(place: Place) -> None:
     device = device_of(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # PyTorch looks at it once, in the first product of the process (Context::alertCuBLASConfigNotDeterministic):
+        # after a training without `deterministic`, or a product in the class's __init__, it would be too late.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if place.world_size > 1 and not distributed.is_initialized():
         bound = {"device_id": device} if device.type == "cuda" else {}
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -182,8 +185,6 @@ def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
             if settings.deterministic:
-                # cuBLAS reads this when it is first used.
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.backends.cudnn.benchmark = False
                 torch.use_deterministic_algorithms(True)
             yield

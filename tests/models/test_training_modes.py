@@ -1,5 +1,7 @@
 """What a training class returns is refused in a sentence where it cannot be meant; measuring changes nothing."""
 
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +15,7 @@ from slurmgpu.training.batches import Cutting, Position  # noqa: E402
 from slurmgpu.training.evaluating import Evaluator, _mean  # noqa: E402
 from slurmgpu.training.loading import read_split  # noqa: E402
 from slurmgpu.training.loop import Training  # noqa: E402
-from slurmgpu.training.modes import Mode, computing  # noqa: E402
+from slurmgpu.training.modes import Mode, computing, join  # noqa: E402
 from slurmgpu.training.optimizing import Stepper, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
@@ -231,3 +233,14 @@ def test_less_is_better_of_what_is_called_so(metric):
     assert goal_of(metric) == "min"
     assert goal_of(f"{metric}_free") == "max"
     assert goal_of(metric, "max") == "max"
+
+
+def test_a_training_on_a_gpu_may_be_deterministic_after_one_that_is_not(monkeypatch):
+    """PyTorch decides in the first product of a process whether those of cuBLAS are, by this variable."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for value in (":16:8", ""):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+        if not value:
+            monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+        join(Place("cuda:0"))
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (value or ":4096:8")
