@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -60,11 +61,15 @@ def number_of(n_gpus: int) -> str:
 
 
 def visible_ids() -> list[str] | None:
-    """The GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, and CUDA shows all."""
+    """The GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, and CUDA shows all.
+
+    CUDA shows those before the first that cannot be one, such as -1, or NoDevFiles of older versions of Slurm.
+    """
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
-    return [part.strip() for part in value.split(",") if part.strip()]
+    parts = (part.strip() for part in value.split(","))
+    return [*itertools.takewhile(lambda part: not part.startswith(("-", "NoDev")), filter(None, parts))]
 
 
 def check_visible(n_expected: int) -> None:
