@@ -38,7 +38,12 @@ _OF_TABS = (
     " Its columns are separated by tabs: write it with commas, in Python "
     "pandas.read_csv(path, sep='\\t').to_csv('items.csv', index=False)."
 )
-_CONVERTED = {".tsv": _OF_TABS, ".tab": _OF_TABS}
+_OF_JSON = (
+    " If it has an object in each line, name it .jsonl; of one list of objects write such a file: "
+    "jq -c '.[]' items.json > items.jsonl."
+)
+_OF_EXCEL = " Write it as CSV, in Python pandas.read_excel(path).to_csv('items.csv', index=False)."
+_CONVERTED = {".tsv": _OF_TABS, ".tab": _OF_TABS, ".json": _OF_JSON, ".xlsx": _OF_EXCEL, ".xls": _OF_EXCEL}
 """What is said about files whose suffix is like that of a format, which another name would not make them."""
 
 CHUNK_BYTES = 1 << 20

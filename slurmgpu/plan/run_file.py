@@ -266,8 +266,19 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8-sig"), BRIEF_PATIENCE_S))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SlurmGPUError(f"{path} is not TOML: {error}.") from error
+        raise SlurmGPUError(f"{path} is not TOML: {error}.{_of_script(path)}") from error
     return value
+
+
+def _of_script(path: Path) -> str:
+    """What to type where a script was named in place of a run file; an empty text for other files."""
+    runs = {".py": "python", ".sh": "bash"}.get(path.suffix)
+    if runs is None:
+        return ""
+    return (
+        f" A run file says what to compute; a script itself is run for each item of an input by "
+        f"slurmgpu run --each FILE --col NAME:TYPE -- {runs} {path.name} …"
+    )
 
 
 def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> TableT:

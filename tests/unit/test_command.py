@@ -246,6 +246,35 @@ def test_a_script_that_cannot_be_executed_is_refused_here_and_where_it_loads_and
         assert str(met.value).startswith(f"x.py cannot be started: {why}")
 
 
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [
+        ("python extrct.py {text}", "extrct.py"),
+        ("sh -x extrct.py", "extrct.py"),
+        ("env A=1 python3.11 -u lib/extrct.py --to x.py {text}", "lib/extrct.py"),
+        ("torchrun --nproc-per-node 2 extrct.py {text}", "extrct.py"),
+        ("python extract.py --module gone.py {text}", None),
+        ("python -c 1 extrct.py {text}", None),
+        ("python -m extrct extrct.py {text}", None),
+        ("python {text} extrct.py", None),
+        ("true extrct.py {text}", None),
+    ],
+)
+def test_a_script_that_is_not_there_is_refused_here(tmp_path, monkeypatch, line, script):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "extract.py", tmp_path / "lib" / "extract.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(workload, "check_program", lambda program, path: None)  # torchrun may not be here
+    command = Command(run=[*line.split(), "{text}"], columns={"n": "int32"})
+    if script is None:
+        command.check_here()
+        return
+    there = script.replace("extrct", "extract")
+    with pytest.raises(SlurmGPUError, match=rf"no script '{script}' .*{script}\. Did you mean '{there}'"):
+        command.check_here()
+
+
 @pytest.mark.parametrize("line", ["#!/bin/sh -e", "#!\t/usr/bin/env\tsh", "#!/usr/bin/env -S sh -e", "#!/bin/sh -"])
 def test_scripts_that_the_kernel_executes_are_not_refused(tmp_path, monkeypatch, line):
     (tmp_path / "x").write_text(f"{line}\necho '{{\"n\": 1}}'\n")

@@ -382,6 +382,9 @@ def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
     folder = project()
     (folder / "slurmgpu.toml").write_text("input = \n")
     assert "is not TOML" in refused(folder)
+    (folder / "train.py").write_text("import torch\n")
+    with pytest.raises(SlurmGPUError, match=r"not TOML: .* -- python train\.py …$"), draft_run(folder / "train.py"):
+        pass
 
 
 def test_a_run_file_may_begin_with_a_byte_order_mark_as_editors_of_windows_write_it(project):

@@ -1,15 +1,17 @@
-"""Whether a program can be started on this machine, in words why not, and which file `python -m` runs."""
+"""Whether a program and its script can be started on this machine, and which file `python -m` runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Mapping
+from itertools import count, takewhile
 from pathlib import Path
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
 
 _FIRST_BYTES = 256
 """How much of a program Linux reads to know what it is: BINPRM_BUF_SIZE."""
@@ -28,6 +30,7 @@ _RUNS = {
 }
 """What runs a script by its suffix, where it is not executable."""
 _PYTHON = re.compile(r"python[\d.]*")
+_LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|Rscript|julia|perl|ruby|lua|node|bash|sh|zsh")
 RUN_MODULE = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -104,6 +107,28 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
         return None
     shown = by_env.decode(errors="replace")
     return f"its interpreter {shown}, which env looks for, is not on the PATH. Correct its #! line, or PATH."
+
+
+def check_script(texts: Mapping[int, str]) -> None:
+    """SlurmGPUError where the script that an interpreter or a launcher among the arguments runs is not there.
+
+    It is the first argument with the suffix of a script; what `-c` and `-m` run is another's to know.
+    """
+    launcher = next((number for number in sorted(texts) if _LAUNCHER.fullmatch(Path(texts[number]).name)), None)
+    if launcher is None:
+        return
+    behind = takewhile(lambda text: text is not None, map(texts.get, count(launcher + 1)))  # up to a placeholder
+    script = next((text for text in behind if text and (text in ("-c", "-m") or Path(text).suffix in _RUNS)), None)
+    if script is None or script.startswith("-") or Path(script).is_file():
+        return
+    path = Path(script)
+    beside: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        beside = [str(path.with_name(each.name)) for each in entries if each.name.endswith(path.suffix)]
+    raise SlurmGPUError(
+        f"command: there is no script {script!r} for {Path(texts[launcher]).name} at {path.absolute()}."
+        f"{did_you_mean(script, beside)}"
+    )
 
 
 def module_of(texts: Mapping[int, str]) -> tuple[int, str] | None:

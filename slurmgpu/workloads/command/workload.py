@@ -38,7 +38,7 @@ from slurmgpu.workloads.command.process import (
     OutputError,
     ToLog,
 )
-from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, file_of_module, module_of
+from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, check_script, file_of_module, module_of
 from slurmgpu.workloads.command.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -141,8 +141,9 @@ class Command:
         return [path for path in found if path.resolve().is_relative_to(here) and _is_script(path)]
 
     def check_here(self) -> None:
-        """Refuse a program that this machine does not have, or cannot start."""
+        """Refuse a program that this machine does not have, or cannot start, and a script that is not there."""
         check_program(self._program, {**os.environ, **self._env}.get("PATH"))
+        check_script(self._line.texts)
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
