@@ -894,6 +894,23 @@ def test_what_a_call_leaves_is_removed(score, tmp_path, monkeypatch):
     assert not list((tmp_path / "temporary").iterdir())
 
 
+def test_what_fails_without_room_for_temporary_files_is_no_items_error(score, tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    command = score("write([row(item) for item in items if item['data']['text'] == 'a'])")
+    monkeypatch.setattr("slurmgpu.workloads.command.temporary.LEAST_BYTES", 1 << 60)  # more than is left
+    assert command(items("a")) == [{"n": 1}]
+    said = rf"^the folder for temporary files, {folder}, is full; \S+ exited with code 0, and wrote no row"
+    with pytest.raises(NodeError, match=said):
+        command(items("b"))
+    monkeypatch.setattr("slurmgpu.workloads.command.temporary.LEAST_BYTES", 0)
+    assert "temporary" not in failing(command, items("b"))
+    folder.rmdir()
+    with pytest.raises(NodeError, match=f"^the folder for temporary files, {folder}, cannot be used: No such file"):
+        command(items("a"))
+
+
 def test_a_lack_of_memory_is_one_so_that_batches_stay_small(score):
     command = score("sys.exit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')")
     with pytest.raises(MemoryError):

@@ -18,9 +18,10 @@ from itertools import groupby
 from pathlib import Path
 
 from slurmgpu.code import importer
-from slurmgpu.errors import ItemError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
+from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of
 from slurmgpu.util import cgroups, gpus
+from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
@@ -40,6 +41,7 @@ from slurmgpu.workloads.command.process import (
 )
 from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, check_script, file_of_module, module_of
 from slurmgpu.workloads.command.stream import Stream
+from slurmgpu.workloads.command.temporary import why_unusable
 
 log = logging.getLogger(__name__)
 
@@ -288,12 +290,18 @@ class Command:
         line = self._line
         if line.out is None and IN not in line and not line.in_files:
             return self._call(requests, "", data, about)
-        with tempfile.TemporaryDirectory(prefix="slurmgpu-command-", ignore_cleanup_errors=True) as folder:
-            self._guard.remove(folder)
-            try:
-                return self._call(requests, folder, data, about)
-            finally:
-                self._guard.remove("")
+        try:
+            with tempfile.TemporaryDirectory(prefix="slurmgpu-command-", ignore_cleanup_errors=True) as folder:
+                self._guard.remove(folder)
+                try:
+                    return self._call(requests, folder, data, about)
+                finally:
+                    self._guard.remove("")
+        except (OSError, CallFailedError) as error:
+            # Now that the files of this call are gone: one that needs more room than there is fails alone.
+            if why := why_unusable(Path(tempfile.gettempdir())):
+                raise NodeError(f"{why}; {message_of(error)}") from error
+            raise
 
     def _call(
         self,
