@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
 from datetime import datetime, timezone
+from typing import TextIO
 
 OWN = "slurmgpu"
 """The logger above all of slurmgpu's."""
@@ -38,13 +40,14 @@ def mark_of(first: int, last: int) -> str:
 
 def log_to_stderr(*, force: bool = False) -> None:
     """Log to standard error in this format; with `force`, existing handlers are removed."""
-    logging.basicConfig(level=logging.INFO, handlers=[_handler()], force=force)
+    logging.basicConfig(level=logging.INFO, handlers=[_handler(sys.stderr)], force=force)
 
 
 def log_own_lines() -> None:
     """Log slurmgpu's lines in this format, whatever a workload does to the root logger."""
     own = logging.getLogger(OWN)
-    own.addHandler(_handler())
+    stream = open(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - as long as the process
+    own.addHandler(_handler(stream))  # not sys.stderr, which a workload may close
     own.setLevel(logging.INFO)
     own.propagate = False
 
@@ -55,7 +58,7 @@ def enable_own_loggers() -> None:
         logging.getLogger(name).disabled = False
 
 
-def _handler() -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
+def _handler(stream: TextIO) -> logging.Handler:
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(LogFormatter())
     return handler

@@ -115,9 +115,9 @@ class Computed:
     oom_batch: int = 0
     narrowed: int = 0
     isolated: int = 0
-    noted: Mapping[str, int] = field(default_factory=dict)
+    noted: Mapping[str, float] = field(default_factory=dict)
 
-    def notes(self) -> dict[str, int]:
+    def notes(self) -> dict[str, float]:
         """The shard's notes: the workload's, and changed batches."""
         notes = {
             "oom_batch": self.oom_batch,
@@ -160,7 +160,7 @@ class Computer:
     on_batch: Callable[[Sequence[int], bool, Sequence[int]], None] = lambda indices, isolated, ahead: None
     agree: Callable[[Failure | None], Failure | None] = lambda failure: failure
     keeps_rows: bool = True
-    noted: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, float] = field(default_factory=dict)
     folder: str = ""
     retries: int = 0
     pause: Callable[[float, int], bool] = lambda seconds, n_items: True

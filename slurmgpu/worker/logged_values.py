@@ -97,6 +97,14 @@ class LoggedValues:
             self._report({"event": "log", "points": points})
 
 
+def noted_number(name: str, value: Any) -> float:
+    """The number that `task.note` gets, as a shard's notes hold it; TypeError or ValueError for anything else."""
+    number = _plain(value)
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        raise TypeError(f"task.note: {name} is {_shown(value)}; expected a finite number, such as 16.")
+    return number
+
+
 def _checked(step: Any) -> int:
     try:
         number = operator.index(step)
@@ -115,9 +123,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | str]:
 
 def _number(name: str, value: Any) -> float | str:
     """A number; as text if JSON has none for it, "nan" or "inf"."""
-    given = value
-    if not isinstance(value, int | float) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()  # NumPy's scalars, and arrays and tensors without dimensions
+    given, value = value, _plain(value)
     try:
         number = float(value) if isinstance(value, int | float) else None
     except OverflowError:
@@ -127,6 +133,12 @@ def _number(name: str, value: Any) -> float | str:
             f"task.log: {name} is {_shown(given)}; expected one number. Reduce it first, for instance to its mean."
         )
     return number if math.isfinite(number) else str(number)
+
+
+def _plain(value: Any) -> Any:
+    """Python's number for NumPy's scalars, and arrays and tensors without dimensions."""
+    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return value.item() if is_scalar and not isinstance(value, int | float) else value
 
 
 def _shown(value: Any) -> str:

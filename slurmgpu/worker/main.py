@@ -8,6 +8,7 @@ closes, so it dies with its task.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import logging
@@ -90,7 +91,8 @@ def run_process() -> None:
     exit_code = main()
     if exit_code:
         # A lost CUDA context, or a collective that waits for a failed rank, may block Python's exit.
-        sys.stderr.flush()
+        with contextlib.suppress(ValueError):  # the workload has closed it
+            sys.stderr.flush()
         os._exit(exit_code)
     if lasting := [thread.name for thread in threading.enumerate() if not thread.daemon][1:]:  # the first is this one
         log.info("Python ends when threads that the workload has started do: %s", ", ".join(lasting))

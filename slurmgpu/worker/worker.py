@@ -50,7 +50,7 @@ from slurmgpu.worker.computer import (
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.item_reader import ItemReader
-from slurmgpu.worker.logged_values import LoggedValues
+from slurmgpu.worker.logged_values import LoggedValues, noted_number
 from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparing import only_for_calls
@@ -90,7 +90,7 @@ class Worker:
     on_resumable: Callable[[], None] = lambda: None
     end_times: Sequence[float] = ()
     reports_in_threads: bool = False
-    _noted: dict[str, int] = field(default_factory=dict)
+    _noted: dict[str, float] = field(default_factory=dict)
     _resume: list[int] = field(default_factory=list)
     _shard: int | None = None
     _parts: Parts | None = None
@@ -478,8 +478,8 @@ class Worker:
             raise WorkerFailedError(kind_of(error), described(error), trace_of(error)) from error
         return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
 
-    def _note(self, name: str, value: int) -> None:
-        self._noted[name] = value
+    def _note(self, name: str, value: float) -> None:
+        self._noted[name] = noted_number(name, value)
 
     def _report_progress(self, text: str) -> None:
         self.report({"event": "progress", "text": str(text)})

@@ -15,6 +15,7 @@ from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.records import Attempt
+from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.supervisor import Task
 from slurmgpu.util.pids import is_there
@@ -245,6 +246,38 @@ def test_a_worker_that_hangs_or_dies_when_its_work_is_done_has_done_it(
     if how == "hangs":
         [log] = (folder / "run" / "logs").glob("job_0.0.log")
         assert "Python ends when threads that the workload has started do: uploads" in log.read_text()
+
+
+CLOSING = """
+import sys
+import numpy as np
+from slurmgpu import Array
+
+class Rows:
+    columns = {"double": Array("float64")}
+
+    def load(self, task):
+        self.task = task
+        sys.stderr.close()
+
+    def __call__(self, items):
+        self.task.note("n_items", np.int32(len(items)))
+        self.task.note("share", np.float32(0.5) if items[0].index else "half")
+        return [{"double": 2.0 * item.index} for item in items]
+"""
+
+
+def test_a_worker_logs_and_notes_numbers_of_numpys_where_its_workload_closes_standard_error(project, slurmgpu):
+    folder = project(24)
+    (folder / "workloads.py").write_text(CLOSING)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    assert Task(run, Attempt("job", 0)).run_worker() == 0
+    notes = [read_directory(run.shard_path(shard)).notes for shard in range(3)]
+    assert [(each["n_items"], each.get("share")) for each in notes] == [(4, 0.5)] * 3
+    text = (run.logs / "job_0.0.log").read_text()
+    assert "TypeError: task.note: share is a str, 'half'; expected a finite number, such as 16." in text
+    assert "shard 2: published" in text
 
 
 def test_a_killed_task_loses_nothing(project):
