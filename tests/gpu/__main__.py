@@ -144,8 +144,8 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, 
         )
     try:
         for each in left:
-            begun = time.monotonic()
-            limit = min(end, begun + each.limit_s * (1 if n_gpus else PATIENCE))
+            begun, own_s = time.monotonic(), each.limit_s * (1 if n_gpus else PATIENCE)
+            limit = min(end, begun + own_s)
             begin, line = _hear(process, each.name, limit)
             seconds = time.monotonic() - begun
             said = begin["log_bytes"] if begin else 0
@@ -160,9 +160,10 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, 
             is_hanging = process.poll() is None and time.monotonic() >= limit
             _end(process)
             how = f"it was stopped after {seconds:.0f} s" if is_hanging else f"its process ended by {_code(process)}"
-            if is_hanging and limit == end:
-                how += ", as the part's time is over"
-            yield Row(part, each.claim, NOT_HELD, how, seconds, _tail(log, said))
+            verdict = NOT_HELD
+            if is_hanging and limit < begun + own_s:  # nothing is known of what it measures
+                verdict, how = NOT_TO_BE_HAD, f"{how} of the {own_s:.0f} s that it may take, as the part's time is over"
+            yield Row(part, each.claim, verdict, how, seconds, _tail(log, said))
             return
     finally:
         _end(process)

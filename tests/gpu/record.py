@@ -41,7 +41,7 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
     """Write the record of this kind of GPU into the folder; its path.
 
     What an earlier record says of other findings stays if it was made with the same versions, and what it says must
-    hold is still one of the `claims`.
+    hold is still one of the `claims`. So does what was measured of a finding that is not to be had now, as for time.
     """
     gpu = found[0]
     path = results / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".md")
@@ -61,7 +61,11 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
                 parts.setdefault(part, {})[cells[0]] = cells[1:]
     for row in rows:
         measured = [row.verdict, _cell(row.figures), f"{time.strftime('%F')}, {row.seconds:.0f} s"]
-        parts.setdefault(row.part, {})[_cell(row.claim)] = measured
+        measured_of = parts.setdefault(row.part, {})
+        if row.verdict == NOT_TO_BE_HAD:
+            measured_of.setdefault(_cell(row.claim), measured)
+        else:
+            measured_of[_cell(row.claim)] = measured
     verdicts = [cells[0] for measured_of in parts.values() for cells in measured_of.values()]
     lines = [f"# {gpu.name}", "", "`python -m tests.gpu`", "", *facts, f"- {count(verdicts, {})}"]
     for part, measured_of in parts.items():

@@ -153,14 +153,30 @@ def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path
     gpu, claims = GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1"), {"It holds", "It's fast"}
     before = [("core", "It holds", "1 | 2"), ("llm", "It's fast", ""), ("llm", "It was asked", "")]
     record.write(tmp_path, [gpu], [Row(part, claim, NOT_HELD, figures, 1.0) for part, claim, figures in before], claims)
-    again = [Row("llm", "It's fast", HELD, "fast", 3.0)]
+    again = [Row("llm", "It's fast", HELD, "fast", 3.0), Row("core", "It holds", NOT_TO_BE_HAD, "no time", 0.0)]
     text = record.write(tmp_path, [gpu], again, claims).read_text()
     assert "- 1 held, 1 did not hold, 0 not to be had" in text
     assert "| It holds | did not hold | 1 \\| 2 |" in text
     assert "| It's fast | held | fast |" in text
     assert "It was asked" not in text
-    newer = record.write(tmp_path, [replace(gpu, driver="590.2")], again, claims)
+    newer = record.write(tmp_path, [replace(gpu, driver="590.2")], again[:1], claims)
     assert "It holds" not in newer.read_text()
+
+
+def test_a_finding_that_the_parts_time_cuts_short_is_not_to_be_had(tmp_path, monkeypatch):
+    """Nothing was measured; one that takes longer than it may did not hold, as `hangs` above."""
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    for name in ("__init__.py", "findings.py", "part.py"):
+        (folder / name).write_text((HOME / "tests" / "gpu" / name).read_text())
+    (folder / "failing.py").write_text(FAILING)
+    module = ModuleType("tests.gpu.failing")
+    exec(FAILING.replace("limit_s=0.2", "limit_s=20.0"), module.__dict__)
+    monkeypatch.setattr(kit, "HOME", tmp_path)
+    [hanging, last] = kit.run_part("failing", [module.hangs, module.comes_last], 1, 3.0)
+    assert (hanging.verdict, last.verdict) == (NOT_TO_BE_HAD, NOT_TO_BE_HAD)
+    assert hanging.figures == "it was stopped after 3 s of the 20 s that it may take, as the part's time is over"
+    assert last.figures == "the 3 s of the part are over"
 
 
 def test_findings_are_chosen_by_part_and_by_name():
