@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import signal
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from slurmgpu.containers.settings import ContainerRecord
@@ -15,10 +18,15 @@ from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer
 from slurmgpu.run.liveness import are_seen_here, patience, processes_here
-from slurmgpu.run.owners import refuse_other_users
+from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import Submission, job_here, slots_of
 from slurmgpu.util import gpus
 from slurmgpu.util.pids import numbering, parent_of, processes
+
+log = logging.getLogger(__name__)
+
+SLOT = "slurmgpu.executors.slot"
+"""The module of a slot that is a program; its first argument is the folder of the run's logs."""
 
 
 class Here(Executor):
@@ -57,6 +65,7 @@ class Here(Executor):
             pids |= {pid for pid in tasks if parent_of(pid) not in pids}
             if pids:
                 refuse_other_users(run, line)
+            if pids := {*surely_of(run, pids)}:
                 run.record_submission({"submission": number, "cancelled": True})
                 stop(pids)
                 done.append(f"processes {', '.join(map(str, sorted(pids)))}")
@@ -75,6 +84,33 @@ def _heard_of(run: Run) -> dict[str, list[int]]:
         if sign.lives:
             found.setdefault(str(sign.told.get("job")), []).append(sign.told["pid"])
     return found
+
+
+def surely_of(run: Run, pids: Iterable[int]) -> list[int]:
+    """Those of the processes that may be ended as the run's: all, where nobody else can have written which these are.
+
+    Else those whose arguments name the run, or that write into its logs, which their own user alone can bring about.
+    """
+    named = sorted(pids)
+    if not named or (why := why_forgeable(run, run.tasks)) is None:
+        return named
+    found = [pid for pid in named if _shows(run, pid)]
+    for pid in named:
+        if pid not in found:
+            log.warning(LEFT_ALONE, f"process {pid}", why)
+    return found
+
+
+def _shows(run: Run, pid: int) -> bool:
+    """Whether a process is of a run by what /proc says of it."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(run.logs.lstat().st_mode):
+            return False  # a link could lead to the logs of another run
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if SLOT.encode() in arguments:
+            return Path(os.fsdecode(arguments[arguments.index(SLOT.encode()) + 1])).samefile(run.logs)
+        return Path(f"/proc/{pid}/fd/1").readlink().parent.samefile(run.logs)
+    return False
 
 
 def n_threads_of(n_slots: int) -> int:

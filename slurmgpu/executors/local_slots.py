@@ -19,7 +19,7 @@ import submitit
 from submitit.local.local import LocalJob
 
 from slurmgpu.executors import job_entry
-from slurmgpu.executors.here import gpu_ids, n_threads_of, stop, tasks_here
+from slurmgpu.executors.here import SLOT, gpu_ids, n_threads_of, stop, surely_of, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
@@ -66,7 +66,7 @@ class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is 
     def _submit_command(self, command: str) -> Any:
         process: subprocess.Popen[bytes] | Fork | None = waiting_slot()
         if process is None:
-            argv = [sys.executable, "-u", "-m", "slurmgpu.executors.slot", str(self.folder)]
+            argv = [sys.executable, "-u", "-m", SLOT, str(self.folder)]
             process = subprocess.Popen(argv, env={**os.environ, **ENVIRON})
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
@@ -132,7 +132,7 @@ def wait(run: Run, submission: Submission, jobs: list[Any], on_tick: Callable[[]
 def _wait_for_tasks(run: Run, submission: Submission) -> None:
     """Wait for tasks whose slots were killed. Each was told to end by that, and one that does not is killed."""
     patience_s, begun, is_told = patience(run.plan.lease_s), time.monotonic(), False
-    while living := tasks_here(run, submission.executor, submission.submission):
+    while living := surely_of(run, tasks_here(run, submission.executor, submission.submission)):
         words = f"{count_of(len(living), 'task')} whose slot was killed: process {', '.join(map(str, living))}"
         if not is_told:
             log.warning("waiting up to %.0f s for the end of %s", patience_s, words)

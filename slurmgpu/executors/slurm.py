@@ -21,7 +21,7 @@ from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
-from slurmgpu.run.owners import refuse_other_users
+from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, facts, limits, queue
 
@@ -129,7 +129,7 @@ class Slurm(Executor):
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
         """Cancel its jobs, also those that have not joined the run yet."""
-        jobs = sorted({job.array_job for job in _jobs(run, None, _queue(lines) or ())}, key=int)
+        jobs = sorted({job.array_job for job in _surely_of(run, _jobs(run, None, _queue(lines) or ()))}, key=int)
         if not jobs:
             return []
         cluster = queue.own_cluster()
@@ -272,6 +272,20 @@ def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]
     waiting = {waiting_merge, *(line.get("merge_job") for line in run.submissions() if line.get("by_hand"))}
     waiting |= {job.array_job for job in jobs if job.is_merge and not job.is_submitits(run)}
     return [job for job in jobs if job.array_job not in waiting]
+
+
+def _surely_of(run: Run, jobs: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
+    """Those of the jobs that may be cancelled as the run's: all, where nobody else can have written which these are.
+
+    Else those that Slurm shows to be the run's by their scripts or comments, which their own user gave them.
+    """
+    why = why_forgeable(run) if jobs else None
+    logs = run.logs.resolve() if not run.logs.is_symlink() else None
+    found = [job for job in jobs if why is None or job.is_of(run) or Path(job.command).parent.resolve() == logs]
+    for job in jobs:
+        if job not in found:
+            log.warning(LEFT_ALONE, f"job {job.job_id}", why)
+    return found
 
 
 def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob]) -> bool:

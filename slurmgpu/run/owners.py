@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
 from slurmgpu.util.home import expanded
-from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried
+from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried, why_not_own
 
 if TYPE_CHECKING:
     from slurmgpu.run.directory import Run
 
 ENVIRON = "SLURMGPU_TRUST"
 """This variable names the run directory whose writers are trusted; tasks and jobs inherit it."""
+LEFT_ALONE = "%s is left alone: others may have named it as the run's, and nothing else shows that it is (%s)"
+"""What is said of a process or a job that is not ended, with `why_forgeable`."""
 
 
 def trust(folder: Path) -> None:
@@ -72,6 +74,21 @@ def refuse_foreign(run: Run, to_do: str, others: Iterable[Path] = ()) -> None:
             f"You cannot {to_do} like this: {why}. If you trust all who may write there: --trust, "
             f"or {ENVIRON}={run.typed} in the environment."
         )
+
+
+def why_forgeable(run: Run, *others: Path) -> str | None:
+    """Why others may have written which processes and jobs are the run's, with the file; None if they cannot have.
+
+    Then a process or a job that is named there is ended only if something else shows that it is the run's. `others` are
+    folders that name some as well.
+    """
+    folder = retried(run.folder.stat)
+    if not (folder.st_mode & stat.S_ISVTX and is_own(folder.st_uid, run.folder)):  # they could replace what is in it
+        others = (run.folder, *others)
+    for path in (run.folder / "submissions.jsonl", *others):
+        if exists(path) and (why := why_not_own(retried(path.stat), path.parent)):
+            return f"{path}: {why}"
+    return None
 
 
 def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: bool = False) -> None:

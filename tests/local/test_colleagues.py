@@ -471,6 +471,35 @@ def test_another_users_processes_are_his_to_cancel(colleagues):
         process.wait()
 
 
+@pytest.mark.parametrize("shown", ["nothing", "arguments", "output"])
+def test_a_process_that_others_have_named_is_ended_only_if_it_shows_that_it_is_the_runs(colleagues, shown):
+    top = Path(tempfile.mkdtemp(dir=colleagues.world))
+    top.chmod(0o755)
+    run = planned_run(top / "run")
+    for path in (run.folder, *run.folder.rglob("*")):
+        os.chown(path, BOB.pw_uid, TEAM)
+    run.logs.chmod(0o777)
+    argv = ["sh", "-c", "while :; do sleep 600; done", "sh"]
+    argv += ["slurmgpu.executors.slot", str(run.logs)] if shown == "arguments" else []
+    with open(run.logs / "a.out" if shown == "output" else os.devnull, "w") as out:
+        process = subprocess.Popen(argv, stdout=out, start_new_session=True, **colleagues.identity(ALICE))
+    try:
+        line = {"submission": 1, "state": "running", "executor": "local", "uid": ALICE.pw_uid, "time": time.time()}
+        line |= {"host": os.uname().nodename, **pids.numbering(), **pids.processes([os.getpid(), process.pid])}
+        run.record_submission(line)
+        os.chown(run.folder / "submissions.jsonl", BOB.pw_uid, TEAM)
+        done = colleagues.slurmgpu(ALICE, "cancel", run.folder, expect=0)
+        if shown == "nothing":
+            assert "no task of this run is alive" in done.stdout
+            assert f"process {process.pid} is left alone: others may have named it" in done.stderr
+            assert process.poll() is None
+        else:
+            assert process.wait(60) == -15
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
 def test_a_colleagues_probe_is_not_removed(colleagues):
     folder = colleagues.project("world", lacking=False)
     probe = ("submit", *COMPUTE, "--run-dir", "new", "--probe", "4")

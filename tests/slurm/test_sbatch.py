@@ -457,10 +457,11 @@ def test_a_job_is_of_the_run_that_its_comment_names(comment, is_of):
 def cancelling(tmp_path, monkeypatch):
     """`cancelling(jobs, **line)`: what `cancel` stops of a run whose one submission by hand is job 7, on "here"."""
 
-    def cancel(*jobs, **line):
+    def cancel(*jobs, mode=0o644, **line):
         run = pretend_run(tmp_path / "run", 0, n_tasks=1)
         first = {"by_hand": True, "array_job": "7", "uid": os.getuid(), "state": "queued"}
         run.record_submission({"submission": 1, **first, **line})
+        (run.folder / "submissions.jsonl").chmod(mode)
         stopped = []
         monkeypatch.setattr(queue, "own_cluster", lambda: "here")
         monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): list(jobs))
@@ -490,6 +491,17 @@ def cancelling(tmp_path, monkeypatch):
 def test_a_job_that_has_the_same_id_and_is_not_the_runs_is_not_cancelled(cancelling, line, name, stops):
     job = queue.QueuedJob("7", "RUNNING", "None", name, "/home/ada", "train.sh x")
     assert cancelling(job, **line) == ((["7"], True) if stops else ([], False))
+
+
+@pytest.mark.parametrize(("comment", "stops"), [("", False), ("slurmgpu:{run}", True)])
+def test_where_others_may_name_jobs_only_what_slurm_shows_to_be_the_runs_is_cancelled(
+    cancelling, tmp_path, comment, stops
+):
+    job = queue.QueuedJob(
+        "7", "RUNNING", "None", "precious", "/home/ada", "x", comment=comment.format(run=tmp_path / "run")
+    )
+    stopped, _ = cancelling(job, mode=0o664, cluster="here", array_name="precious")
+    assert stopped == (["7"] if stops else [])
 
 
 def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_its_id(cancelling, tmp_path):
