@@ -5,6 +5,7 @@ A process forks before it has threads, and before it imports anything of the use
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -12,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
+from collections.abc import Iterator
 from typing import BinaryIO, NoReturn
 
 from slurmgpu.util.early_signals import recall
@@ -85,6 +88,36 @@ def fork() -> int:
             if callable(signal.getsignal(signum)):
                 signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     return pid
+
+
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
+    """End a fork that the code in the block has made where it leaves the block, as Python ends a program.
+
+    Else two processes would go on with what comes behind the block.
+    """
+    own = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != own:
+            _end_fork(error)
+        raise
+    if os.getpid() != own:
+        _end_fork(SystemExit(0))
+
+
+def _end_fork(error: BaseException) -> NoReturn:
+    code = error.code if isinstance(error, SystemExit) else 1
+    try:
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif not isinstance(code, int | None):
+            sys.stderr.write(f"{code}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF if isinstance(code, int) else code is not None)
 
 
 def leave(code: int) -> NoReturn:

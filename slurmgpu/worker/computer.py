@@ -25,6 +25,7 @@ from slurmgpu.shards.shard_file import FailedRow
 from slurmgpu.util.broken_process import is_broken
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.preparing import Preparer
@@ -406,7 +407,8 @@ class Computer:
         The exception must not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
-            return function(), None
+            with ending_forks():
+                return function(), None
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:

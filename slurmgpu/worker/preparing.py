@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.side_thread import SideThread
 from slurmgpu.workload import Item
 
@@ -67,7 +68,8 @@ class Preparer:
         own = [item.copy() for item in items]
         _this_thread.prepares = True
         try:
-            return own, self.prepare(own)
+            with ending_forks():
+                return own, self.prepare(own)
         finally:
             _this_thread.prepares = False
 

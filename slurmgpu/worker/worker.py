@@ -33,6 +33,7 @@ from slurmgpu.util.broken_process import is_out_of_files
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.pipes import Report
 from slurmgpu.util.plurals import count_of
@@ -465,8 +466,9 @@ class Worker:
             return "workload_error" if found == "gpu_fault" and device == "cpu" else found
 
         try:
-            workload = build(plan.workload, plan.settings, Path(plan.search_path))
-            workload.load(context)
+            with ending_forks():
+                workload = build(plan.workload, plan.settings, Path(plan.search_path))
+                workload.load(context)
         except SlurmGPUError as error:
             if error.__cause__ is not None:
                 log.info("what led to it:", exc_info=error.__cause__)

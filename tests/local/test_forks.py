@@ -22,7 +22,7 @@ from slurmgpu.util.forks import Fork
 from slurmgpu.util.pids import DEAD, is_there, look
 from slurmgpu.util.pipes import EXIT_ABANDONED
 from slurmgpu.util.process_tree import living
-from tests.support.runs import planned_run, wait_until
+from tests.support.runs import planned_run, records, wait_until, workers
 
 HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False}}
 
@@ -285,3 +285,40 @@ def test_without_room_for_a_fork_the_worker_is_a_program(tmp_path, monkeypatch):
     assert fork_worker(planned_run(tmp_path / "run"), Attempt("7", 0)) is None
     assert len(os.listdir("/proc/self/fd")) == n_open
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+FORKING = """
+import os, sys
+from slurmgpu import Array
+
+class Forking:
+    columns = {"double": Array("float64")}
+
+    def load(self, task):
+        self.fork(lambda: None, 0)
+
+    def __call__(self, items):
+        self.fork(lambda: sys.exit(3), 3)
+        self.fork(lambda: sys.exit("done"), 1)
+        self.fork(lambda: 1 // 0, 1)
+        return [{"double": 2.0 * item.index} for item in items]
+
+    def fork(self, does, code):
+        sys.stdout.flush()
+        if not (pid := os.fork()):
+            print("a fork of", os.getppid())
+            return does()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+"""
+
+
+def test_a_fork_that_a_workload_makes_does_not_become_a_second_worker(project, slurmgpu):
+    folder = project(16, "Forking")
+    (folder / "workloads.py").write_text(FORKING)
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", "--tasks", "1", cwd=folder, expect=0)
+    [record] = records(folder)
+    assert (record["n_items"], record["n_errors"], record["deaths"]) == (16, 0, [])
+    log = (folder / "run" / "logs" / f"{record['attempt']}.log").read_text()
+    assert log.count("a fork of") == 1 + 3 * 4
+    assert log.count("\nZeroDivisionError") == log.count("\ndone\n") == 4
+    assert not workers(folder)
