@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import RESERVED_NAMES, Column, Json
-from slurmgpu.util.json_values import json_value
+from slurmgpu.util.json_values import MOST_LEVELS, is_too_deep, json_value
 
 
 def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collection[str]) -> dict[str, str]:
@@ -43,12 +43,18 @@ def with_kept(columns: Mapping[str, Column], kept: Mapping[str, str]) -> dict[st
 
 
 def check_kept(kept: Mapping[str, str], data: Mapping[str, Any]) -> None:
-    """ItemError if an item lacks a field that its row keeps."""
+    """ItemError if an item lacks a field that its row keeps, or has one that no column can hold."""
     for field in kept.values():
         if field not in data:
             raise ItemError(f"no field {field!r}, which the row keeps.{did_you_mean(field, data)}")
+        if is_too_deep(data[field]):
+            raise ItemError(
+                f"the field {field!r}, which the row keeps, has more than {MOST_LEVELS} lists and mappings in one "
+                f"another"
+            )
 
 
 def kept_values(kept: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of those kept fields that an item has, by column."""
-    return {name: json_value(data[field]) for name, field in kept.items() if field in data}
+    """The values of those kept fields that an item has, by column; without those that no column can hold."""
+    there = {name: data[field] for name, field in kept.items() if field in data}
+    return {name: json_value(value) for name, value in there.items() if not is_too_deep(value)}

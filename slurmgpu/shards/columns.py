@@ -16,7 +16,7 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.shards.numbers import as_array, as_lists, cast, checked_shape, scalar_bounds, stored_dtype
 from slurmgpu.util.exceptions import message_of
-from slurmgpu.util.json_values import check_keys
+from slurmgpu.util.json_values import MOST_LEVELS, check_keys, is_too_deep
 from slurmgpu.util.plugins import Plugins
 
 RESERVED_NAMES = ("index", "error")
@@ -204,6 +204,11 @@ class Json(Text, kind="json"):
             check_keys(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {message_of(error)}") from error
+        if text.count("[") + text.count("{") > MOST_LEVELS and is_too_deep(value):
+            raise ValueError(
+                f"found {type(value).__name__} with more than {MOST_LEVELS} lists and mappings in one another, which "
+                f"not all readers of JSON take"
+            )
         return super().convert(text)
 
     def read(self, stored: Sequence[bytes]) -> list[Any]:

@@ -7,13 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+MOST_LEVELS = 256
+"""The most lists and mappings in one another that every reader of rows takes: Python's calls end at 1,000."""
 _SINGLE = frozenset((str, int, float, bool, type(None)))
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: Any, level: int = 0) -> Any:
     """A value for JSON: NaN and infinities become null, arrays and tuples lists, dates and decimals text.
 
-    What is no UTF-8 in bytes, or in the name of a file, is written with backslashes.
+    What is no UTF-8 in bytes, or in the name of a file, is written with backslashes. Lists and mappings within as many
+    as MOST_LEVELS of them become text.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -23,11 +26,35 @@ def json_value(value: Any) -> Any:
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if level == MOST_LEVELS and isinstance(value, Mapping | list | tuple):
+        return _as_text(value)
     if isinstance(value, Mapping):
-        return {json_value(str(name)): json_value(inner) for name, inner in value.items()}
+        return {json_value(str(name)): json_value(inner, level + 1) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(inner) for inner in value]
+        return [json_value(inner, level + 1) for inner in value]
     return value if value is None or isinstance(value, int | float) else str(value)
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (RecursionError, TypeError, ValueError):
+        return "…"
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and mappings lie within MOST_LEVELS others."""
+    found = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [each.values() if isinstance(each, Mapping) else each for each in found if _holds(each)]
+        if not inner:
+            return False
+        found = [each for values in inner for each in values]
+    return any(map(_holds, found))
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
 def nearest_float(number: float) -> float:

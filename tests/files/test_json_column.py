@@ -12,6 +12,8 @@ from slurmgpu.errors import ItemError
 from slurmgpu.inputs import tables
 from slurmgpu.merge.export import export
 from slurmgpu.shards.columns import Json, columns_from_json, columns_to_json, convert_row
+from slurmgpu.util.json_values import json_value
+from slurmgpu.util.redact import hidden
 from tests.support.shard_files import join_parts, write
 
 COLUMNS = {"told": Json()}
@@ -60,6 +62,39 @@ def test_what_json_has_no_words_for_is_the_items_error(value):
 def test_keys_that_json_makes_one_are_the_items_error(value, keys):
     with pytest.raises(ValueError, match=f"column 'told': found .* the keys {keys} of a dict are one in JSON"):
         convert(value)
+
+
+def nested(levels, inner=1):
+    """Lists and mappings in one another."""
+    for level in range(levels):
+        inner = [inner, "["] if level % 2 else {"a": inner}
+    return inner
+
+
+def test_as_many_lists_in_one_another_as_all_readers_take_are_a_value(tmp_path):
+    value = nested(256)
+    rows = [convert_row(COLUMNS, {"told": each}) for each in (value, ["["] * 1000, nested(256, 2))]
+    part = write(tmp_path / "part.h5", 0, 3, columns=COLUMNS, rows=rows)
+    join_parts([(0, part, 0, 3)], tmp_path / "merged.h5", columns=COLUMNS)
+    for name in ("jsonl", "csv", "parquet"):
+        assert export(tmp_path / "merged.h5", name, tmp_path / "rows").n_rows == 3
+    assert slurmgpu.compare(tmp_path / "merged.h5", tmp_path / "merged.h5", key="told").equal
+    assert hidden(json_value(value)) == value
+    with slurmgpu.open(tmp_path / "merged.h5") as merged:
+        assert merged.to_pandas()["told"][0] == value
+        assert len(merged.to_arrow()) == 3
+    for deeper in (nested(257), [nested(256)], [[], {"b": nested(256)}]):
+        with pytest.raises(ValueError, match="with more than 256 lists and mappings in one another"):
+            convert(deeper)
+
+
+def test_what_lies_deeper_is_shown_as_text():
+    for levels in (257, 5000):
+        shown = json_value(nested(levels))
+        for _ in range(256):
+            shown = shown["a"] if isinstance(shown, dict) else shown[0]
+        assert isinstance(shown, str)
+    assert json.loads(json.dumps(json_value(nested(400))))
 
 
 def test_keys_that_stay_apart_become_texts():

@@ -83,6 +83,22 @@ def test_a_failed_item_keeps_its_fields(project, slurmgpu):
         slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)  # what fails again is put over the former row
 
 
+def test_a_field_in_which_hundreds_of_lists_lie_in_one_another_costs_its_item_alone(project, slurmgpu):
+    deep = "end"
+    for _ in range(600):
+        deep = [deep]
+    folder = project(items=items(8, _2={"id": deep}), keep=["id"], key="id")
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    [failed] = report(folder)["errors"]
+    assert (failed["index"], failed["message"]) == (
+        2,
+        "the field 'id', which the row keeps, has more than 256 lists and mappings in one another",
+    )
+    for name in ("rows.csv", "rows.jsonl"):
+        slurmgpu("export", "run", "-o", name, "--with-items", cwd=folder, expect=0)
+    slurmgpu("compare", "run", "run", "--key", "id", cwd=folder, expect=0)
+
+
 def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):
     lines = items(16, _3={"text": None}, _5={"id": 17})
     del lines[9]["text"], lines[12]["id"]
