@@ -145,6 +145,13 @@ def _free(machine: Machine) -> int:
     return int(torch.cuda.mem_get_info(machine.device)[0])
 
 
+def _allocated(machine: Machine) -> int:
+    """What PyTorch holds of the card; 0 without one."""
+    import torch
+
+    return torch.cuda.memory_allocated(machine.device) if machine.on_gpu else 0
+
+
 def _forget(machine: Machine) -> None:
     """Close the engines and free the card."""
     from slurmgpu.llm.interface.batching import free_memory
@@ -452,7 +459,7 @@ def _answers(machine: Machine, precision: str, requests: Sequence[Request]) -> l
     return found
 
 
-@finding(limit_s=45)
+@finding(limit_s=75)
 def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
     """The self-check finds steps by CUDA graphs right and faster, in bf16 and fp32, for 1, 32 and 4 long rows."""
     figures, good = [], True
@@ -550,7 +557,7 @@ def _bandwidth(machine: Machine) -> float:
     return float(2 * source.nbytes) / best_of(5, lambda: target.copy_(source), machine.device)
 
 
-@finding(limit_s=75)
+@finding(limit_s=120)
 def generation_is_faster_than_by_hand(machine: Machine) -> str:
     """Answers of 2 to 160 tokens: 10 times as fast as one by one, 1.2 times as in the best sorted batches by hand."""
     rng, n = np.random.default_rng(0), machine.pick(192, 6)
@@ -593,7 +600,7 @@ def _seconds(machine: Machine, work: Callable[..., object], *arguments: Any) -> 
     return seconds_of(lambda: work(*arguments), machine.device)
 
 
-@finding(limit_s=60)
+@finding(limit_s=90)
 def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step by a graph, and the CPU's tokens.
 
@@ -666,31 +673,33 @@ def _replayed(machine: Machine, work: Callable[[], torch.Tensor]) -> tuple[Calla
 # Variants and other engines
 
 
-@finding(limit_s=60)
+@finding(limit_s=150)
 def quantised_variants_have_their_size(machine: Machine) -> str:
     """-8bit, -4bit and -fp8 load, answer, and have the weights that placement foretells, to 10 %."""
-    import torch
-
     from slurmgpu.llm.placement.needs import look_at
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
     from slurmgpu.llm.transformers_engine.quantising import package_for
 
     packages = {variant: package_for(variant, tensor_parallel=False) or "" for variant in ("8bit", "4bit", "fp8")}
-    machine.needs_gpu()
     good, figures = True, []
     for variant, package in packages.items():
         if importlib.util.find_spec(package) is None:
             figures.append(f"-{variant} needs {package}, which is not here")
             continue
         options = _options(f"{_model(machine)}-{variant}", batching="static")
-        before = torch.cuda.memory_allocated(machine.device)
+        before = _allocated(machine)
         engine = TransformersEngine(options, _place(machine))
-        used, foretold = torch.cuda.memory_allocated(machine.device) - before, look_at(options).memory.weights
-        requests = _some(machine)
-        seconds = _seconds(machine, lambda made, asked: list(made.generate(asked)), engine, requests)
-        rate = sum(each.sampling.max_tokens for each in requests) / seconds
-        figures.append(f"-{variant} {used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {rate:,.0f} tokens/s")
-        good &= abs(used / foretold - 1) <= VARIANT_OFF
+        used, foretold = _allocated(machine) - before, look_at(options).memory.weights
+        requests, outputs = _some(machine), []
+        seconds = _seconds(machine, lambda made, asked, to: to.extend(made.generate(asked)), engine, requests, outputs)
+        if errors := [output.error for output in outputs if output.error]:
+            raise NotHeld(f"-{variant}: {len(errors)} errors: {errors[0]}")
+        n_tokens = sum(len(output.tokens) for output in outputs)
+        figures.append(
+            f"-{variant} {used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {n_tokens / seconds:,.0f} tokens/s"
+        )
+        good &= n_tokens == sum(each.sampling.max_tokens for each in requests)
+        good &= abs(used / foretold - 1) <= VARIANT_OFF or not machine.on_gpu
         engine.close()
         del engine
         _forget(machine)
@@ -734,7 +743,7 @@ def vllm_answers_as_fp32(machine: Machine) -> str:
     return hold(same >= len(expected) / 2, f"{same} of {len(expected)} answers are equal, {rate:,.0f} tokens/s")
 
 
-@finding(limit_s=90)
+@finding(limit_s=180)
 def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
     """The same holds of 8 billion parameters."""
     import torch
