@@ -15,6 +15,9 @@ from slurmgpu.shards.column_types import RESULT, type_of_column
 from slurmgpu.shards.columns import Column, columns_to_json
 
 _LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, tuple)
+_LISTS_OF = {int: "int64[]", float: "float64[]", bool: "bool[]"}
+_ABSTRACT = (np.integer, np.signedinteger, np.unsignedinteger, np.floating)
+"""Types of NumPy that stand for several."""
 
 Type = str | Mapping[str, Any] | None
 """The type of a column as text, or its description in run.json; None if it is not known."""
@@ -22,25 +25,35 @@ Type = str | Mapping[str, Any] | None
 
 def annotated_types(function: Callable[..., Any], *, batched: bool) -> dict[str, Type]:
     """The types of the columns; empty if the annotation does not say which columns there are."""
-    try:
-        target = function if hasattr(function, "__annotations__") else type(function).__call__
-        hint = typing.get_type_hints(target, include_extras=True).get("return")
-    except (NameError, TypeError, AttributeError):
-        return {}  # annotations that exist for type checkers only
+    hint = _hints(function if hasattr(function, "__annotations__") else type(function).__call__).get("return")
     if batched:
-        origin, inner = typing.get_origin(hint), typing.get_args(hint)
-        hint = inner[0] if origin in _LISTS and inner else None
+        kinds = _members(hint)
+        hint = kinds[0] if len(kinds) == 1 else None
     return _of_row(hint)
+
+
+def _hints(of: Any) -> dict[str, Any]:
+    """The annotations of a function or a class; empty where they cannot be evaluated: they may be prose."""
+    try:
+        return typing.get_type_hints(of, include_extras=True)
+    except Exception:  # they run any code, and some exist for type checkers only
+        return {}
+
+
+def _members(hint: Any) -> list[Any]:
+    """The different types that a list has by its annotation; empty for what is no list, or says none."""
+    inner = typing.get_args(hint) if typing.get_origin(hint) in _LISTS else ()
+    found: list[Any] = []
+    for each in inner:
+        if each is not ... and each not in found:
+            found.append(each)
+    return found
 
 
 def _of_row(hint: Any) -> dict[str, Type]:
     is_class = isinstance(hint, type)
     if typing.is_typeddict(hint) or (is_class and (dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"))):
-        try:
-            fields = typing.get_type_hints(hint, include_extras=True)
-        except NameError:
-            return {}
-        return {name: _of_value(inner) for name, inner in fields.items()}
+        return {name: _of_value(inner) for name, inner in _hints(hint).items()}
     found = _of_value(hint)
     return {} if found is None or found == "json" else {RESULT: found}
 
@@ -55,14 +68,16 @@ def _of_value(hint: Any) -> Type:
     if origin is typing.Literal:
         return "text" if all(isinstance(each, str) for each in inner) else None
     if origin in _LISTS:
-        numbers = {int: "int64[]", float: "float64[]", bool: "bool[]"}
-        return numbers.get(inner[0], "json") if inner else "json"
+        kinds = _members(hint)
+        if int in kinds and float in kinds and len(kinds) == 2:
+            return "float64[]"
+        return _LISTS_OF.get(kinds[0], "json") if len(kinds) == 1 else "json"
     if origin in (dict, collections.abc.Mapping) or hint in (dict, list):
         return "json"
-    if not isinstance(hint, type):
+    if origin is not None or not isinstance(hint, type):  # Python 3.10 takes set[int] for a type
         return None
-    if issubclass(hint, np.number | np.bool_) and hint is not np.number:
-        return np.dtype(hint).name if not np.issubdtype(hint, np.complexfloating) else None
+    if issubclass(hint, np.integer | np.floating | np.bool_):
+        return None if hint in _ABSTRACT else np.dtype(hint).name
     return {str: "text", bool: "bool", int: "int64", float: "float64"}.get(hint)
 
 

@@ -90,6 +90,20 @@ def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures()
     assert not (run.folder.parent / "lengths-probe").exists()  # the annotation said the columns
 
 
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda rows: pd.DataFrame({"a": rows, "b": rows}), "returned a DataFrame for 2 items; expected a list"),
+        (set, "a set has no order; expected a list with a result for each item"),
+    ],
+    ids=["frame", "set"],
+)
+def test_what_is_no_list_of_rows_is_not_taken_for_one(made, sentence):
+    """Two names of columns would be the rows of two items."""
+    with pytest.raises(SlurmGPUError, match=sentence):
+        slurmgpu.map(lambda texts: made([len(text) for text in texts]), ["a", "bb"], batch_size=2, **IN_PROCESS)
+
+
 def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
     def fails(item):
         raise RuntimeError("not with this item")

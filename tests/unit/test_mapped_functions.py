@@ -284,6 +284,12 @@ class Both:
         (dict[str, float], {}),
         (np.ndarray, {}),
         (Any, {}),
+        (tuple[int, str], {}),
+        (tuple[int, float], {"result": "float64[]"}),
+        (tuple[int, ...], {"result": "int64[]"}),
+        (np.integer, {}),
+        (np.floating, {}),
+        (np.float16, {"result": "float16"}),
     ],
 )
 def test_an_annotation_says_the_columns(hint, expected):
@@ -295,6 +301,16 @@ def test_an_annotation_says_the_columns(hint, expected):
     assert annotated_types(function, batched=False) == expected
     function.__annotations__["return"] = list[hint]
     assert annotated_types(function, batched=True) == expected
+
+
+@pytest.mark.parametrize("prose", ["the score", "1/0", "np.nothing", "'float"])
+def test_an_annotation_that_is_prose_says_nothing(prose):
+    def function(item): ...
+
+    function.__annotations__["return"] = prose
+    assert annotated_types(function, batched=False) == {}
+    function.__annotations__["return"] = dataclasses.make_dataclass("Fields", [("a", prose)])
+    assert annotated_types(function, batched=False) == {}
 
 
 def test_a_function_without_an_annotation_that_can_be_read_says_nothing():

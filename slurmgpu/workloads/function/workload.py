@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,10 @@ class Function:
         if not self._batched:
             return [self._row(self._function(data[0], *self._loaded))]
         returned = self._function(data, *self._loaded)
-        if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+        if isinstance(returned, Set):
+            raise TypeError(f"a {type(returned).__name__} has no order; expected a list with a result for each item")
+        gives_names = isinstance(returned, str | bytes | Mapping) or hasattr(returned, "columns")
+        if gives_names or not isinstance(returned, Iterable):
             return returned  # the worker says what is wrong with it
         return [self._row(value) for value in returned]
 
