@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
 import importlib
@@ -19,13 +18,15 @@ import pickle
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType
 from typing import Any
 
+from slurmgpu.code import pickling
 from slurmgpu.code.locator import own_modules
+from slurmgpu.code.pickling import CannotPickleError
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Pickled
@@ -39,8 +40,6 @@ MAPPED = "slurmgpu.workloads.function:Function"
 """The workload of runs of `slurmgpu.map`."""
 PICKLE = "function.pkl"
 SOURCE = "function.py"
-MOST_BYTES = 10_000_000
-"""The largest pickle of a function with the values that it uses: it is read by each worker."""
 CHECK_S = 600.0
 """How long the fresh process may take, which imports what the function needs."""
 _NAMED = 3
@@ -48,10 +47,14 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickle of functions by `roles`, the source of the first as far as it is known, and modules of the user's."""
+    """A pickle of functions by `roles`, the source of the first as far as it is known, and modules of the user's.
+
+    `digest` is of the functions and their variables, wherever their code lies, and the same in another process.
+    """
 
     roles: tuple[str, ...]
     content: bytes
+    digest: str
     source: str | None
     modules: tuple[str, ...]
 
@@ -98,19 +101,6 @@ def with_another_function(run: Run, name: str) -> str:
     return f"slurmgpu.open_run({str(run.folder)!r}).resubmit(failed=True, function={named})"
 
 
-def name_of(function: Callable[..., Any]) -> str | None:
-    """The name, `package.module:function`, by which tasks can import a function; None if they cannot."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
-        return None
-    found: Any = sys.modules.get(module)
-    if not getattr(found, "__spec__", None):
-        return None  # made at run time
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return f"{module}:{name}" if found is function else None
-
-
 def shown_name(function: Callable[..., Any]) -> str:
     """The name of a function for people, and of the run directory: letters, digits and `_`."""
     while isinstance(function, functools.partial):
@@ -135,19 +125,19 @@ def pack(functions: Mapping[str, Callable[..., Any] | None], folder: Path) -> Pa
 
     SlurmGPUError names the variable that is too large, on a GPU, or that cannot be pickled.
     """
-    codes: list[CodeType] = []
     try:
-        content = _dumps(dict(functions), codes)
-    except _CannotPackError as error:
+        pickled = pickling.dumps(dict(functions))
+        digest = pickling.digest_of(dict(functions))
+    except CannotPickleError as error:
         raise SlurmGPUError(_why_not(functions, error)) from error
-    late = {name for function in functions.values() for code in _codes(function) for name in _imported_in(code)}
-    modules = _read_in_fresh_process(content, folder)
+    modules = {*_read_in_fresh_process(pickled.content, folder), *pickled.imports}
     first = next(iter(functions.values()))
     try:
         source = inspect.getsource(first)  # type: ignore[arg-type]  # TypeError is caught
     except (OSError, TypeError):
         source = None
-    return Packed(tuple(functions), content + pickle.dumps(_lines_of(codes)), source, tuple(sorted({*modules, *late})))
+    content = pickled.content + pickle.dumps(_lines_of(pickled.codes))
+    return Packed(tuple(functions), content, digest, source, tuple(sorted(modules)))
 
 
 def keep(run: Path, packed: Packed) -> Pickled:
@@ -175,7 +165,7 @@ def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]
             f"{minor_version()}, use an image with Python {python}, or put the function into a module, to be imported."
         )
     try:
-        content = read_own(path, max_bytes=2 * MOST_BYTES)
+        content = read_own(path, max_bytes=2 * pickling.MOST_BYTES)
     except (FileNotFoundError, PermissionError, UnusableFileError) as error:
         raise SlurmGPUError(
             f"{path}, the function of this run, is not used: {error.strerror}. Only the user who submitted it can "
@@ -193,54 +183,6 @@ def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]
     if file.tell() < len(content):  # an older slurmgpu has written no lines
         _show_lines(pickle.load(file))
     return found
-
-
-class _CannotPackError(Exception):
-    """A value that cannot be pickled, as a clause."""
-
-
-class _TooLargeError(_CannotPackError):
-    """The pickle has more than MOST_BYTES."""
-
-
-class _Bounded(io.BytesIO):
-    """A file in memory that refuses to grow beyond MOST_BYTES."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > MOST_BYTES:
-            raise _TooLargeError(f"has more than {MOST_BYTES // 10**6} MB")
-        return super().write(data)
-
-
-def _dumps(value: Any, codes: list[CodeType] | None = None) -> bytes:
-    """A pickle of a value; `codes` gets the code in it."""
-    import cloudpickle  # takes long
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's is not typed
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, CodeType):
-                if codes is not None:
-                    codes.append(obj)
-                made, arguments = self.dispatch_table[CodeType](obj)
-                # cloudpickle 3.1.3 leaves the file's name out, by which errors tell their place.
-                return _code_of_file, (made, arguments, obj.co_filename)
-            torch = sys.modules.get("torch")
-            if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-                raise _CannotPackError(f"is a tensor on {obj.device}")
-            return super().reducer_override(obj)
-
-    file = _Bounded()
-    try:
-        Pickler(file).dump(value)
-    except _CannotPackError:
-        raise
-    except Exception as error:  # any that the user's objects raise
-        raise _CannotPackError(f"cannot be pickled ({described(error)})") from error
-    return file.getvalue()
-
-
-def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], filename: str) -> CodeType:
-    return make(*arguments).replace(co_filename=filename)
 
 
 def _lines_of(codes: Iterable[CodeType]) -> dict[str, dict[int, str]]:
@@ -261,77 +203,18 @@ def _show_lines(known: Mapping[str, Mapping[int, str]]) -> None:
         linecache.cache.setdefault(filename, (sum(map(len, text)), None, text, filename))
 
 
-def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: _CannotPackError) -> str:
+def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPickleError) -> str:
     """A sentence on the variables that prevent a pickle."""
     found: dict[str, str] = {}
     for function in functions.values():
         if function is not None:
-            found |= _to_blame(function, set())
+            found |= pickling.to_blame(function)
     what = ", and ".join(f"the variable {name!r} {why}" for name, why in list(found.items())[:_NAMED])
     whose = " and ".join(shown_name(function) for function in functions.values() if function is not None)
     return (
         f"{whose} cannot be sent to tasks: {what or f'it {error}'}. Make it in `load`, which is called on the node, "
         f"read it from a file there, or put it into a module, which is imported."
     )
-
-
-def _to_blame(function: Any, met: set[int]) -> dict[str, str]:
-    """The variables that a function uses and that cannot be pickled each by itself, and why."""
-    found: dict[str, str] = {}
-    met.add(id(function))
-    for name, value in _used_by(function):
-        if id(value) in met:
-            continue
-        met.add(id(value))
-        try:
-            _dumps(value)
-        except _CannotPackError as error:
-            inner = _to_blame(value, met) if isinstance(value, FunctionType | MethodType | functools.partial) else {}
-            found |= inner or {name: str(error)}
-    return found
-
-
-def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """The values that a function keeps or reads, by the names of variables."""
-    if isinstance(function, functools.partial):
-        yield from [(f"argument {number}", value) for number, value in enumerate(function.args)]
-        yield from function.keywords.items()
-        yield from _used_by(function.func)
-    elif isinstance(function, MethodType):
-        yield from vars(function.__self__).items() if hasattr(function.__self__, "__dict__") else ()
-        yield from _used_by(function.__func__)
-    elif isinstance(function, FunctionType):
-        names = {name for code in _codes(function) for name in code.co_names}
-        yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        yield from ((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
-        defaults = inspect.signature(function).parameters.values()
-        yield from ((each.name, each.default) for each in defaults if each.default is not each.empty)
-    elif hasattr(function, "__dict__"):
-        yield from vars(function).items()
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _codes(function: Any) -> Iterator[CodeType]:
-    """The code of a function and of those within it."""
-    while isinstance(function, functools.partial | MethodType):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    todo = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
-    while todo:
-        yield (code := todo.pop())
-        todo += [each for each in code.co_consts if isinstance(each, CodeType)]
-
-
-def _imported_in(code: CodeType) -> Iterator[str]:
-    """The modules that a function's body imports when it is called."""
-    return (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME" and each.argval)
 
 
 def _read_in_fresh_process(content: bytes, folder: Path) -> list[str]:

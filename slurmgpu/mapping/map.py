@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmgpu import api
 from slurmgpu.api import RunHandle
-from slurmgpu.code import functions
+from slurmgpu.code import functions, pickling
 from slurmgpu.code.former import changed_since
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.containers.registry import runtime_named
@@ -36,6 +36,7 @@ from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.report.build import is_complete
 from slurmgpu.results import open as open_merged
 from slurmgpu.run.directory import Run, free_run_dir
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
 from slurmgpu.task.preflight import check_here
@@ -50,6 +51,9 @@ FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
 
 PROBE_ENDS_S = 3
 """How long the job that merged the probe may take to end."""
+
+SAME = "same"
+"""The key, beside a pickle's SHA-256, of the digest by which a function is known in another process."""
 
 ARGUMENTS = {
     "input": "the argument `items`",
@@ -177,7 +181,7 @@ def _function(
 ) -> tuple[dict[str, Any], list[Path], Sequence[str]]:
     """The settings that name the functions, files with them for the run directory, and modules that they need."""
     functions.check(function, load, loads=load is not None)
-    names = functions.name_of(function), None if load is None else functions.name_of(load)
+    names = pickling.name_of(function), None if load is None else pickling.name_of(load)
     if names[0] is not None and (load is None or names[1] is not None):
         return {"function": names[0], "load": names[1]}, [], ()
     packed = functions.pack({"function": function, "load": load}, base)
@@ -187,7 +191,7 @@ def _function(
         files.append(scratch / functions.SOURCE)
         files[1].write_text(packed.source, "utf-8")
     shown = {"function": functions.shown_name(function), "load": None if load is None else functions.shown_name(load)}
-    return {**shown, "pickled": packed.record}, files, packed.modules
+    return {**shown, "pickled": {**packed.record, SAME: packed.digest}}, files, packed.modules
 
 
 def _refuse_other_python(draft: Draft) -> None:
@@ -240,7 +244,7 @@ def _about_former(folder: Path, draft: Draft) -> str:
         run = Run.open(folder)
     except (SlurmGPUError, OSError):
         return f"{begun}, as {folder} exists."
-    if not run.plan.computes_same(draft.plan):
+    if not run.plan.computes_same(_as_pickled_in(run.plan, draft.plan)):
         return f"{begun}: {folder} is of another function, other items or other columns."
     if changed := changed_since(run, draft.code):
         return f"{begun}: {folder} is of the same function and items, and of other code: {changed}"
@@ -251,6 +255,13 @@ def _about_former(folder: Path, draft: Draft) -> str:
         f"{begun}. {folder} is of the same function and items, and incomplete: {handle}.resubmit() would compute only "
         f"what it lacks, once nothing of it is alive."
     )
+
+
+def _as_pickled_in(former: Plan, plan: Plan) -> Plan:
+    """A plan with the pickle of a former one, if that has the same function: no two processes pickle it alike."""
+    then, now = (each.settings.get("pickled", {}) for each in (former, plan))
+    same = SAME in now and (then.get(SAME), then.get("python")) == (now[SAME], now["python"])
+    return replace(plan, settings={**plan.settings, "pickled": then}) if same else plan
 
 
 def _declared(columns: Columns | None) -> dict[str, Type]:

@@ -160,7 +160,7 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
     rows = run.rows()
     assert next(rows)["result"] == 0
     run.cancel()
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(f"# A line more.\n{SCRIPT}")
     (tmp_path / "held").unlink()
     again = subprocess.run([sys.executable, "script.py", "wait"], check=True, capture_output=True, text=True)
     goes_on = f"slurmgpu.open_run('{tmp_path}/runs/slow').resubmit() would compute only what it lacks"

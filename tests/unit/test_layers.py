@@ -39,7 +39,7 @@ FOREIGN = {
     "typer": {"cli"},
     "rich": {"cli", "progress"},
     "IPython": {"progress"},
-    "cloudpickle": {"code.functions"},
+    "cloudpickle": {"code.pickling"},
     "pydantic": {"plan"},
     "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups", "worker.group_launcher"},
     "transformers": {"workloads", "llm"},

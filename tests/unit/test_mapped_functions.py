@@ -4,17 +4,20 @@ import dataclasses
 import functools
 import json
 import linecache
+import os
+import subprocess
+import sys
 import threading
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 import pytest
 
 from slurmgpu import Array, Json, Ragged, SlurmGPUError, Text
-from slurmgpu.code import functions
+from slurmgpu.code import functions, pickling
 from slurmgpu.inputs.lines import Jsonl
 from slurmgpu.inputs.python_items import UNWRAP, is_table, write_values
 from slurmgpu.mapping.annotations import annotated_types
@@ -42,12 +45,12 @@ def by_value(function):
 
 
 def test_a_function_of_a_module_goes_by_name_and_others_by_value():
-    assert functions.name_of(reads_large) == f"{__name__}:reads_large"
-    assert functions.name_of(json.dumps) == "json:dumps"
-    assert functions.name_of(np.linalg.norm) is not None
-    assert functions.import_named(functions.name_of(np.linalg.norm)) is np.linalg.norm
+    assert pickling.name_of(reads_large) == f"{__name__}:reads_large"
+    assert pickling.name_of(json.dumps) == "json:dumps"
+    assert pickling.name_of(np.linalg.norm) is not None
+    assert functions.import_named(pickling.name_of(np.linalg.norm)) is np.linalg.norm
     others = [lambda item: item, by_value(lambda item: item), functools.partial(reads_large, 1), "text".upper]
-    assert [functions.name_of(other) for other in others] == [None] * 4
+    assert [pickling.name_of(other) for other in others] == [None] * 4
 
 
 def test_a_pickle_calls_the_function_with_what_it_captured(tmp_path):
@@ -74,6 +77,111 @@ def test_modules_of_the_users_that_a_function_needs_are_named(tmp_path, monkeypa
     assert {"mine", "deeper", "late"} <= {*packed.modules}
 
 
+OF_A_PACKAGE = """
+def helper(item):
+    from . import beside
+    from ..above import f as g
+    return beside.f(g(item))
+
+class Calls:
+    def other(self, item):
+        import in_method
+        return in_method.f(item)
+
+    def __call__(self, item):
+        return helper(self.other(item))
+"""
+
+
+def test_modules_are_named_that_helpers_and_methods_import_when_they_are_called(tmp_path):
+    names = {"__name__": "__main__", "__package__": "outer.inner"}
+    exec(OF_A_PACKAGE, names)
+    packed = functions.pack({"function": names["Calls"](), "load": None}, tmp_path)
+    assert {"in_method", "outer.inner.beside", "outer.above"} <= {*packed.modules}
+
+
+SCRIPT = """
+import dataclasses, enum, functools, sys
+from slurmgpu.code import pickling
+
+STOP = {"alpha", "beta", "gamma", "delta"}
+
+@dataclasses.dataclass
+class Row:
+    n: int
+
+class Kind(enum.Enum):
+    ONE = 1
+
+@functools.cache
+def cached(item):
+    return item in {"one", "two", "three", "four"} or cached("one")
+
+def function(item):
+    return Row(FACTOR), Kind.ONE, item in STOP, cached(item)
+
+print(pickling.digest_of({"function": function}))
+"""
+
+
+def digest_by(script, path, seed):
+    path.write_text(script)
+    done = subprocess.run(
+        [sys.executable, path], check=True, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed}
+    )
+    return done.stdout
+
+
+def test_a_function_is_known_in_another_process_and_wherever_it_lies(tmp_path):
+    """As after a restart of a kernel, whose number is in the names of its cells' files."""
+    script = SCRIPT.replace("FACTOR", "2")
+    known = digest_by(script, tmp_path / "one.py", "1")
+    assert digest_by("# A line more.\n" + script, tmp_path / "one.py", "2") == known
+    assert digest_by(SCRIPT.replace("FACTOR", "3"), tmp_path / "one.py", "1") != known
+    assert digest_by(script.replace("beta", "beat"), tmp_path / "one.py", "1") != known
+    assert digest_by(script.replace('"two"', '"too"'), tmp_path / "one.py", "1") != known
+
+
+@functools.lru_cache(maxsize=5)
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+
+def test_a_function_with_a_cache_is_kept_by_value_with_a_cache_of_its_own(tmp_path, monkeypatch):
+    assert pickling.name_of(fibonacci) == f"{__name__}:fibonacci"
+    monkeypatch.setattr(fibonacci, "__module__", "__main__")
+    packed = functions.pack(
+        {"function": lambda item: (fibonacci(item), fibonacci.cache_info()), "load": None}, tmp_path
+    )
+    (tmp_path / functions.PICKLE).write_bytes(packed.content)
+    result, info = functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](30)
+    assert result == 832040
+    assert (info.misses, info.maxsize, fibonacci.cache_info().misses) == (31, 5, 0)
+
+
+def test_a_function_of_the_script_that_spawned_a_process_is_kept_by_value(tmp_path, monkeypatch):
+    spawned = ModuleType("__mp_main__")
+    exec("factor = 3\ndef function(item):\n    return item * factor\n", vars(spawned))
+    monkeypatch.setitem(sys.modules, "__mp_main__", spawned)
+    packed = functions.pack({"function": spawned.function, "load": None}, tmp_path)
+    (tmp_path / functions.PICKLE).write_bytes(packed.content)
+    assert functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](2) == 6
+
+
+def reads_open_file():
+    with open(__file__) as file:
+        return by_value(lambda item: file.readline())
+
+
+def uses_lock():
+    names = {"__name__": "__main__", "LOCK": LOCK}
+    methods = (
+        "    def __call__(self, item):\n        return LOCK\n    def method(self, item):\n        return self(item)"
+    )
+    exec(f"class UsesLock:\n{methods}", names)
+    return names["UsesLock"]()
+
+
 def captures_lock():
     inner = threading.Lock()
     return by_value(lambda item: inner)
@@ -87,6 +195,9 @@ def captures_lock():
         (by_value(lambda item: LOCK), "the variable 'LOCK' cannot be pickled"),
         (captures_lock(), "the variable 'inner' cannot be pickled"),
         (functools.partial(by_value(lambda item, table: item), table=LARGE), "the variable 'table' has more than"),
+        (reads_open_file(), "the variable 'file' is an open file"),
+        (uses_lock(), "UsesLock cannot be sent to tasks: the variable 'LOCK' cannot be pickled"),
+        (uses_lock().method, "method cannot be sent to tasks: the variable 'LOCK' cannot be pickled"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_the_name_of_the_variable(tmp_path, function, sentence):

@@ -1,0 +1,255 @@
+"""Pickles of functions by value, with the variables that they use; why a value cannot be pickled."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from slurmgpu.util.exceptions import described
+
+MOST_BYTES = 10_000_000
+"""The largest pickle of a function with the values that it uses: it is read by each worker."""
+_CACHED = type(functools.lru_cache(lambda: None))
+_TRACKER = re.compile(r"[0-9a-f]{32}")
+"""The random number that cloudpickle gives to each class."""
+_WITH_STATE = 3
+_WITH_VARIABLES = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
+_OF_PLACE = ("__firstlineno__", "__static_attributes__")
+"""What Python 3.13 adds to a class: its line, and names in the order of a set."""
+
+
+class CannotPickleError(Exception):
+    """A value that cannot be pickled, as a clause."""
+
+
+class _TooLargeError(CannotPickleError):
+    """The pickle has more than MOST_BYTES."""
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A pickle, the code in it, and the modules that this code imports when it is called."""
+
+    content: bytes
+    codes: Sequence[CodeType]
+    imports: frozenset[str]
+
+
+class _Bounded(io.BytesIO):
+    """A file in memory that refuses to grow beyond MOST_BYTES."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > MOST_BYTES:
+            raise _TooLargeError(f"has more than {MOST_BYTES // 10**6} MB")
+        return super().write(data)
+
+
+def name_of(function: Callable[..., Any]) -> str | None:
+    """The name, `package.module:function`, by which tasks can import a function; None if they cannot."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return None
+    found: Any = sys.modules.get(module)
+    if not getattr(found, "__spec__", None):
+        return None  # made at run time
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is function else None
+
+
+def dumps(value: Any) -> Pickled:
+    """A pickle of a value; CannotPickleError if there is none."""
+    return _dumped(value, without_places=False)
+
+
+def digest_of(value: Any) -> str:
+    """A digest of a value that its pickle has: equal in all processes, wherever its code lies in files.
+
+    File names, line numbers, the random numbers of classes and the orders of sets of variables do not count.
+    """
+    return hashlib.sha256(_dumped(value, without_places=True).content).hexdigest()
+
+
+def _dumped(value: Any, *, without_places: bool) -> Pickled:
+    import cloudpickle  # takes long
+
+    codes: list[CodeType] = []
+    packages: dict[int, str | None] = {}
+    """The packages of code by its id, for relative imports."""
+    imports: set[str] = set()
+    if (main := sys.modules.get("__mp_main__")) is not None:  # the script, in a process that it spawned
+        cloudpickle.register_pickle_by_value(main)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's is not typed
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, CodeType):
+                codes.append(obj)
+                imports.update(_imported_in(obj, packages.get(id(obj))))
+                made, arguments = self.dispatch_table[CodeType](_placeless(obj) if without_places else obj)
+                # cloudpickle 3.1.3 leaves the file's name out, by which errors tell their place.
+                return _code_of_file, (made, arguments, "" if without_places else obj.co_filename)
+            if isinstance(obj, FunctionType):
+                packages.update(dict.fromkeys(map(id, codes_of(obj)), obj.__globals__.get("__package__")))
+            elif isinstance(obj, _CACHED) and name_of(obj) is None:
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
+            elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdin, sys.stdout, sys.stderr):
+                raise CannotPickleError("is an open file")  # cloudpickle sends what it holds
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+                raise CannotPickleError(f"is a tensor on {obj.device}")
+            if without_places and isinstance(obj, CellType) and _is_set(obj):
+                return CellType, (_in_order(obj.cell_contents),)
+            reduced = super().reducer_override(obj)
+            return _canonical(obj, reduced) if without_places and isinstance(reduced, tuple) else reduced
+
+    file = _Bounded()
+    try:
+        Pickler(file).dump(value)
+    except CannotPickleError:
+        raise
+    except Exception as error:  # any that the user's objects raise
+        raise CannotPickleError(f"cannot be pickled ({described(error)})") from error
+    return Pickled(file.getvalue(), codes, frozenset(imports))
+
+
+def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], filename: str) -> CodeType:
+    return make(*arguments).replace(co_filename=filename)
+
+
+def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function with a cache of its own, as by `functools.cache`."""
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _imported_in(code: CodeType, package: str | None) -> Iterator[str]:
+    """The modules that code imports when it runs, and `a.b` where it imports b from a."""
+    loaded: list[Any] = [None, None]
+    for each in dis.get_instructions(code):
+        if each.opname == "IMPORT_NAME":
+            level, names = loaded[-2:]
+            try:
+                name = importlib.util.resolve_name("." * (level or 0) + each.argval, package)
+            except (ImportError, ValueError):
+                continue  # beyond the package: Python will say so
+            yield name
+            yield from (f"{name}.{inner}" for inner in names or () if inner != "*")
+        elif each.opname.startswith("LOAD_"):
+            loaded.append(each.argval)
+
+
+def _placeless(code: CodeType) -> CodeType:
+    """Code without its file and its lines, and with frozen sets in an order."""
+    consts = tuple(_in_order(const) for const in code.co_consts)
+    return code.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=consts)
+
+
+class _Ordered:
+    """A set of texts, pickled in their order."""
+
+    def __init__(self, values: set[str] | frozenset[str]) -> None:
+        self._values = values
+
+    def __reduce__(self) -> Any:
+        return type(self._values), (sorted(self._values),)
+
+
+def _in_order(value: Any) -> Any:
+    """A set of texts, whose order differs from process to process, in one that does not; other values as they are."""
+    is_of_texts = isinstance(value, set | frozenset) and all(isinstance(each, str) for each in value)
+    return _Ordered(value) if is_of_texts else value
+
+
+def _canonical(obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """How a function or a class is pickled, without what differs from process to process."""
+    if len(reduced) < _WITH_STATE:  # a type such as that of None
+        return reduced
+    make, arguments, state, *rest = reduced
+    if isinstance(obj, FunctionType):
+        attributes, slots = state
+        variables = {name: _in_order(value) for name, value in slots["__globals__"].items()}
+        state = attributes, {**slots, "__globals__": variables}
+    elif isinstance(obj, type):
+        arguments = ["" if isinstance(each, str) and _TRACKER.fullmatch(each) else each for each in arguments]
+        members, slots = state
+        state = {name: _in_order(value) for name, value in members.items() if name not in _OF_PLACE}, slots
+    return (make, tuple(arguments), state, *rest)
+
+
+def to_blame(function: Any) -> dict[str, str]:
+    """The variables that a function uses and that cannot be pickled each by itself, and why."""
+    found: dict[str, str] = {}
+    _blame(function, {id(function)}, found)
+    return found
+
+
+def _blame(function: Any, met: set[int], found: dict[str, str]) -> None:
+    for name, value in _used_by(function):
+        if id(value) in met:
+            continue
+        met.add(id(value))
+        try:
+            dumps(value)
+        except CannotPickleError as error:
+            has_variables = isinstance(value, _WITH_VARIABLES)
+            if has_variables:
+                _blame(value, met, found)
+            if not (has_variables and found):
+                found[name] = str(error)
+
+
+def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """The values that a function keeps or reads, by the names of variables."""
+    if isinstance(function, functools.partial):
+        yield from [(f"argument {number}", value) for number, value in enumerate(function.args)]
+        yield from function.keywords.items()
+        yield from _used_by(function.func)
+    elif isinstance(function, MethodType):
+        yield from _used_by(function.__self__)
+        yield from _used_by(function.__func__)
+    elif isinstance(function, FunctionType):
+        names = {name for code in codes_of(function) for name in code.co_names}
+        yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        yield from ((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
+        defaults = function.__defaults__ or ()
+        arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+        yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+        yield from (function.__kwdefaults__ or {}).items()
+    elif isinstance(function, staticmethod | classmethod):
+        yield from _used_by(function.__func__)
+    elif isinstance(function, property):
+        yield from ((each.__name__, each) for each in (function.fget, function.fset, function.fdel) if each is not None)
+    elif isinstance(function, type):
+        yield from ((name, value) for name, value in vars(function).items() if name not in ("__dict__", "__weakref__"))
+        yield from ((base.__name__, base) for base in function.__bases__)
+    elif hasattr(function, "__wrapped__"):
+        yield from _used_by(function.__wrapped__)
+    elif hasattr(function, "__dict__"):
+        yield from vars(function).items()
+        yield type(function).__name__, type(function)
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def codes_of(function: FunctionType) -> Iterator[CodeType]:
+    """The code of a function and of those within it."""
+    todo = [function.__code__]
+    while todo:
+        yield (code := todo.pop())
+        todo += [each for each in code.co_consts if isinstance(each, CodeType)]
