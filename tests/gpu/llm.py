@@ -18,7 +18,7 @@ from tests.gpu.findings import Machine, NotHeld, NotToBeHad, best_of, finding, h
 if TYPE_CHECKING:
     import torch
 
-    from slurmgpu.llm.interface.engine import EngineOptions, Place, Request
+    from slurmgpu.llm.interface.engine import EngineOptions, Output, Place, Request
     from slurmgpu.llm.prompts.codec import Encoded, Finished
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
@@ -690,7 +690,8 @@ def quantised_variants_have_their_size(machine: Machine) -> str:
         before = _allocated(machine)
         engine = TransformersEngine(options, _place(machine))
         used, foretold = _allocated(machine) - before, look_at(options).memory.weights
-        requests, outputs = _some(machine), []
+        requests = _some(machine)
+        outputs: list[Output] = []
         seconds = _seconds(machine, lambda made, asked, to: to.extend(made.generate(asked)), engine, requests, outputs)
         if errors := [output.error for output in outputs if output.error]:
             raise NotHeld(f"-{variant}: {len(errors)} errors: {errors[0]}")
