@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any, TypedDict
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.submissions import Git
-from slurmgpu.util.item_ranges import spans_within
 
 NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
 """The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
@@ -109,9 +111,20 @@ class Plan:
         """The indices of the run's items in the input, as (start, stop)."""
         return self.input["ranges"] if self.look else [(0, self.n_items)]
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        """How many of the run's items there are up to the end of each range."""
+        return list(accumulate(stop - start for start, stop in self.ranges))
+
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The indices in the input of the run's items `start` to `stop` - 1, as (start, stop)."""
-        return list(spans_within(self.ranges, start, stop))
+        ranges, number = self.ranges, bisect_right(self._ends, start)
+        found: list[tuple[int, int]] = []
+        while start < stop and number < len(ranges) and (before := self._ends[number - 1] if number else 0) < stop:
+            first, end = ranges[number]
+            found.append((first + max(start - before, 0), min(end, first + stop - before)))
+            number += 1
+        return found
 
     def indices(self, start: int, stop: int) -> Sequence[int]:
         """The indices of the run's items `start` to `stop` - 1 in the input."""
@@ -121,7 +134,8 @@ class Plan:
 
     def n_before(self, index: int) -> int:
         """How many of the run's items have a smaller index in the input."""
-        return sum(min(max(index - first, 0), end - first) for first, end in self.ranges)
+        number = bisect_right(self.ranges, index, key=itemgetter(0))
+        return self._ends[number - 1] - max(self.ranges[number - 1][1] - index, 0) if number else 0
 
     def place(self, index: int) -> int | None:
         """The place of an item among the run's, by its index in the input; None if the run does not have it."""

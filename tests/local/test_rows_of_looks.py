@@ -1,9 +1,12 @@
 """The rows of a run of some items, whose indices are those in the input: shown, exported and compared."""
 
 import json
+from itertools import product
 from shutil import copytree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import slurmgpu
 from slurmgpu import api
@@ -12,6 +15,7 @@ from slurmgpu.merge.item_names import find_item, name_by_key
 from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
 
 INDICES = [0, 1, 2, 10, 11, 12, 20]
 
@@ -101,3 +105,50 @@ def test_one_is_shown_by_its_key(slurmgpu, folder):
         shown = json.loads(slurmgpu("show", "run-look", "--items", name, "--json", cwd=folder).stdout)
         assert [row["index"] for row in shown["rows"]] == [11]
     assert "has no item whose x is '3'" in slurmgpu("show", "run-look", "--items", "x=3", cwd=folder, expect=2).stderr
+
+
+class _Ranges(list):
+    """Ranges that count how often one is looked at."""
+
+    n_looks = 0
+
+    def __getitem__(self, number):
+        self.n_looks += 1
+        return super().__getitem__(number)
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=6))
+def test_places_and_indices_are_those_of_the_ranges(gaps):
+    ranges, at = [], 0
+    for gap, size in gaps:
+        ranges.append([at + gap, at + gap + size])
+        at += gap + size + 1
+    indices = [index for span in ranges for index in range(*span)]
+    plan = plan_of(ranges, len(indices))
+    assert [plan.place(index) for index in range(at + 2)] == [
+        indices.index(index) if index in indices else None for index in range(at + 2)
+    ]
+    assert [plan.n_before(index) for index in range(at + 2)] == [
+        sum(each < index for each in indices) for index in range(at + 2)
+    ]
+    for start, stop in product(range(len(indices) + 1), range(len(indices) + 2)):
+        assert plan.indices(start, stop) == indices[start:stop]
+        assert all(first < last for first, last in plan.spans(start, stop))
+
+
+def test_an_item_of_a_look_is_found_without_a_look_at_each_range():
+    ranges = _Ranges([2 * number, 2 * number + 1] for number in range(10_000))
+    plan = plan_of(ranges, 10_000)
+    assert (plan.indices(0, 1), plan.place(0)) == ([0], 0)
+    ranges.n_looks = 0
+    assert [plan.indices(place, place + 1) for place in (7, 9_999)] == [[14], [19_998]]
+    assert [plan.place(index) for index in (14, 15, 19_998)] == [7, None, 9_999]
+    assert ranges.n_looks < 200
+
+
+def plan_of(ranges, n_items):
+    values = dict.fromkeys(Plan.__dataclass_fields__, None)
+    return Plan(**{**values, "look": "look", "input": {"ranges": ranges}, "n_items": n_items})
