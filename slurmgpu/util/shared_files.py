@@ -12,7 +12,6 @@ import errno
 import io
 import logging
 import os
-import random
 import secrets
 import shutil
 import stat
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.chance import CHANCE
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
                 log.debug("tried again for up to %.0f s: %s", patience_s, error)
             if now + pause > until:
                 raise
-        time.sleep(pause * random.uniform(0.5, 1.0))
+        time.sleep(pause * CHANCE.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 

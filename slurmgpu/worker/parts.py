@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import random
 import shutil
 import threading
 import time
@@ -28,6 +27,7 @@ from slurmgpu.errors import Interrupted
 from slurmgpu.run.claims import PARTING_PATIENCE_S, RENEWALS_PER_LEASE, UNOWNED, UNREADABLE, Claim, Claims, Watch
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import beside, write_bytes
+from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.shared_files import link_first, list_fresh, make_folder, read_bytes, retried
 from slurmgpu.worker.shard_claimer import LATER
 from slurmgpu.workload import part_as_json
@@ -85,7 +85,7 @@ class Parts:
         is waited for during one lease. The listings may be outdated, which costs a later or a needless join.
         """
         left = [shard for shard in shards if shard not in self._begun]
-        random.shuffle(left)  # other tasks choose as well
+        CHANCE.shuffle(left)  # other tasks choose as well
         n_free: dict[int, int] = {}
         try:
             stages = self._stages() if left else {}

@@ -6,7 +6,6 @@ Listings may be outdated: before a task ends because of one, shards are looked u
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from bisect import bisect_left
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNOWNED, UNREADABLE, Claim, Watch
 from slurmgpu.run.directory import Run
+from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.shared_files import exists, list_fresh, retried
 
 log = logging.getLogger(__name__)
@@ -230,14 +230,14 @@ class Claimer:
             return 0
         number = self.claim.task.rpartition("_")[2]
         is_first = self._n_surveys == 1 and number.isdecimal()
-        return int(n_free * (int(number) * GOLDEN % 1 if is_first else random.random()))
+        return int(n_free * (int(number) * GOLDEN % 1 if is_first else CHANCE.random()))
 
     def _take_ahead(self) -> int | None:
         """The next shard of the last listing that is still free; None if the listing is used up."""
         n_tries = len(self._ahead) if len(self._ahead) < MANY else TRIES
         for _ in range(n_tries):
             if self.draws:
-                self._ahead.rotate(-random.randrange(len(self._ahead)))
+                self._ahead.rotate(-CHANCE.randrange(len(self._ahead)))
             shard = self._ahead.popleft()
             if self.run.claims.take(shard, self.claim) and self._keep(shard):
                 return shard

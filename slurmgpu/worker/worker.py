@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import platform
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import once_more_if_full, working_folder
 from slurmgpu.util.broken_process import is_out_of_files
+from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described, message_of, trace_of
@@ -385,7 +385,7 @@ class Worker:
     def _pause(self, seconds: float, n_items: int) -> bool:
         """Wait until `n_items` can be tried again; False if the task has to end before that."""
         # A thousand tasks that a server refused must not all return at once.
-        seconds = min(seconds * random.uniform(1.0, 1.25), LONGEST_PAUSE_S)
+        seconds = min(seconds * CHANCE.uniform(1.0, 1.25), LONGEST_PAUSE_S)
         log.info("waiting %.0f s, then %s again", seconds, count_of(n_items, "item"))
         self.report({"event": "waiting", "seconds": seconds, "items": n_items})
         until = time.monotonic() + seconds

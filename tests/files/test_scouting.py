@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import random
 import sys
 import threading
 import time
@@ -52,6 +53,19 @@ def run(tmp_path):
 def publish(run, *shards):
     for shard in shards:
         run.shard_path(shard).touch()
+
+
+def test_workloads_that_seed_python_alike_do_not_send_their_tasks_to_the_same_shards(tmp_path):
+    many = planned_run(tmp_path / "run", n_items=5000, batch_size=1, shard_items=1)
+    places = []
+    for claim in (ME, OTHER):
+        claimer = Claimer(many, claim)
+        random.seed(0)
+        before = random.getstate()
+        places.append([claimer._place(5000) for _ in range(4)])
+        assert random.getstate() == before  # nor is what they draw another number by that
+    assert places[0] != places[1]
+    assert len(set(places[0][1:] + places[1][1:])) > 3
 
 
 def never(seconds):

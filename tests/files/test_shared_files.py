@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_synced_is_written_all_the_same(tmp_path, monkey
 def test_pauses_grow(monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(shared_files.random, "uniform", lambda low, high: 1.0)
+    monkeypatch.setattr(shared_files.CHANCE, "uniform", lambda low, high: 1.0)
     retried(failing(9, errno.ESTALE), patience_s=1e6)
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
