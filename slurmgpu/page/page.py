@@ -24,7 +24,7 @@ from slurmgpu.page.rows import rows_of as merged_rows_of
 from slurmgpu.page.spans import Life, begin_of, lives_of, rows_of
 from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
-from slurmgpu.page.words import cut, moment, plain
+from slurmgpu.page.words import as_typed, cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.build import Report, every_item_failed, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
@@ -110,7 +110,8 @@ def _template() -> jinja2.Template:
         loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"plain": plain, "number": lambda value: f"{value:,}", "count_of": count_of, "cut": cut}
+    environment.filters |= {"plain": plain, "as_typed": as_typed}
+    environment.filters |= {"number": lambda value: f"{value:,}", "count_of": count_of, "cut": cut}
     environment.globals |= {name: Markup((here / f"page.{name}").read_text("utf-8")) for name in ("css", "js")}
     return environment.get_template("page.html.j2")
 

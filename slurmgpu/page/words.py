@@ -26,7 +26,12 @@ def moment(time: float | None) -> str:
 
 def plain(text: Any) -> str:
     """A text for a page, without terminal escapes, control characters and secrets."""
-    return hide_in(NO_LETTERS.sub("\ufffd", harmless(str(text))))
+    return hide_in(as_typed(text))
+
+
+def as_typed(text: Any) -> str:
+    """A command for a page, or a path in one: as `plain`, with what looks like a secret, as sk-learn-experiments."""
+    return NO_LETTERS.sub("\ufffd", harmless(str(text)))
 
 
 def cut(text: Any, n_characters: int) -> str:

@@ -357,6 +357,17 @@ def test_no_secret_is_on_the_page(tmp_path):
         assert kept in text
 
 
+def test_a_command_on_the_page_is_the_one_to_type_whatever_its_folder_looks_like(tmp_path):
+    folder = tmp_path / "sk-learn-experiments-2024" / "it's <b>token=bpe-large</b>"
+    folder.mkdir(parents=True)
+    run, value = pretended(folder, errors=[(3, "item_error: no")])
+    text = draw(run, value, tmp_path)
+    command = re.sub(r"<[^>]*>", "", re.search(r'<code id="command">(.*?)</code>', text, re.DOTALL)[1])
+    assert html.unescape(command) == f"slurmgpu resubmit {run.typed} --failed"
+    shown = [html.unescape(found) for found in re.findall(r"slurmgpu (?:logs|show) (.*?) --", text)]
+    assert set(shown) == {run.typed}
+
+
 @pytest.mark.parametrize(
     "text",
     [
