@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slurmgpu.util.exceptions import described
@@ -49,8 +50,8 @@ class Card:
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
         self._handle = handle
-        self.uuid: str | None = _try(nvml.nvmlDeviceGetUUID, handle)
-        self.name: str | None = _try(nvml.nvmlDeviceGetName, handle)
+        self.uuid = _text(lambda: nvml.nvmlDeviceGetUUID(handle))
+        self.name = _text(lambda: nvml.nvmlDeviceGetName(handle))
         self.is_mig = (self.uuid or "").startswith("MIG-")
         # NVML has some values only for the card of an instance.
         card = _try(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) if self.is_mig else handle
@@ -88,7 +89,7 @@ class Cards:
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml = nvml
         self.cards = [Card(nvml, handle) for handle in handles]
-        self.driver: str | None = _try(nvml.nvmlSystemGetDriverVersion)
+        self.driver = _text(lambda: nvml.nvmlSystemGetDriverVersion())
         self._events = _try(nvml.nvmlEventSetCreate)
         if self._events is not None:
             for card in self.cards:
@@ -99,7 +100,9 @@ class Cards:
         found: list[int] = []
         # NVML may report one error many times over; the rest is read next time.
         while self._events is not None and len(found) < 100:
-            event = _try(self._nvml.nvmlEventSetWait_v2, self._events, 0)
+            event = _try(lambda: self._nvml.nvmlEventSetWait_v2(self._events, 0))
+            if event is None:  # also in an old module, which lacks that
+                event = _try(lambda: self._nvml.nvmlEventSetWait(self._events, 0))
             if event is None:
                 break  # no event, which is the error "Timeout"
             found.append(int(event.eventData))
@@ -144,12 +147,18 @@ def _handles(nvml: Any, ids: Sequence[str] | None) -> list[Any]:
 def _handle(nvml: Any, one: str, shown: Sequence[Any]) -> Any:
     if one.isdecimal():
         return shown[int(one)] if int(one) < len(shown) else None
-    exact = _try(nvml.nvmlDeviceGetHandleByUUID, one)
-    if exact is not None:
-        return exact
+    for name in (one, one.encode()):  # of an old module
+        if (exact := _try(nvml.nvmlDeviceGetHandleByUUID, name)) is not None:
+            return exact
     # CUDA takes an abbreviated UUID, too.
-    matching = [handle for handle in shown if (_try(nvml.nvmlDeviceGetUUID, handle) or "").startswith(one)]
+    matching = [handle for handle in shown if (_text(partial(nvml.nvmlDeviceGetUUID, handle)) or "").startswith(one)]
     return matching[0] if len(matching) == 1 else None
+
+
+def _text(call: Callable[[], Any]) -> str | None:
+    """A text of NVML, or None; old modules, as nvidia-ml-py3, which is called pynvml as well, give bytes."""
+    found = _try(call)
+    return found.decode() if isinstance(found, bytes) else found
 
 
 def _try(call: Callable[..., Any], *arguments: Any) -> Any:

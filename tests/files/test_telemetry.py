@@ -216,6 +216,38 @@ def test_what_a_card_or_an_old_module_does_not_tell_is_unknown(nvml):
     assert {getattr(reading, name) for name in reading.__dataclass_fields__} == {None}
 
 
+class OldNVML(FakeNVML):
+    """The module pynvml of the package nvidia-ml-py3, which knows texts as bytes, and no second versions."""
+
+    nvmlEventSetWait_v2 = property()
+
+    def nvmlEventSetWait(self, events, timeout_ms):
+        return super().nvmlEventSetWait_v2(events, timeout_ms)
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"570.12"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert isinstance(uuid, bytes)  # ctypes takes no other for a char*
+        return super().nvmlDeviceGetHandleByUUID(uuid.decode())
+
+    def nvmlDeviceGetUUID(self, card):
+        return card.uuid.encode()
+
+    def nvmlDeviceGetName(self, card):
+        return b"NVIDIA H100"
+
+
+@pytest.mark.parametrize("ids", [None, ["0"], ["GPU-aa"], ["GPU-a"]])
+def test_an_old_module_whose_texts_are_bytes_tells_the_same(ids, monkeypatch):
+    fake = OldNVML([FakeCard("GPU-aa")])
+    fake.xids = [79]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    cards = open_cards(ids)
+    assert [(card.uuid, card.name) for card in cards.cards] == [("GPU-aa", "NVIDIA H100")]
+    assert (cards.driver, cards.xids(), cards.cards[0].read().temperature_c) == ("570.12", [79], 61)
+
+
 # Samples and what they add up to
 
 
