@@ -113,6 +113,7 @@ class _Tracer:
         self._todo: list[_Found] = []
         self._dropped: set[str] = set()
         self._spaces: set[str] = set()
+        self._roots: list[Path] = []
 
     def add_named(self, module: str, *, needed: bool) -> None:
         """Add a module or a file that the run file names."""
@@ -138,6 +139,8 @@ class _Tracer:
         """Add a file that runs as a program, of whatever language, and what it imports if that is Python."""
         if str(path.parent) not in self.where.folders:
             self.where.folders.insert(0, str(path.parent))
+        if not path.is_relative_to(self._base):
+            self._roots.append(_root_of(path))
         self._take(str(path), None, needed=False, is_script=True)
 
     def add_module(self, name: str, *, needed: bool) -> None:
@@ -272,10 +275,10 @@ class _Tracer:
             found.modules.append(module)
 
     def _name(self, path: str, top: str | None, module: str | None) -> str:
-        """The name of a file in the snapshot: its path below the run file's folder or below its package's."""
+        """The name of a file in the snapshot: its path below the run file's folder, a script's, or its package's."""
         where = Path(path)
-        if where.is_relative_to(self._base):
-            name = str(where.relative_to(self._base))
+        if root := next((each for each in (self._base, *self._roots) if where.is_relative_to(each)), None):
+            name = str(where.relative_to(root))
         elif module is not None:
             depth = module.count(".") + (2 if where.name == "__init__.py" else 1)
             name = str(Path(*where.parts[-depth:]))
@@ -305,6 +308,12 @@ class _Tracer:
         said = f"{error.filename} cannot be listed: modules in it are not in the snapshot: {error.strerror}."
         if said not in self._left_out:
             self._left_out.append(said)
+
+
+def _root_of(script: Path) -> Path:
+    """The folder in which the snapshot keeps the places of a script from elsewhere and of what is around it."""
+    above = script.parent.parent
+    return script.parent if above in (Path(above.anchor), Path.home().parent) else above
 
 
 def _digest_of_bytes(source: bytes) -> str:

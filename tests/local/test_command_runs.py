@@ -13,7 +13,7 @@ import pytest
 import slurmgpu as package
 from slurmgpu.cli.commands.run import as_toml, whole_run_file
 from slurmgpu.cli.completion import complete_folder
-from slurmgpu.code import former, snapshots
+from slurmgpu.code import former, importer, snapshots
 from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.binds import container_binds
@@ -183,6 +183,30 @@ def test_a_module_that_python_runs_by_name_is_code_of_the_run(slurmgpu, tmp_path
     assert "tool/words.py differs" in slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0).stderr
     with package.open(folder / "run" / "merged.h5") as merged:
         assert (merged.errors, merged["shout"][:]) == ({}, ["A", "BAD"])
+
+
+def test_a_script_elsewhere_and_what_it_imports_are_code_of_the_run(tmp_path):
+    (tmp_path / "lab").mkdir()
+    folder = make(tmp_path / "lab" / "trial", "one.py", run=[sys.executable, "-S", "../src/one.py", "{text}"])
+    source = tmp_path / "lab" / "src"
+    source.mkdir()
+    (source / "one.py").write_text("import words\n" + (folder / "one.py").read_text())
+    (source / "words.py").touch()
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+        snapshots.write(run.folder, draft.code)
+        assert [file.name for file in draft.code.files] == ["src/one.py", "src/words.py"]
+        (tmp_path / "lab" / "configs").mkdir()
+        with importer.using(run.folder, draft.code.digest):
+            assert importer.as_submitted(source / "one.py") == source / "one.py"
+            (source / "words.py").write_text("WORD = 1\n")
+            copy = importer.as_submitted(source / "one.py")
+    assert copy == run.folder / "code" / draft.code.digest / "src" / "one.py"
+    assert (copy.parents[1] / "configs").samefile(tmp_path / "lab" / "configs")
+    assert not (copy.parents[1] / "trial").exists()  # the run directory is below it
+    run = [sys.executable, os.__file__, "{text}"]
+    with draft_run(make(tmp_path / "other", "one.py", run=run) / "slurmgpu.toml") as draft:
+        assert draft.code.files == ()  # of Python itself
 
 
 def test_a_script_of_an_older_run_is_the_same_code_until_a_byte_of_it_changes(tmp_path):

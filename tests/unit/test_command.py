@@ -449,6 +449,12 @@ def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, ca
     assert capfd.readouterr().err.splitlines() == [f"item 17 | {line}" for line in logged]
 
 
+def test_the_row_of_a_long_call_is_in_the_log_as_it_may_not_fit_the_columns(one, capfd, monkeypatch):
+    monkeypatch.setattr(workload, "LONG_CALL_S", 0.0)
+    assert one("print('{\"n\": null}')")(items("a")) == [{"n": None}]
+    assert capfd.readouterr().err == 'item 0 | {"n": null}\n'
+
+
 def test_what_a_failed_call_printed_is_in_the_log(one, capfd):
     code = "print('10 layers'); print('{\"n\": 1}'); raise SystemExit(3)"
     [error] = one(code)(items("a"))

@@ -56,13 +56,16 @@ class Printed:
         self._open = []
         self._log.end()
 
-    def row(self) -> dict[str, Any]:
-        """The row; OutputError if there is none, or more than one."""
+    def row(self, *, is_logged: bool = False) -> dict[str, Any]:
+        """The row, which goes to the log as well if it `is_logged`; OutputError if there is none, or more than one."""
         self.end()
         fits = bool(self._n_objects[True])
         if self._n_objects[fits] == 1:
-            found, _ = self._held.pop(fits)
+            found, text = self._held.pop(fits)
             self._pass_on_held()
+            if is_logged:
+                self._pass_on(text)
+                self._log.end()
             return found
         if self._number and not self._has_others:
             return {name: json.loads(self._number) for name in self._columns}

@@ -12,12 +12,14 @@ import os
 import re
 import signal
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from slurmgpu.code import importer
+from slurmgpu.code.locator import is_others
 from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of
 from slurmgpu.util import cgroups, gpus
@@ -52,6 +54,8 @@ LONGEST_SCRIPT = 1 << 20
 """A longer file, in bytes, is no script of the user's own."""
 ENOUGH_DEATHS = 2.0
 """An item at whose processes' deaths this is reached has killed them; see `run.crash_history`."""
+LONG_CALL_S = 10.0
+"""What a call has printed that took longer is in the log as a whole: its row may not fit the columns."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
@@ -131,16 +135,23 @@ class Command:
 
     @property
     def scripts(self) -> list[Path]:
-        """The scripts among the arguments that lie in the working folder, which is that of the run file.
+        """The scripts among the arguments.
 
-        Of `python -m package.module` these are the module's file, and those of its packages.
+        These are files below the working folder, which is that of the run file, and elsewhere those that are code by
+        their names and not installed; of `python -m package.module` the module's file, and those of its packages.
         """
         here = Path.cwd().resolve()
         found = [Path(text) for text in self._line.texts.values()]
         if (module := module_of(self._line.texts)) is not None and (file := file_of_module(module[1])) is not None:
             packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
             found += [*(path for path in packages if path.is_file()), file]
-        return [path for path in found if path.resolve().is_relative_to(here) and _is_script(path)]
+        places = [(path, path.resolve()) for path in found]
+        return [
+            path
+            for path, place in places
+            if (place.is_relative_to(here) or (place.suffix in SCRIPTS and not is_others(str(place))))
+            and _is_script(path)
+        ]
 
     def check_here(self) -> None:
         """Refuse a program that this machine does not have, or cannot start, and a script that is not there."""
@@ -323,11 +334,13 @@ class Command:
         out, err = (ToLog(mark, temporary if folder else None) for _ in range(2))
         printed = Printed(self.columns, out)
         arguments, environ = self._arguments(values, data or {}), {**self._environ, **(about or {})}
+        started = time.monotonic()
         child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
             child.finish(self._timeout_s)
             if line.out is None:
-                return _only_row(printed.row(), requests)
+                row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
+                return _only_row(row, requests)
             rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
         except OutputError as error:
             raise child.misprinted(error) from error
