@@ -81,9 +81,12 @@ class Run:
         try:
             content, status = read_with_status(folder / "run.json")
             value = json.loads(content)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            is_file = isinstance(error, NotADirectoryError)
             raise SlurmGPUError(
-                f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
+                f"{folder} is a file; expected a run directory, as {shlex.quote(str(folder.parent))} may be."
+                if is_file
+                else f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
             ) from None
         except UnusableFileError as error:
             raise SlurmGPUError(f"{folder / 'run.json'} cannot be used: {error.strerror}.") from error

@@ -362,7 +362,7 @@ def exists(path: Path, patience_s: float = PATIENCE_S) -> bool:
     def look() -> bool:
         try:
             os.close(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # or what should be its folder is a file
             return False
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP, errno.ENXIO):

@@ -79,6 +79,14 @@ def test_a_home_that_there_is_not_and_a_number_that_is_too_large_get_a_sentence(
     assert said in slurmgpu(*argv, cwd=folder, expect=2).stderr
 
 
+def test_a_merged_file_is_refused_with_the_run_directory_to_name(slurmgpu, tmp_path):
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "merged.h5").touch()
+    for argv in (["show"], ["export", "-o", "x.csv"], ["status"], ["logs"], ["merge"]):
+        said = slurmgpu(argv[0], "a run/merged.h5", *argv[1:], cwd=tmp_path, expect=2).stderr
+        assert f"merged.h5 is a file; expected a run directory, as '{tmp_path}/a run' may be." in said
+
+
 def test_a_home_is_put_in_place_of_its_sign_where_there_is_one(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert [expanded(name) for name in ("~/run", "~", "a/~", "~nobody-here/run")] == [
