@@ -11,6 +11,16 @@ NO_FILES = "Too many open files"
 """What EMFILE is called, also by PyTorch and HDF5, whose errors have no number."""
 
 
+LOST_CONTEXT = (
+    *("an illegal memory access was encountered", "device-side assert triggered", "unspecified launch failure"),
+    *("an illegal instruction was encountered", "the launch timed out and was terminated"),
+    *("uncorrectable ECC error encountered", "cudaErrorMisalignedAddress", "CUDA_ERROR_MISALIGNED_ADDRESS"),
+    *("cudaErrorHardwareStackError", "CUDA_ERROR_HARDWARE_STACK_ERROR"),
+)
+"""What CUDA calls errors after which "the process must be terminated and relaunched" (cudaError_t in its manual), as
+Triton, CuPy and JAX have them in theirs. Two are too common as English, and are known by their names."""
+
+
 def is_broken(error: BaseException) -> bool:
     """Whether all later calls in this process may fail: as its CUDA context, a pool of processes or its files do."""
     return is_broken_cuda(error) or isinstance(error, BrokenExecutor) or is_out_of_files(error)
@@ -18,9 +28,10 @@ def is_broken(error: BaseException) -> bool:
 
 def is_broken_cuda(error: BaseException) -> bool:
     """Whether the CUDA context is lost, e.g. by a device-side assert: all later calls in this process fail."""
-    return type(error).__name__ == "AcceleratorError" or (
-        isinstance(error, RuntimeError) and message_of(error).startswith("CUDA error:")
-    )
+    if type(error).__name__ == "AcceleratorError":
+        return True
+    said = message_of(error) if isinstance(error, RuntimeError) else ""
+    return said.startswith("CUDA error:") or any(text in said for text in LOST_CONTEXT)
 
 
 def is_out_of_files(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, LOADING, POLICIES, Policy, class_of
 from slurmgpu.shards.columns import Array, Json
 from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.util.broken_process import NO_FILES
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure, common_failure
 from slurmgpu.workload import Item, adapt
@@ -220,17 +221,31 @@ def test_a_lost_cuda_context_ends_the_worker():
         compute(Recorder(raise_at(0, error=lambda text: AcceleratorError("CUDA error: device-side assert triggered"))))
 
 
+class XlaRuntimeError(RuntimeError):
+    """As JAX has it; CuPy's CUDARuntimeError is a RuntimeError as well."""
+
+
 @pytest.mark.parametrize(
     "error",
     [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered"),
+        RuntimeError("CUDA_ERROR_MISALIGNED_ADDRESS: misaligned address"),
+        XlaRuntimeError("INTERNAL: stream: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
         BrokenProcessPool("A child process terminated abruptly"),
         OSError(errno.EMFILE, "Too many open files", "/dev/null"),
         RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
     ],
 )
-def test_a_process_whose_pool_or_files_are_used_up_ends(error):
+def test_a_process_whose_cuda_context_pool_or_files_are_used_up_ends(error):
     with pytest.raises(WorkerBrokenError, match=f"^{type(error).__name__}: "):
         compute(Recorder(raise_at(0, error=lambda text: error)))
+
+
+def test_what_quotes_an_error_of_cudas_or_says_something_like_it_is_an_items_error():
+    said = "cannot parse 'RuntimeError: an illegal memory access was encountered'"
+    for error in (ValueError(said), RuntimeError("misaligned address: no street"), ItemError(NO_FILES)):
+        assert list(failures(compute(Recorder(raise_at(2, error=lambda text, error=error: error))))) == [2]
 
 
 def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monkeypatch):
