@@ -992,7 +992,7 @@ def _anew():
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("backend", ["eager", by_night("aot_eager")])
 def test_a_step_is_compiled_as_a_whole_for_all_sizes_at_once_and_gives_the_same_tokens(folder, cuda, caplog, backend):
-    """Again for one row, and at most once more; traced by torch.compile, and computed by PyTorch's own kernels."""
+    """Once for one row, and once for all others; traced by torch.compile, and computed by PyTorch's own kernels."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend(backend)
@@ -1001,7 +1001,7 @@ def test_a_step_is_compiled_as_a_whole_for_all_sizes_at_once_and_gives_the_same_
     assert ours.verdict.reason is None
     assert answers(ours, asked) == answers(engine(folder()), asked)
     assert len(ours._decodings.slots._frames) > 4
-    assert counter.frame_count <= 3
+    assert counter.frame_count <= 2
     assert ours.compiled[0] is None
     assert ours.compiled[1].reason is None
     assert ours._decodings.slots.runner._compiled is ours.compiled[1]
