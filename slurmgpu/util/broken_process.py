@@ -7,6 +7,8 @@ from concurrent.futures import BrokenExecutor
 
 from slurmgpu.util.exceptions import message_of
 
+NO_HANDLE = "_STATUS_NOT_INITIALIZED"
+"""What cuBLAS, cuDNN and cuSOLVER say that could not begin, as without memory, which a new process has again."""
 NO_FILES = "Too many open files"
 """What EMFILE is called, also by PyTorch and HDF5, whose errors have no number."""
 
@@ -31,7 +33,7 @@ def is_broken_cuda(error: BaseException) -> bool:
     if type(error).__name__ == "AcceleratorError":
         return True
     said = message_of(error) if isinstance(error, RuntimeError) else ""
-    return said.startswith("CUDA error:") or any(text in said for text in LOST_CONTEXT)
+    return said.startswith("CUDA error:") or any(text in said for text in (*LOST_CONTEXT, NO_HANDLE))
 
 
 def is_out_of_files(error: BaseException) -> bool:

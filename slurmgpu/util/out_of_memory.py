@@ -7,11 +7,14 @@ from slurmgpu.util.exceptions import message_of
 GPU_TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "_STATUS_ALLOC_FAILED",
     "_DEVICE_ALLOCATION_FAILED",
     "CUFFT_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED: Out of memory",
 )
-"""PyTorch's messages if the memory of a GPU is not enough: by its allocator, for CUDA itself, and for its libraries.
+"""Messages if the memory of a GPU is not enough: by PyTorch's allocator, for CUDA itself, for its libraries; of JAX.
 
 CUDA needs some that the allocator has taken, as to load a kernel when it is first used (cudaErrorMemoryAllocation).
 Its context is not lost.

@@ -1246,6 +1246,26 @@ def test_serve_answers_by_a_function(tmp_path, monkeypatch, capfd):
     command._stream.close()
 
 
+def test_a_function_that_has_lost_the_gpu_ends_its_process_and_one_that_lacks_memory_answers(tmp_path, monkeypatch):
+    (tmp_path / "serve.py").write_text(
+        "import os, slurmgpu\n"
+        "def score(data):\n"
+        "    if data['text'] != 'a':\n"
+        "        raise RuntimeError(data['text'])\n"
+        "    return {'n': os.getpid()}\n"
+        "slurmgpu.serve(score)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "serve.py"], stream=True)
+    [before], [full], [after] = (command(items(text)) for text in ("a", "CUDA error: out of memory", "a"))
+    assert (str(full), after) == ("RuntimeError: CUDA error: out of memory", before)
+    lost = failing(command, items("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert "exited with code 1: RuntimeError: Triton Error [CUDA]: an illegal memory access" in lost
+    [other] = command(items("a"))
+    assert other != before
+    command._stream.close()
+
+
 def test_json_that_is_written_is_ascii():
     from slurmgpu.workloads.command.placeholders import as_json
 

@@ -200,6 +200,9 @@ class AcceleratorError(RuntimeError):
         AcceleratorError(
             "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"
         ),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
@@ -216,9 +219,20 @@ def test_memory_that_cuda_itself_or_its_libraries_lack_halves_the_batch_too(erro
     assert (computed.oom_batch, failures(computed)) == (2, {})
 
 
-def test_a_lost_cuda_context_ends_the_worker():
-    with pytest.raises(WorkerBrokenError, match="device-side assert"):
-        compute(Recorder(raise_at(0, error=lambda text: AcceleratorError("CUDA error: device-side assert triggered"))))
+@pytest.mark.parametrize(
+    "error",
+    [
+        AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+        RuntimeError("CUDA driver error: device-side assert triggered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`"),
+    ],
+)
+def test_a_lost_cuda_context_ends_the_worker(error):
+    with pytest.raises(WorkerBrokenError, match=f"^{re.escape(f'{type(error).__name__}: {error}')}$"):
+        compute(Recorder(raise_at(0, error=lambda text: error)))
 
 
 class XlaRuntimeError(RuntimeError):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from slurmgpu.errors import Retry
+from slurmgpu.util.broken_process import is_broken_cuda
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.json_values import check_keys
-
-BROKEN = "CUDA error:"
-"""What PyTorch says when the GPU is lost to this process; in a new one it works."""
+from slurmgpu.util.out_of_memory import is_out_of_gpu_memory
 
 
 def serve(function: Callable[..., Mapping[str, Any]]) -> None:
@@ -42,8 +41,8 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
                 answer = json.dumps(row, default=_plain)
                 check_keys(row)
             except Exception as error:
-                if type(error).__name__ == "AcceleratorError" or message_of(error).startswith(BROKEN):
-                    raise
+                if is_broken_cuda(error) and not is_out_of_gpu_memory(error):
+                    raise  # the GPU is lost to this process; in a new one it works
                 sys.stderr.write(trace_of(error))
                 said = message_of(error) if isinstance(error, Retry) else described(error)
                 answer = json.dumps({"index": item["index"], "error": said or type(error).__name__, **_retry(error)})
