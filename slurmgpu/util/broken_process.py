@@ -13,6 +13,8 @@ NO_FILES = "Too many open files"
 """What EMFILE is called, also by PyTorch and HDF5, whose errors have no number."""
 
 
+NO_THREADS = "can't start new thread"
+"""What Python says where a thread cannot be started."""
 LOST_CONTEXT = (
     *("an illegal memory access was encountered", "device-side assert triggered", "unspecified launch failure"),
     *("an illegal instruction was encountered", "the launch timed out and was terminated"),
@@ -24,8 +26,8 @@ Triton, CuPy and JAX have them in theirs. Two are too common as English, and are
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether all later calls in this process may fail: as its CUDA context, a pool of processes or its files do."""
-    return is_broken_cuda(error) or isinstance(error, BrokenExecutor) or is_out_of_files(error)
+    """Whether all later calls in this process may fail: its CUDA context is lost, a pool broken, or it is used up."""
+    return is_broken_cuda(error) or isinstance(error, BrokenExecutor) or is_used_up(error)
 
 
 def is_broken_cuda(error: BaseException) -> bool:
@@ -36,8 +38,9 @@ def is_broken_cuda(error: BaseException) -> bool:
     return said.startswith("CUDA error:") or any(text in said for text in (*LOST_CONTEXT, NO_HANDLE))
 
 
-def is_out_of_files(error: BaseException) -> bool:
-    """Whether this process can open no more files, as it has not closed those that it has opened."""
+def is_used_up(error: BaseException) -> bool:
+    """Whether this process can open no more files or start no more threads, as it has kept those that it had."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return True
-    return isinstance(error, OSError | RuntimeError) and NO_FILES in message_of(error)
+    said = message_of(error)
+    return isinstance(error, OSError | RuntimeError) and (NO_FILES in said or said == NO_THREADS)

@@ -248,10 +248,11 @@ class XlaRuntimeError(RuntimeError):
         XlaRuntimeError("INTERNAL: stream: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
         BrokenProcessPool("A child process terminated abruptly"),
         OSError(errno.EMFILE, "Too many open files", "/dev/null"),
+        RuntimeError("can't start new thread"),
         RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
     ],
 )
-def test_a_process_whose_cuda_context_pool_or_files_are_used_up_ends(error):
+def test_a_process_whose_cuda_context_pool_files_or_threads_are_used_up_ends(error):
     with pytest.raises(WorkerBrokenError, match=f"^{type(error).__name__}: "):
         compute(Recorder(raise_at(0, error=lambda text: error)))
 
