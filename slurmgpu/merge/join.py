@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +73,11 @@ class Source(NamedTuple):
     older: tuple[Path, ...] = ()
 
 
-Review = Callable[[Mapping[int, Errors], Collection[Path]], Sequence[Source]]
-"""Gets the failed items of each copied shard, and the damaged files; returns sources to join in addition or instead."""
+Review = Callable[[Mapping[int, Errors], Mapping[Path, str]], Sequence[Source]]
+"""Gets the failed items of each copied shard, and what is wrong with damaged files.
+
+Returns sources to join in addition or instead, none of which is damaged: it may have replaced a file.
+"""
 
 
 class _Part(NamedTuple):
@@ -150,8 +153,9 @@ def join(
                         if len(copied) == len(left):
                             n_rounds += 1
                             errors = {shard: each.errors for shard, each in copied.items()}
-                            offered = review(errors, bad.reasons.keys()) if n_rounds < _MAX_ROUNDS else ()
-                            again = [source for source in offered if source.path not in bad.reasons]
+                            again = list(review(errors, bad.reasons)) if n_rounds < _MAX_ROUNDS else []
+                            for replaced in again:
+                                bad.reasons.pop(replaced.path, None)
                             is_whole = not again and merged.finish(list(copied.values()))
                     if is_whole:
                         check()

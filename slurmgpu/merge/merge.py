@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +59,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
     """
     leftovers = _partials(run)
     _take_back(run, check)
-    plan, joining = run.plan, _Joining(run)
+    plan, joining = run.plan, _Joining(run, check)
     joined: Joined | None = None
 
     def about_to_replace() -> None:
@@ -103,6 +103,7 @@ class _Joining:
     """What to join: the newest revision of each shard, and rows that only the former merged.h5 has."""
 
     run: Run
+    check: Check
     columns: Mapping[str, Column] = field(init=False)
     patience_s: float = field(init=False)
     damaged: str = ""
@@ -116,18 +117,23 @@ class _Joining:
         files = self.run.shard_files(fresh=True)
         with self._former() as former:
             for shard in sorted(former.shards.keys() - files.keys()) if former else ():
-                if self._restore(former, shard, 0):
+                if self._restore(former, shard):
                     files[shard] = [0]
         return [self._source(shard, revisions) for shard, revisions in sorted(files.items())]
 
-    def review(self, copied: Mapping[int, Errors], damaged: Collection[Path]) -> list[Source]:
-        """New shards, and new revisions of shards that would remove good rows from merged.h5."""
-        more = [source for source in self.look() if source.shard not in copied and exists(source.path)]
+    def review(self, copied: Mapping[int, Errors], damaged: Mapping[Path, str]) -> list[Source]:
+        """New shards, and files with good rows that would be removed from merged.h5 otherwise."""
+        more = [source for source in self.look() if source.shard not in copied and source.path not in damaged]
+        more = [source for source in more if exists(source.path)]
         suspects = {shard for shard, errors in copied.items() if errors}
         suspects |= {numbers[0] for path in damaged if (numbers := Run.revision_of(path.name)) is not None}
         with self._former() as former:
             for shard in sorted(suspects & former.shards.keys()) if former else ():
-                if source := self._keep(former, shard, copied.get(shard), damaged):
+                if shard not in copied:
+                    source = self._replace(former, shard, damaged)
+                else:
+                    source = self._keep(former, shard, copied[shard], damaged)
+                if source is not None:
                     more.append(source)
         return more
 
@@ -159,29 +165,36 @@ class _Joining:
             with contextlib.closing(rows):
                 yield rows
 
-    def _restore(self, former: FormerRows, shard: int, revision: int) -> bool:
-        """Publish a shard from its rows in merged.h5; False if these are damaged."""
-        what = "damaged" if revision else "missing"
+    def _restore(self, former: FormerRows, shard: int, damage: str | None = None) -> bool:
+        """Publish a shard from its rows in merged.h5, in place of a file with `damage`; False if these are damaged."""
+        what = "missing" if damage is None else "damaged"
         try:
             rows = former.rows(shard)
         except DamagedShardError as error:
             log.error("shard %d is %s, and its rows in merged.h5 are damaged: %s", shard, what, error)
             return False
+        if damage is not None:
+            self.check()
+            _set_aside(self.run.revision_path(shard, 0), damage)
         log.warning("shard %d is %s; its rows are taken from merged.h5", shard, what)
-        publish_rows(self.run, shard, revision, self.columns, rows, {}, {**_maker(), **_with_maker(former.code(shard))})
+        publish_rows(self.run, shard, 0, self.columns, rows, {}, {**_maker(), **_with_maker(former.code(shard))})
         return True
 
-    def _keep(self, former: FormerRows, shard: int, errors: Errors | None, damaged: Collection[Path]) -> Source | None:
-        """A shard's next revision, with good rows that only merged.h5 has; None if there are none.
+    def _replace(self, former: FormerRows, shard: int, damaged: Mapping[Path, str]) -> Source | None:
+        """A shard of which no file is whole, from its rows in merged.h5; None if these are damaged."""
+        path = self.run.revision_path(shard, 0)
+        if path not in damaged and exists(path):
+            return None  # it has appeared since
+        restored = self._restore(former, shard, damaged.get(path))
+        return self._source(shard, [0]) if restored else None
 
-        These take the place of `errors`, and of all rows if the shard's newest file is damaged: None if no file is
-        whole.
+    def _keep(self, former: FormerRows, shard: int, errors: Errors, damaged: Mapping[Path, str]) -> Source | None:
+        """A shard's next revision, with good rows of merged.h5 in place of errors; None if there are none.
+
+        If the shard's newest file is damaged and merged.h5 has its rows, these take the place of all that are older.
         """
         *older, newest = self.run.shard_files().get(shard, [0])
         is_damaged = self.run.revision_path(shard, newest) in damaged
-        if errors is None:
-            whole = is_damaged and self._restore(former, shard, newest + 1)
-            return self._source(shard, [*older, newest, newest + 1]) if whole else None
         start, stop = self.run.plan.bounds(shard)
         try:
             good = {index for index, _ in errors}

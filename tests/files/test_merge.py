@@ -21,9 +21,10 @@ from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
+from slurmgpu.search.items import story_of_item
 from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
-from slurmgpu.shards.shard_file import read_directory, write_shard
+from slurmgpu.shards.shard_file import read_directory, verify_shard, write_shard
 from tests.support.failing import put
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
@@ -529,7 +530,8 @@ def test_shards_that_rot_after_they_were_merged_cost_no_row(run, caplog):
             assert (report["complete"], report["n_errors"]) == (True, 1)
             assert merged_rows(run) == before
         assert f"shard {shard} is damaged; its rows are taken from merged.h5" in caplog.text
-        assert not path.exists()
+        assert verify_shard(path).n_errors == (shard == 1)
+    assert sorted(os.listdir(run.shards)) == [f"{shard:05d}.h5" for shard in range(5)]
     for path in run.shards.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     assert merge(run)["complete"]
@@ -552,6 +554,26 @@ def test_rows_of_other_code_that_rot_after_they_were_merged_are_not_those_of_bef
         assert merge(run)["complete"]
         assert merged_rows(run) == newer
     assert "5 rows of merged.h5 are kept, since its newest file is damaged" in caplog.text
+
+
+def test_a_shard_all_of_whose_files_rot_after_they_were_merged_costs_no_row(run):
+    publish_all(run)
+    publish(run, 1, failed={6, 8})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2, failing={8})
+    merge(run)
+    before = merged_rows(run)
+    assert before == {**ALL_GOOD, 8: None}
+    for revision in (0, 1):
+        path = run.revision_path(1, revision)
+        path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        report = merge(run)
+        assert (report["complete"], list(report["damaged_revisions"])) == (True, ["00001.r1.h5"])
+        assert merged_rows(run) == before
+    assert run.shard_files()[1] == [0]
+    assert story_of_item(run, 6).ended == "ok"
+    assert failed_again(run, 3).shards == {1: Again(1, [(8, 9)])}
 
 
 def test_a_revision_that_rots_before_it_was_merged_leaves_newer_rows_than_those_of_merged_h5(run):
