@@ -151,6 +151,8 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{start}", "{out}"]}, "nothing says which items are meant"),
         ({"run": ["wc", "{in}", "{out:xml}"]}, "no format 'xml'"),
         ({"run": ["wc", "{in}", "{out}", "{out:csv}"]}, "two formats, csv and jsonl"),
+        ({"run": ["wc", "{in:csv}", "{in}", "{out}"]}, "run has {in} in two formats, csv and jsonl"),
+        ({"run": ["wc", "{in:npz}", "{out}"]}, "run has {in:npz}; {in} is in no format 'npz'"),
         ({"run": ["wc", "{in}"], "stream": True}, "leave out one of the two"),
         ({"run": ["wc", "a\0", "{in}"]}, "NUL"),
         ({"run": ["wc", "{text}"], "columns": {}}, "columns is empty"),
@@ -981,6 +983,38 @@ def test_npz_has_arrays_and_texts(tmp_path, monkeypatch):
 def test_false_and_null_are_no_error(one):
     for error in ("false", "null", '""'):
         assert one(f'print(\'{{"n": 1, "error": {error}}}\')')(items("a")) == [{"n": 1}]
+
+
+TABLE = """
+import csv, sys
+rows = list(csv.DictReader(open(sys.argv[1], newline="", encoding="utf-8", errors="surrogateescape")))
+with open(sys.argv[2], "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+    out = csv.DictWriter(file, ["", *rows[0], "n", "seen"])
+    out.writeheader()
+    out.writerows({"": at, **row, "n": len(row["text"]), "seen": ascii([*row.values()])} for at, row in enumerate(rows))
+"""
+
+
+def test_a_script_that_reads_a_table_and_writes_it_back_with_a_column_more_is_taken_in(tmp_path, monkeypatch):
+    (tmp_path / "table.py").write_text(TABLE)
+    run = [sys.executable, "-S", "table.py", "{in:csv}", "{out:csv}"]
+    command = loaded(tmp_path, monkeypatch, run=run, columns={"n": "int32", "seen": "text"})
+    when, path = datetime.date(2026, 11, 26), os.fsdecode(b"\xff.png")
+    asked = [
+        Item(5, {"text": 'a "b",\nc', "x": None, "day": when}),
+        Item(7, {"text": path, "x": [1, True]}),
+        Item(8, {"text": "a", "error": "from an earlier run"}),
+        Item(9, {"text": "\ud800", "index": 1}),
+    ]
+    first, second, third, fourth = command(asked)
+    assert (first["n"], eval(first["seen"])) == (8, ["5", 'a "b",\nc', "", "2026-11-26"])
+    assert (second["n"], eval(second["seen"])) == (5, ["7", path, "[1, true]", ""])
+    assert str(third) == (
+        "it has a field 'error', and in {in:csv} the column of that name is the item's own. Use {in}, JSON lines."
+    )
+    assert "it has a field 'index'" in str(fourth)
+    [row] = command([Item(5, {"text": "\ud800"})])
+    assert row["seen"] == ascii(["5", "\\ud800"])
 
 
 def test_an_integer_in_csv_is_what_it_is_in_json(score):

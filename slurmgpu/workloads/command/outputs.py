@@ -80,13 +80,26 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def read_output(
-    path: Path, form: str, columns: Mapping[str, Column], wanted: Collection[int], *, is_one: bool
+    path: Path,
+    form: str,
+    columns: Mapping[str, Column],
+    wanted: Collection[int],
+    *,
+    is_one: bool,
+    given: Collection[str] = (),
 ) -> dict[int, Values]:
-    """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format."""
+    """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format.
+
+    A table that the program got as CSV may come back whole: of what it was `given`, and of the column without a name
+    that pandas writes, only declared columns are taken.
+    """
     collected = Collected(wanted, is_one=is_one)
+    passed = {*given, ""} - columns.keys() if given else frozenset[str]()
     try:
         if path.is_file():
             for number, row in enumerate(_READERS[form](path, columns), 1):
+                if passed:
+                    row = {name: value for name, value in row.items() if name not in passed}
                 collected.add(row, f"{_UNITS[form]} {number} of {{out}}")
     except PermissionError as error:
         raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error

@@ -14,6 +14,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 FORMATS = ("jsonl", "csv", "npz")
 """The formats of `{out}`; the first is the default."""
+IN_FORMATS = ("jsonl", "csv")
+"""Those of `{in}`."""
 
 MAX_ARGUMENT_BYTES = 128 * 1024
 """The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""
@@ -35,10 +37,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The arguments, each a sequence of texts and slots; `out` is the format of `{out}`, None without one."""
+    """The arguments, each a sequence of texts and slots; `out` is the format of `{out}`, None without one.
+
+    `items` is the format of `{in}`.
+    """
 
     arguments: tuple[tuple[str | Slot, ...], ...]
     out: str | None
+    items: str = IN_FORMATS[0]
 
     def __contains__(self, name: str) -> bool:
         return Slot(name) in self._slots()
@@ -117,7 +123,7 @@ def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | N
     """
     if not run or not run[0]:
         raise SlurmGPUError('command: run is empty; expected a program and its arguments, as in ["wc", "{in}"].')
-    formats: set[str] = set()
+    formats: dict[str, set[str]] = {IN: set(), OUT: set()}
     slots = tuple(_pieces(text, formats) for text in run)
     texts = _texts_of(values or {}, {piece.name for pieces in slots for piece in pieces if isinstance(piece, Slot)})
     arguments = tuple(
@@ -130,9 +136,10 @@ def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | N
         )
     if any("\0" in text for text in (*run, *texts.values())):
         raise SlurmGPUError("command: run has a NUL character, which no argument can hold. Leave it out.")
-    if len(formats) > 1:
-        raise SlurmGPUError(f"command: run has {{out}} in two formats, {' and '.join(sorted(formats))}; use one.")
-    return CommandLine(arguments, formats.pop() if formats else None)
+    for name, found in formats.items():
+        if len(found) > 1:
+            raise SlurmGPUError(f"command: run has {{{name}}} in two formats, {' and '.join(sorted(found))}; use one.")
+    return CommandLine(arguments, next(iter(formats[OUT]), None), next(iter(formats[IN]), IN_FORMATS[0]))
 
 
 def _texts_of(values: Mapping[str, str | bool | int | float], used: Collection[str]) -> dict[str, str]:
@@ -150,7 +157,7 @@ def _texts_of(values: Mapping[str, str | bool | int | float], used: Collection[s
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
-def _pieces(text: str, formats: set[str]) -> tuple[str | Slot, ...]:
+def _pieces(text: str, formats: Mapping[str, set[str]]) -> tuple[str | Slot, ...]:
     pieces: list[str | Slot] = []
     end = 0
     for token in _TOKEN.finditer(text):
@@ -169,16 +176,17 @@ def _pieces(text: str, formats: set[str]) -> tuple[str | Slot, ...]:
     return tuple(piece for piece in pieces if piece != "")
 
 
-def _slot(name: str, formats: set[str]) -> Slot:
+def _slot(name: str, formats: Mapping[str, set[str]]) -> Slot:
     first, colon, rest = name.partition(":")
-    if first != OUT:
+    if first not in formats:
         return Slot(name)
-    if colon and rest not in FORMATS:
+    known = IN_FORMATS if first == IN else FORMATS
+    if colon and rest not in known:
         raise SlurmGPUError(
-            f"command: run has {{{name}}}; {{out}} is in no format {rest!r}.{did_you_mean(rest, FORMATS)}"
+            f"command: run has {{{name}}}; {{{first}}} is in no format {rest!r}.{did_you_mean(rest, known)}"
         )
-    formats.add(rest or FORMATS[0])
-    return Slot(OUT)
+    formats[first].add(rest or known[0])
+    return Slot(first)
 
 
 def _argument(name: str, data: Mapping[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
-from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, as_json, content_of, parse
+from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed import Printed
 from slurmgpu.workloads.command.process import (
     OF_GPUS,
@@ -42,6 +42,7 @@ from slurmgpu.workloads.command.process import (
     ToLog,
 )
 from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, check_script, file_of_module, module_of
+from slurmgpu.workloads.command.slices import request_of, write_items
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.temporary import why_unusable
 
@@ -202,7 +203,7 @@ class Command:
         rows: dict[int, Answer] = {}
         for item in items:
             try:
-                requests[item.index] = _request(item)
+                requests[item.index] = self._request(item)
             except ItemError as error:
                 rows[item.index] = error
         if requests:
@@ -285,11 +286,15 @@ class Command:
         try:
             if both := next((name for name in self.not_fields if name in item.data), None):
                 raise ItemError(f"it has a field {both!r}, which is also one of the values under [settings]")
-            requests = {item.index: _request(item) if IN in self._line else b""}
+            requests = {item.index: self._request(item) if IN in self._line else b""}
             call = functools.partial(self._slice, requests, item.data, about)
             return self._tried(lambda: _by_index(requests, call()), is_alone=True)[item.index]
         except (ItemError, Retry) as error:
             return error
+
+    def _request(self, item: Item) -> bytes:
+        """The line of an item in `{in}`, and on a stream's standard input."""
+        return request_of(item.index, item.seed, item.data, self._line.items)
 
     def _slice(
         self,
@@ -322,9 +327,8 @@ class Command:
         about: Mapping[str, str] | None,
     ) -> dict[int, Values]:
         line, mark = self._line, mark_of(min(requests), max(requests))
-        in_path, out_path = Path(folder, "in.jsonl"), Path(folder, f"out.{line.out}")
-        if IN in line:
-            in_path.write_bytes(b"".join(requests.values()))
+        in_path, out_path = Path(folder, f"in.{line.items}"), Path(folder, f"out.{line.out}")
+        given = write_items(in_path, line.items, requests) if IN in line else frozenset()
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
         for number, name in enumerate(line.in_files):
             path = Path(folder, f"{number}.{re.sub(r'[^a-zA-Z0-9._-]', '_', name)}")
@@ -341,7 +345,7 @@ class Command:
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
                 return _only_row(row, requests)
-            rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
+            rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE, given=given)
         except OutputError as error:
             raise child.misprinted(error) from error
         if not rows:
@@ -387,14 +391,6 @@ def _is_script(path: Path) -> bool:
             return path.suffix in SCRIPTS or file.read(2) == b"#!"
     except OSError:
         return False
-
-
-def _request(item: Item) -> bytes:
-    """The line of an item in `{in}`, and on a stream's standard input."""
-    try:
-        return as_json({"index": item.index, "seed": item.seed, "data": dict(item.data)}).encode() + b"\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ItemError(f"the item's data cannot be JSON: {error}") from error
 
 
 def _only_row(row: Values, requests: Mapping[int, bytes]) -> dict[int, Values]:

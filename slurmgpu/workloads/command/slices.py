@@ -1,0 +1,52 @@
+"""The items of a call in the file that stands for `{in}`: JSON lines, or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import ItemError
+from slurmgpu.workloads.command.placeholders import as_json
+
+OF_ROWS = ("index", "error")
+"""Columns of CSV that are about the item itself, and so are no names of its fields there."""
+
+
+def request_of(index: int, seed: int, data: Mapping[str, object], form: str = "jsonl") -> bytes:
+    """The line of an item in JSON lines; ItemError if JSON cannot hold its data, or `form` not its fields."""
+    if form == "csv" and (taken := next((name for name in OF_ROWS if name in data), None)):
+        raise ItemError(
+            f"it has a field {taken!r}, and in {{in:csv}} the column of that name is the item's own. Use {{in}}, JSON "
+            f"lines."
+        )
+    try:
+        return as_json({"index": index, "seed": seed, "data": dict(data)}).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ItemError(f"the item's data cannot be JSON: {error}") from error
+
+
+def write_items(path: Path, form: str, requests: Mapping[int, bytes]) -> frozenset[str]:
+    """Write the items of a call; of CSV the names of their fields, as a program may write back the whole table."""
+    if form == "jsonl":
+        path.write_bytes(b"".join(requests.values()))
+        return frozenset()
+    items = [json.loads(line) for line in requests.values()]
+    names = list(dict.fromkeys(name for item in items for name in item["data"]))
+    written = io.StringIO(newline="")
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow(["index", *names])
+    writer.writerows([item["index"], *(_field(item["data"].get(name)) for name in names)] for item in items)
+    try:
+        content = written.getvalue().encode("utf-8", "surrogateescape")  # a path may have any bytes
+    except UnicodeEncodeError:
+        content = written.getvalue().encode("utf-8", "backslashreplace")
+    path.write_bytes(content)
+    return frozenset(names)
+
+
+def _field(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
