@@ -127,12 +127,13 @@ class _Joining:
         more = [source for source in more if exists(source.path)]
         suspects = {shard for shard, errors in copied.items() if errors}
         suspects |= {numbers[0] for path in damaged if (numbers := Run.revision_of(path.name)) is not None}
+        files = self.run.shard_files()
         with self._former() as former:
             for shard in sorted(suspects & former.shards.keys()) if former else ():
                 if shard not in copied:
                     source = self._replace(former, shard, damaged)
                 else:
-                    source = self._keep(former, shard, copied[shard], damaged)
+                    source = self._keep(former, shard, files.get(shard, [0]), copied[shard], damaged)
                 if source is not None:
                     more.append(source)
         return more
@@ -188,12 +189,19 @@ class _Joining:
         restored = self._restore(former, shard, damaged.get(path))
         return self._source(shard, [0]) if restored else None
 
-    def _keep(self, former: FormerRows, shard: int, errors: Errors, damaged: Mapping[Path, str]) -> Source | None:
+    def _keep(
+        self,
+        former: FormerRows,
+        shard: int,
+        revisions: Sequence[int],
+        errors: Errors,
+        damaged: Mapping[Path, str],
+    ) -> Source | None:
         """A shard's next revision, with good rows of merged.h5 in place of errors; None if there are none.
 
         If the shard's newest file is damaged and merged.h5 has its rows, these take the place of all that are older.
         """
-        *older, newest = self.run.shard_files().get(shard, [0])
+        *older, newest = revisions
         is_damaged = self.run.revision_path(shard, newest) in damaged
         start, stop = self.run.plan.bounds(shard)
         try:
@@ -216,7 +224,7 @@ class _Joining:
             if kept := sorted(index for index in good if stretch.start <= index < stretch.stop):
                 made_by = made_again(made_by, {**_maker(), "code": stretch.digest}, kept)
         publish_rows(self.run, shard, newest + 1, self.columns, combined, now.notes, made_by)
-        return self._source(shard, [*older, newest, newest + 1])
+        return self._source(shard, [*revisions, newest + 1])
 
     def _has_same(self, former: FormerRows, shard: int, revision: int) -> bool:
         """Whether merged.h5 has the rows of this file."""

@@ -590,6 +590,20 @@ def test_a_revision_that_rots_before_it_was_merged_leaves_newer_rows_than_those_
     assert list(report["damaged_revisions"]) == ["00001.r2.h5"]
 
 
+def test_shards_are_listed_as_often_however_many_have_failed_items(run, monkeypatch):
+    real, n_lists = os.listdir, []
+    monkeypatch.setattr(os, "listdir", lambda *at: n_lists.append(at) or real(*at))
+    counts = []
+    for failed in ({1}, {1, 6, 11, 16, 21}):
+        run.merged.unlink(missing_ok=True)
+        publish_all(run, failed=failed)
+        merge(run)
+        n_lists.clear()
+        assert merge(run)["n_errors"] == len(failed)
+        counts.append(len(n_lists))
+    assert counts[0] == counts[1]
+
+
 def test_what_was_set_aside_once_is_gone_when_its_rows_are_there_again(run):
     publish_all(run)
     path = run.shard_path(1)
