@@ -78,6 +78,9 @@ class RunHandle:
     run: Run
     outcome: Outcome | None = None
 
+    def __hash__(self) -> int:
+        return hash(self.folder)
+
     def __repr__(self) -> str:
         return f"<run {self.folder}: {count_of(self.run.plan.n_items, 'item')}>"
 

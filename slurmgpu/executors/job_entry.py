@@ -27,7 +27,7 @@ from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
-from slurmgpu.util import early_signals, gpus
+from slurmgpu.util import early_signals, gpus, process_wide
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.prctl import outlive_parent
 
@@ -45,22 +45,23 @@ def owners_files(executor: type, starts: str) -> Iterator[None]:
     `starts` is the last method of Submitit's executor before sbatch or the process is started: these get the umask of
     the user, which holds for all that a run writes.
     """
-    former, own = os.umask(0o077), executor.__dict__.get(starts)
-    method = getattr(executor, starts)
+    with process_wide.one_thread():
+        former, own = os.umask(0o077), executor.__dict__.get(starts)
+        method = getattr(executor, starts)
 
-    def start(*args: Any, **kwargs: Any) -> Any:
-        os.umask(former)
-        return method(*args, **kwargs)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            os.umask(former)
+            return method(*args, **kwargs)
 
-    setattr(executor, starts, start)
-    try:
-        yield
-    finally:
-        os.umask(former)
-        if own is None:
-            delattr(executor, starts)
-        else:
-            setattr(executor, starts, own)
+        setattr(executor, starts, start)
+        try:
+            yield
+        finally:
+            os.umask(former)
+            if own is None:
+                delattr(executor, starts)
+            else:
+                setattr(executor, starts, own)
 
 
 @contextlib.contextmanager
@@ -69,15 +70,16 @@ def safe_path() -> Iterator[None]:
 
     `python -m`, which starts them, puts that folder first on the path; Python 3.11 and later can be told not to.
     """
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+    with process_wide.one_thread():
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
 
 
 def _log_like_ours() -> None:

@@ -35,7 +35,7 @@ from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.report.build import is_complete
 from slurmgpu.results import open as open_merged
-from slurmgpu.run.directory import Run, free_run_dir
+from slurmgpu.run.directory import Run, reserved_run_dir
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
@@ -103,13 +103,6 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     declared = _declared(columns) or annotated_types(function, batched=is_batched)
     known = None if not declared or None in declared.values() else declared
     former = None
-    if run_dir is not None:
-        target = expanded(run_dir)
-    elif name is not None:
-        target = base / "runs" / name
-    else:
-        target = free_run_dir(base / "runs", stem := functions.shown_name(function))
-        former = _before(target, stem)
     values = api.overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
     _refuse_given_twice(values)
@@ -123,6 +116,14 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
         settings, files, modules = _function(function, load, scratch, base)
         made, settings["items"] = _written(items, scratch)
+        if run_dir is not None:
+            target = expanded(run_dir)
+        elif name is not None:
+            target = base / "runs" / _refuse_no_name(name)
+        else:
+            stem = functions.shown_name(function)
+            target = open_ones.enter_context(reserved_run_dir(base / "runs", stem))
+            former = _before(target, stem)
         named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
         given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
@@ -152,6 +153,12 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     if wait:
         handle.wait()
     return handle
+
+
+def _refuse_no_name(name: str) -> str:
+    if not isinstance(name, str) or not Path(name).parts:
+        raise SlurmGPUError(f"name is {name!r}; expected the name of a folder, 'first' for runs/first.")
+    return name
 
 
 def _refuse_unknown(resources: Mapping[str, Any]) -> None:

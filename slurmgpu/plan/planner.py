@@ -38,6 +38,7 @@ from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.shards.columns import check_columns, columns_to_json
+from slurmgpu.util import process_wide
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of
 from slurmgpu.util.home import expanded
@@ -141,7 +142,7 @@ def draft_run(
     before = set(sys.modules)
     full_name, settings, workload = _build(config, path.parent, overrides)
     imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
-    with working_folder(path.parent):
+    with process_wide.one_thread(), working_folder(path.parent):
         placement = place(workload, config.resources, asked.gpus_per_task)
         settings |= workload.frozen_settings
         paths, environ, scripts = workload.paths, workload.environ, workload.scripts
@@ -150,7 +151,7 @@ def draft_run(
     container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
         try:
-            with working_folder(path.parent):
+            with process_wide.one_thread(), working_folder(path.parent):
                 workload.check_here()
         except SlurmGPUError as error:
             if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
@@ -259,7 +260,7 @@ def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> A
 def _build(config: RunFile, base: Path, overrides: Mapping[str, Any] | None) -> tuple[str, dict[str, Any], Adapted]:
     """The workload's full name, its settings as they will be frozen, and the workload."""
     full_name = resolve_use(config.workload.use, base)
-    with working_folder(base), at_planning(full_name):
+    with process_wide.one_thread(), working_folder(base), at_planning(full_name):
         settings = _settings(full_name, config.settings, base)
         if isinstance(overrides, Overrides):
             overrides.refuse_ambiguous(full_name, names_of_settings(load_class(full_name, base)))

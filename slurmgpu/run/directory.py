@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -363,6 +363,32 @@ def free_run_dir(folder: Path, name: str) -> Path:
     """The run directory of that name in a folder, or the next that is free: `count`, `count-2`."""
     names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(path for each in names if status_of(path := folder / each) is None)
+
+
+@contextlib.contextmanager
+def reserved_run_dir(folder: Path, name: str) -> Iterator[Path]:
+    """The free run directory of that name as an empty folder, which nobody else takes in the block.
+
+    It is removed, and so is `folder` if it was made for it, unless a run is in it by the end.
+    """
+    made = not exists(folder)
+    while True:
+        path = free_run_dir(folder, name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            break
+        except FileExistsError:
+            if not is_folder(folder):
+                raise
+        except FileNotFoundError:  # another process has removed the folder that it made
+            continue
+    try:
+        yield path
+    finally:
+        for each in (path, *([folder] if made else [])):
+            with contextlib.suppress(OSError):  # it is not empty
+                each.rmdir()
 
 
 def refuse_existing(folder: Path) -> None:

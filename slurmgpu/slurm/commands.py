@@ -14,6 +14,7 @@ from pathlib import Path
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
+from slurmgpu.util import process_wide
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +101,13 @@ def try_script(path: str) -> tuple[bool, str]:
 @contextlib.contextmanager
 def outside_job() -> Iterator[None]:
     """Hide the enclosing job, if any: its SLURM_* and SBATCH_* variables change what sbatch and srun do."""
-    hidden = {
-        name: os.environ.pop(name) for name in list(os.environ) if name.startswith(INHERITED) and name not in KEPT
-    }
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+    with process_wide.one_thread():
+        names = [name for name in os.environ if name.startswith(INHERITED) and name not in KEPT]
+        hidden = {name: os.environ.pop(name) for name in names}
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
 
 def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:

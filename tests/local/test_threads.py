@@ -1,0 +1,146 @@
+"""Threads of one process that plan, submit and map at the same time."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+import slurmgpu
+from slurmgpu.executors import job_entry
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.slurm import commands
+
+HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False}}
+OVERLAP_S = 0.3
+"""How long a thread is given to enter a block that is to be closed for it."""
+
+
+class Starts:
+    """An executor of Submitit's with the method that starts jobs."""
+
+    def start(self):
+        return None
+
+
+def state():
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return umask, Path.cwd(), os.environ.get("PYTHONSAFEPATH"), os.environ.get("SLURM_NTASKS"), Starts.start
+
+
+@pytest.mark.parametrize(
+    "block",
+    [job_entry.safe_path, commands.outside_job, lambda: job_entry.owners_files(Starts, "start")],
+    ids=["safe_path", "outside_job", "owners_files"],
+)
+def test_threads_leave_the_process_as_it_was(monkeypatch, block):
+    """The second would put back what the first had changed."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    before, entered, left = state(), threading.Event(), threading.Event()
+
+    def other():
+        with block():
+            entered.set()
+            left.wait()
+            inside.append(os.environ.get("SLURM_NTASKS"))
+
+    inside = []
+    thread = threading.Thread(target=other)
+    with block():
+        thread.start()
+        entered.wait(OVERLAP_S)
+        inside.append(os.environ.get("SLURM_NTASKS"))
+    left.set()
+    thread.join()
+    assert state() == before
+    assert inside[0] == inside[1]
+
+
+WORKLOAD = """
+import threading
+from slurmgpu import Array
+
+class Waits:
+    columns = {"v": Array("float32")}
+    batch_size = 1
+
+    def __init__(self):
+        threading.current_thread().at_planning()
+
+    def __call__(self, items):
+        return [{"v": 1.0} for item in items]
+"""
+
+
+class Plans(threading.Thread):
+    def __init__(self, folder, at_planning):
+        super().__init__()
+        self.folder, self.at_planning, self.error = folder, at_planning, None
+
+    def run(self):
+        try:
+            with draft_run(self.folder / "run.toml", {}):
+                pass
+        except BaseException as error:
+            self.error = error
+
+
+def test_run_files_in_two_folders_are_planned_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "waits.py").write_text(WORKLOAD)
+        (tmp_path / name / "items.txt").write_text("one\n")
+        (tmp_path / name / "run.toml").write_text('input = "items.txt"\n[workload]\nuse = "waits.py:Waits"\n')
+    entered, left = threading.Event(), threading.Event()
+    second = Plans(tmp_path / "b", lambda: (entered.set(), left.wait(3 * OVERLAP_S)))
+
+    def in_first():
+        second.start()
+        entered.wait(OVERLAP_S)
+
+    first = Plans(tmp_path / "a", in_first)
+    first.start()
+    first.join()
+    left.set()
+    second.join()
+    assert (first.error, second.error) == (None, None)
+    assert Path.cwd() == tmp_path
+
+
+def test_maps_of_one_name_take_a_run_directory_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, together = {}, threading.Barrier(2)
+
+    def same(item):
+        return item * 2
+
+    def items(number):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(30)
+        yield number
+
+    def map_it(number):
+        run = slurmgpu.map(same, items(number), columns="int64", wait=True, **HERE)
+        found[run] = run.folder.name, int(run["result"][0])
+
+    threads = [threading.Thread(target=map_it, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name for name, _ in found.values()) == ["same", "same-2"]
+    assert sorted(value for _, value in found.values()) == [0, 2]
+
+
+def test_a_refused_map_leaves_no_folder_that_was_reserved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(slurmgpu.SlurmGPUError, match="which is none"):
+        slurmgpu.map(lambda item: item, [1], columns="int7", **HERE)
+    assert list(tmp_path.iterdir()) == []
+    for name in ("", ".", 3):
+        with pytest.raises(slurmgpu.SlurmGPUError, match=f"name is {name!r}; expected the name of a folder"):
+            slurmgpu.map(lambda item: item, [1], columns="int64", name=name, **HERE)
