@@ -46,7 +46,14 @@ class GPUFaultError(Exception):
 
 
 class WorkerBrokenError(Exception):
-    """The process can compute no more, as after it lost its CUDA context or its group; a new worker can go on."""
+    """The process can compute no more, as after it lost its CUDA context or its group; a new worker can go on.
+
+    Without `blames_items` what came before has broken it, and not the items that it computes.
+    """
+
+    def __init__(self, message: str, *, blames_items: bool = True) -> None:
+        super().__init__(message)
+        self.blames_items = blames_items
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: a later task continues the item

@@ -356,6 +356,8 @@ class Task:
                 self._end_at(event["end_time"])
             case "broken":
                 self._deaths.note_broken(event["message"])
+                if not event["blames_items"]:
+                    self._deaths.put_down()
         self._refresh()
 
     def _ended_early(self, reason: str) -> None:

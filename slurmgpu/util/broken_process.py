@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
+import threading
 from concurrent.futures import BrokenExecutor
 
 from slurmgpu.util.exceptions import message_of
@@ -15,6 +18,8 @@ NO_FILES = "Too many open files"
 
 NO_THREADS = "can't start new thread"
 """What Python says where a thread cannot be started."""
+NEEDED_FILES = 16
+"""How many files a process must be able to open to be of use."""
 LOST_CONTEXT = (
     *("an illegal memory access was encountered", "device-side assert triggered", "unspecified launch failure"),
     *("an illegal instruction was encountered", "the launch timed out and was terminated"),
@@ -26,8 +31,8 @@ Triton, CuPy and JAX have them in theirs. Two are too common as English, and are
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether all later calls in this process may fail: its CUDA context is lost, a pool broken, or it is used up."""
-    return is_broken_cuda(error) or isinstance(error, BrokenExecutor) or is_used_up(error)
+    """Whether all later calls in this process may fail, as its CUDA context or a pool of processes is lost."""
+    return is_broken_cuda(error) or isinstance(error, BrokenExecutor)
 
 
 def is_broken_cuda(error: BaseException) -> bool:
@@ -38,9 +43,26 @@ def is_broken_cuda(error: BaseException) -> bool:
     return said.startswith("CUDA error:") or any(text in said for text in (*LOST_CONTEXT, NO_HANDLE))
 
 
-def is_used_up(error: BaseException) -> bool:
-    """Whether this process can open no more files or start no more threads, as it has kept those that it had."""
+def says_used_up(error: BaseException) -> bool:
+    """Whether the process could open no file or start no thread when this was raised."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return True
     said = message_of(error)
     return isinstance(error, OSError | RuntimeError) and (NO_FILES in said or said == NO_THREADS)
+
+
+def is_used_up() -> bool:
+    """Whether the process can open no more files or start no more threads now that the call that failed is over."""
+    gc.collect()
+    files: list[int] = []
+    try:
+        files += (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(NEEDED_FILES))
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+    except (OSError, RuntimeError):
+        return True
+    finally:
+        for file in files:
+            os.close(file)
+    return False

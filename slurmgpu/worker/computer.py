@@ -22,7 +22,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, LOADING, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.shards.shard_file import FailedRow
-from slurmgpu.util.broken_process import is_broken
+from slurmgpu.util.broken_process import is_broken, is_used_up, says_used_up
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
@@ -49,7 +49,8 @@ MAY_PASS = (Retry, ConnectionError, TimeoutError)
 class Failure:
     """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known.
 
-    `retry_after` is how long to wait before the item is computed again, in seconds; None if that would not help.
+    `retry_after` is how long to wait before the item is computed again, in seconds; None if that would not help. With
+    `is_of_process` the process had no file or thread left.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Failure:
     way: tuple[str, ...] | None = None
     trace: str = ""
     retry_after: float | None = None
+    is_of_process: bool = False
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Failure:
@@ -174,6 +176,7 @@ class Computer:
     _names: dict[int, str] = field(default_factory=dict)
     _kept_of: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _n_tries_left: int = 0
+    _has_computed: bool = False
     _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
     _preparer: Preparer | None = field(init=False)
 
@@ -214,6 +217,7 @@ class Computer:
         keyed = []
         for item in items:
             value, failure = self._try(partial(key, item), 1)
+            self._end_if_used_up(failure)
             if failure is None:
                 keyed.append((value, item.index, item))
             elif self._ends_task(failure.kind):
@@ -372,6 +376,8 @@ class Computer:
             if self._preparer is not None:
                 self.meanwhile()
             returned, own_failure = self._try(lambda: self._returned(given), len(items))
+        self._end_if_used_up(own_failure)
+        self._has_computed |= own_failure is None
         failure = self.agree(own_failure)
         if failure == INTERRUPTED:
             if self._preparer is not None:
@@ -433,8 +439,16 @@ class Computer:
             of_files = class_of(error, FILES)
             if self.workload.resumes and POLICIES[of_files].ends_task:
                 kind = of_files
-            failure = _failure(error, kind, self.folder)
+            failure = replace(_failure(error, kind, self.folder), is_of_process=says_used_up(error))
             return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
+
+    def _end_if_used_up(self, failure: Failure | None) -> None:
+        """Raise WorkerBrokenError if no file or thread was left, and none is now that what failed has let its own go.
+
+        What was computed before has kept them, if anything was, and not the items in hand.
+        """
+        if failure is not None and failure.is_of_process and is_used_up():
+            raise WorkerBrokenError(failure.message, blames_items=not self._has_computed)
 
     def _ends_task(self, kind: str) -> bool:
         """Whether an item's failure is no item's fault, so that the shard is left to another task."""

@@ -28,7 +28,7 @@ from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import once_more_if_full, working_folder
-from slurmgpu.util.broken_process import is_used_up
+from slurmgpu.util.broken_process import says_used_up
 from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
@@ -169,8 +169,8 @@ class Worker:
             try:
                 self._take_compute_and_publish(computer, reader)
             except (WorkerFailedError, OSError, RuntimeError) as error:
-                if is_used_up(cause := error.__cause__ or error):
-                    raise WorkerBrokenError(described(cause)) from error
+                if says_used_up(cause := error.__cause__ or error):
+                    raise WorkerBrokenError(described(cause), blames_items=False) from error
                 raise
             finally:
                 computer.close()

@@ -1,6 +1,7 @@
 import errno
 import json
 import re
+import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 
@@ -247,14 +248,55 @@ class XlaRuntimeError(RuntimeError):
         RuntimeError("CUDA_ERROR_MISALIGNED_ADDRESS: misaligned address"),
         XlaRuntimeError("INTERNAL: stream: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
         BrokenProcessPool("A child process terminated abruptly"),
+    ],
+)
+def test_a_process_whose_cuda_context_or_pool_is_lost_ends(error):
+    with pytest.raises(WorkerBrokenError, match=f"^{type(error).__name__}: ") as caught:
+        compute(Recorder(raise_at(0, error=lambda text: error)))
+    assert caught.value.blames_items
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize(
+    "error",
+    [
         OSError(errno.EMFILE, "Too many open files", "/dev/null"),
         RuntimeError("can't start new thread"),
         RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
     ],
 )
-def test_a_process_whose_cuda_context_pool_files_or_threads_are_used_up_ends(error):
-    with pytest.raises(WorkerBrokenError, match=f"^{type(error).__name__}: "):
-        compute(Recorder(raise_at(0, error=lambda text: error)))
+def test_a_process_that_is_used_up_ends_and_what_let_its_own_go_is_halved(monkeypatch, error, place):
+    """Items are blamed only where the process has computed none before."""
+    monkeypatch.setattr("slurmgpu.worker.computer.is_used_up", lambda: True)
+    with pytest.raises(WorkerBrokenError, match=f"^{type(error).__name__}: ") as caught:
+        compute(Recorder(raise_at(place, error=lambda text: error)))
+    assert caught.value.blames_items == (place == 0)
+    monkeypatch.setattr("slurmgpu.worker.computer.is_used_up", lambda: False)
+    assert list(failures(compute(Recorder(raise_at(place, error=lambda text: error))))) == [place]
+
+
+USING_UP = """
+import resource, sys, threading
+from slurmgpu.util.broken_process import is_used_up
+said = [is_used_up()]
+kept, _ = [], resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        kept.append(open("/dev/null"))
+except OSError:
+    said.append(is_used_up())
+del kept[20:]
+said.append(is_used_up())
+def none(*arguments):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = none
+print(said, is_used_up())
+"""
+
+
+def test_a_process_is_used_up_while_it_keeps_its_files_or_starts_no_thread():
+    done = subprocess.run([sys.executable, "-c", USING_UP], capture_output=True, text=True)
+    assert done.stdout == "[False, True, False] True\n", done.stderr
 
 
 def test_what_quotes_an_error_of_cudas_or_says_something_like_it_is_an_items_error():
