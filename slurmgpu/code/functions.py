@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -16,6 +17,7 @@ import linecache
 import os
 import pickle
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -42,6 +44,8 @@ PICKLE = "function.pkl"
 SOURCE = "function.py"
 CHECK_S = 600.0
 """How long the fresh process may take, which imports what the function needs."""
+_READS_ARGUMENTS = re.compile(rb"\b(?:parse_args|parse_known_args|parse_args_into_dataclasses|argv)\b")
+_OF_JUPYTER = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 _NAMED = 3
 
 
@@ -118,6 +122,30 @@ def import_named(name: str) -> Any:
     if not callable(found):
         raise SlurmGPUError(f"{module} has no function {path!r}. It was there when the run was planned.")
     return found
+
+
+def arguments_read() -> list[str] | None:
+    """The command line, `sys.argv`, if a module of the user's that is imported reads one; else None.
+
+    A task imports such a module in a process of its own. Of a notebook the command line is Jupyter's.
+    """
+    if len(sys.argv) < 2 or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(_is_utf8, sys.argv)):
+        return None
+    for name in own_modules(sys.modules.keys() - {"__main__"}):
+        file = sys.modules[name].__file__
+        if file is not None and file.endswith(".py"):
+            with contextlib.suppress(OSError):
+                if _READS_ARGUMENTS.search(Path(file).read_bytes()):
+                    return list(sys.argv)
+    return None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def pack(functions: Mapping[str, Callable[..., Any] | None], folder: Path) -> Packed:
@@ -219,7 +247,8 @@ def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPi
 
 def _read_in_fresh_process(content: bytes, folder: Path) -> list[str]:
     """The user's modules that unpickling imports; SlurmGPUError if a fresh process cannot unpickle."""
-    command = [sys.executable, "-m", "slurmgpu.code.functions", json.dumps([str(folder), *sys.path])]
+    given = [json.dumps(each) for each in ([str(folder), *sys.path], arguments_read())]
+    command = [sys.executable, "-m", "slurmgpu.code.functions", *given]
     environ = {**os.environ, "PYTHONPATH": own_python_path(), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(command, input=content, capture_output=True, env=environ, cwd=folder, timeout=CHECK_S)
@@ -246,6 +275,7 @@ def _read_in_fresh_process(content: bytes, folder: Path) -> list[str]:
 def _check() -> None:
     """Unpickle standard input, and print the user's modules that came with it, or the error."""
     sys.path += [folder for folder in json.loads(sys.argv[1]) if folder not in sys.path]
+    sys.argv = json.loads(sys.argv[2]) or sys.argv
     before = set(sys.modules)
     try:
         pickle.loads(sys.stdin.buffer.read())

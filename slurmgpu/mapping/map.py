@@ -126,6 +126,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
             former = _before(target, stem)
         named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
+        settings |= {"argv": argv} if (argv := functions.arguments_read()) is not None else {}
         given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
         draft = open_ones.enter_context(
             draft_run(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 import numpy as np
 import pytest
 
-from slurmgpu import Array, Json, Ragged, SlurmGPUError, Text
+from slurmgpu import Array, Item, Json, Ragged, SlurmGPUError, TaskContext, Text
 from slurmgpu.code import functions, pickling
 from slurmgpu.inputs.lines import Jsonl
 from slurmgpu.inputs.python_items import UNWRAP, is_table, write_values
@@ -51,6 +51,44 @@ def test_a_function_of_a_module_goes_by_name_and_others_by_value():
     assert functions.import_named(pickling.name_of(np.linalg.norm)) is np.linalg.norm
     others = [lambda item: item, by_value(lambda item: item), functools.partial(reads_large, 1), "text".upper]
     assert [pickling.name_of(other) for other in others] == [None] * 4
+
+
+OPTIONS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--k", type=int, default=1)
+{how}
+
+def scaled(text):
+    return len(text) * args.k
+"""
+
+
+@pytest.mark.parametrize("how", ["args = parser.parse_args()", "args, _ = parser.parse_known_args()"])
+def test_a_module_that_parses_the_command_line_finds_that_of_the_script_in_tasks(tmp_path, monkeypatch, how):
+    (tmp_path / "options_of_a_lab.py").write_text(OPTIONS.format(how=how))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--k", "3"])
+    monkeypatch.setattr(functions, "own_modules", lambda names: [*{"options_of_a_lab"} & names])
+    assert functions.arguments_read() is None
+    import options_of_a_lab
+
+    argv = functions.arguments_read()
+    assert argv == ["train.py", "--k", "3"]
+    functions.pack({"function": by_value(lambda text: options_of_a_lab.scaled(text)), "load": None}, tmp_path)
+    del sys.modules["options_of_a_lab"]  # as in a worker
+    monkeypatch.setattr(sys, "argv", ["main.py", "runs/scaled", "{}"])
+    function = Function(function="options_of_a_lab:scaled", columns={"result": "int32"}, items="value", argv=argv)
+    function.load(TaskContext("cpu", 0, tmp_path))
+    del sys.modules["options_of_a_lab"]
+    assert function([Item(0, {"value": "ab"})]) == [{"result": 6}]
+
+
+def test_a_command_line_of_jupyter_is_not_handed_on(monkeypatch):
+    monkeypatch.setattr(functions, "own_modules", lambda names: [__name__])
+    for argv, kept in ((["a.py", "-f"], ["a.py", "-f"]), (["/x/ipykernel_launcher.py", "-f"], None), (["a.py"], None)):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert functions.arguments_read() == kept
 
 
 def test_a_pickle_calls_the_function_with_what_it_captured(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ class Function:
     returns is the function's second argument. With `pickled`, the functions lie in the run directory, in a pickle of
     that digest and that version of Python. Functions that a resubmission was given come first. `columns` has a type
     for each column, or its description in run.json. With `batched` the function takes and returns lists. With `learn`
-    rows are the types of their columns.
+    rows are the types of their columns. `argv` is the command line that modules find, as they parse one when they are
+    imported.
     """
 
     def __init__(
@@ -38,13 +40,14 @@ class Function:
         items: str = "mapping",
         batched: bool = False,
         learn: bool = False,
+        argv: list[str] | None = None,
     ) -> None:
         if items not in UNWRAP:
             raise SlurmGPUError(f"function: items is {items!r}; expected one of {', '.join(UNWRAP)}.")
         self.columns: Mapping[str, Column] = {"types": Json()} if learn else columns_of_types(columns or {}, "function")
         self.takes_one = not batched
         self._names, self._pickled, self._learns = (function, load), pickled, learn
-        self._batched, self._unwrap = batched, UNWRAP[items]
+        self._batched, self._unwrap, self._argv = batched, UNWRAP[items], argv
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -56,6 +59,8 @@ class Function:
 
     def load(self, task: TaskContext) -> None:
         """Import or unpickle the function, and call `load`."""
+        if self._argv and self._argv != sys.argv:
+            sys.argv = self._argv  # before a module parses it as it is imported
         given = importer.functions_given()  # by a resubmission
         functions = {role: unpack(path_of(task.run_dir, pickled), pickled)[role] for role, pickled in given.items()}
         needed = {"function", "load"} if self._names[1] else {"function"}
