@@ -22,6 +22,13 @@ FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@
 """The beginnings of the faults in `slurmgpu.faults`."""
 FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
 """The formats of `slurmgpu.merge.export`, without importing NumPy."""
+TASK = re.compile(r"\w[\w.@-]*\.json")
+"""The names of records; another name may be a command for the shell that completes it."""
+SPECIAL = {"": "\\\"'$`", '"': '\\"$`!', "'": "'"}
+"""What a path must not hold to be offered: to shells other than bash, and to bash behind a quote that is open.
+
+Typer escapes too little for zsh, which evaluates its words: `\\$(command)` as the name of somebody's folder ran it.
+"""
 
 
 class Typed(str):
@@ -61,7 +68,7 @@ def complete_task(context: typer.Context, incomplete: str) -> list[str]:
         names = sorted(os.listdir(expanded(folder) / "tasks"))
     except OSError:
         return []
-    attempts = [name[: -len(".json")] for name in names if name.endswith(".json") and not name.startswith(".")]
+    attempts = [name[: -len(".json")] for name in names if TASK.fullmatch(name)]
     tasks = dict.fromkeys(name.rpartition(".")[0] for name in attempts)
     return [name for name in (*tasks, *attempts) if name.startswith(incomplete)]
 
@@ -164,6 +171,7 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
     except OSError:
         return []
     names = [name for name in names if prefix.startswith(".") or not name.startswith(".")]
+    names = [name for name in names if _can_be_typed(name)]
     ends = [name for name in names if wanted(folder / name)]
     ways = [n for n in names if n not in ends and os.path.isdir(folder / n) and not _is_run(folder / n)]  # noqa: PTH112
     if len(ways) == 1 and not ends:
@@ -176,13 +184,31 @@ def _is_run(folder: Path) -> bool:
     return os.path.exists(folder / RUN)  # noqa: PTH110
 
 
-def _typed(path: str) -> str:
-    """A path as bash inserts it: escaped, unless the word begins with a quote. Other shells escape it themselves."""
+def _can_be_typed(name: str) -> bool:
+    """Whether the shell takes this name as text, not as a command of whoever gave it to a folder."""
+    raw = _raw_word()
+    if not name.isprintable():
+        return False
+    if raw is None:
+        return not set(SPECIAL[""]) & set(name)
+    if raw[:1] not in ("'", '"'):  # it will be escaped
+        return True
+    is_open = raw[0] not in raw[1:]
+    return not set(SPECIAL[raw[0]]) & set(name) if is_open else shlex.quote(name) == name
+
+
+def _raw_word() -> str | None:
+    """The word that bash completes, as it was typed; None in other shells."""
     if "COMP_WORDS" not in os.environ:
-        return Typed(path)
+        return None
     words = os.environ["COMP_WORDS"].split("\n")
     position = int(os.environ.get("COMP_CWORD", "0"))
-    raw = words[position] if position < len(words) else ""
-    if raw.startswith(("'", '"')) or shlex.quote(path) == path:
+    return words[position] if position < len(words) else ""
+
+
+def _typed(path: str) -> str:
+    """A path as bash inserts it: escaped, unless the word begins with a quote. Other shells escape it themselves."""
+    raw = _raw_word()
+    if raw is None or raw.startswith(("'", '"')) or shlex.quote(path) == path:
         return Typed(path)
     return Typed(re.sub(r"([^\w@%+=:,./~-])", r"\\\1", path))

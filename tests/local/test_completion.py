@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 from slurmgpu.cli import completion
+from slurmgpu.cli.app import app
 from slurmgpu.executors.probe import SUFFIX
 from slurmgpu.faults import KINDS
 from slurmgpu.merge.export import FORMATS
@@ -120,6 +122,37 @@ def test_what_tab_inserts_at_a_real_prompt_is_the_run_though_its_path_holds_blan
     assert "run 1" in screen
     screen = at_a_prompt(folder, ['slurmgpu status "my runs/ad\t', "\r"], until=r"ada's  .*of .*items")
     assert "ada's" in screen
+
+
+ODD = ["$(id)", "\\$(id)", "`id`", "a;id", "a\nid", "plain"]
+"""Names of folders that are commands where a shell takes them as they are."""
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        (None, ["a;id", "plain"]),  # zsh evaluates what Typer says to it, in double quotes
+        ('"r/', ["a;id", "plain"]),
+        ("'r/", ["$(id)", "\\$(id)", "`id`", "a;id", "plain"]),
+        ('"r"/', ["plain"]),
+        ("r/", ["\\$\\(id\\)", "\\\\\\$\\(id\\)", "\\`id\\`", "a\\;id", "plain"]),
+    ],
+)
+def test_a_name_that_the_shell_would_run_is_not_offered(tmp_path, monkeypatch, typed, names):
+    for name in ODD:
+        (tmp_path / "r" / name / "tasks").mkdir(parents=True)
+        (tmp_path / "r" / name / "run.json").touch()
+    for name in ODD:
+        (tmp_path / "r" / "plain" / "tasks" / f"{name}.0.json").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COMP_WORDS", raising=False)
+    if typed is not None:
+        monkeypatch.setenv("COMP_WORDS", f"slurmgpu\nstatus\n{typed}")
+        monkeypatch.setenv("COMP_CWORD", "2")
+    assert sorted(completion.complete_run("r/")) == sorted(f"r/{name}" for name in names)
+    context = typer.Context(typer.main.get_command(app).commands["logs"])
+    context.params = {"folder": "r/plain"}
+    assert completion.complete_task(context, "") == ["plain", "plain.0"]
 
 
 def test_the_words_are_those_that_there_are():
