@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -31,6 +31,9 @@ _RUNS = {
 """What runs a script by its suffix, where it is not executable."""
 _PYTHON = re.compile(r"python[\d.]*")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|Rscript|julia|perl|ruby|lua|node|bash|sh|zsh")
+_BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numactl")
+"""What starts a program with the files and in the folder that it has itself, as containers, ssh and others do not."""
+_ANOTHER_FOLDER = ("-C", "--chdir")
 RUN_MODULE = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -110,12 +113,14 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
 
 
 def check_script(texts: Mapping[int, str]) -> None:
-    """SlurmGPUError where the script that an interpreter or a launcher among the arguments runs is not there.
+    """SlurmGPUError where the script that an interpreter or a launcher runs is not there.
 
-    It is the first argument with the suffix of a script; what `-c` and `-m` run is another's to know.
+    It is the first argument with the suffix of a script; what `-c` and `-m` run is another's to know. The launcher is
+    the program, or what `env` and its like start: of another program, arguments may be named like one, and its files
+    be those of an image or of another machine.
     """
     launcher = next((number for number in sorted(texts) if _LAUNCHER.fullmatch(Path(texts[number]).name)), None)
-    if launcher is None:
+    if launcher is None or not _keeps_place([texts.get(number) for number in range(launcher)]):
         return
     behind = takewhile(lambda text: text is not None, map(texts.get, count(launcher + 1)))  # up to a placeholder
     script = next((text for text in behind if text and (text in ("-c", "-m") or Path(text).suffix in _RUNS)), None)
@@ -129,6 +134,22 @@ def check_script(texts: Mapping[int, str]) -> None:
         f"command: there is no script {script!r} for {Path(texts[launcher]).name} at {path.absolute()}."
         f"{did_you_mean(script, beside)}"
     )
+
+
+def _keeps_place(arguments: Sequence[str | None]) -> bool:
+    """Whether what starts a program, as `env A=1` or `nice -n 5`, leaves it the files and the folder of this process.
+
+    None stands for an argument that depends on the item.
+    """
+    former = ""
+    for text in arguments:
+        if text is None or text.startswith(_ANOTHER_FOLDER):
+            return False
+        is_of_former = bool(former) and (former.startswith("-") or "=" in text or text[:1] in "-0123456789")
+        if not (is_of_former or _BEFORE_IT.fullmatch(Path(text).name)):
+            return False
+        former = text
+    return True
 
 
 def module_of(texts: Mapping[int, str]) -> tuple[int, str] | None:
