@@ -12,7 +12,7 @@ from slurmgpu.workloads.command.process import MAX_BYTES, OutputError, ToLog
 
 _OPENS = re.compile(rb'\s*\{\s*(?:"|\}|$)')
 """How a JSON object begins; a dictionary as Python prints it begins otherwise."""
-_NUMBER = re.compile(rb"\s*-?(?:\d|NaN|Infinity)")
+_NUMBER = re.compile(rb"\s*(?:-?(?:\d|NaN|Infinity)|true|false)")
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
 
@@ -21,7 +21,7 @@ class Printed:
     """Takes the row out of what a call prints, and passes all else on to `log`, as it comes.
 
     The row is the only JSON object that begins with a line and ends with one, or the only one with these columns. Of a
-    single column of numbers it may also be a number, if nothing else is printed.
+    single column of numbers it may also be a number, `true` or `false`, if nothing else is printed.
     """
 
     def __init__(self, columns: Mapping[str, Column], log: ToLog) -> None:
