@@ -1,12 +1,14 @@
 """`slurmgpu.map` by the local executor: what a user writes in a script or a notebook, and what outlives it."""
 
 import importlib
+import json
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -175,6 +177,18 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
     assert [row["result"] for row in run.rows()] == [n * n for n in range(16)]
     with h5py.File(run.folder / "merged.h5") as file:
         assert file["result"][:].tolist() == [n * n for n in range(16)]
+
+
+def test_a_run_without_a_digest_of_its_function_is_known_by_the_pickle(caplog):
+    def double(item):
+        return 2.0 * item
+
+    run = slurmgpu.map(double, [1, 2], columns="float64", **IN_PROCESS).run
+    settings = {**run.plan.settings, "pickled": {**run.plan.settings["pickled"]}}
+    del settings["pickled"]["same"]  # as in older runs
+    (run.folder / "run.json").write_text(json.dumps(replace(run.plan, settings=settings).to_json()))
+    slurmgpu.map(double, [1, 2], columns="float64", **IN_PROCESS)
+    assert f"{run.folder} is of the same function and items" in caplog.text
 
 
 def test_failed_items_are_computed_by_a_corrected_function(capsys):

@@ -254,12 +254,17 @@ def test_a_script_that_cannot_be_executed_is_refused_here_and_where_it_loads_and
         ("python extrct.py {text}", "extrct.py"),
         ("sh -x extrct.py", "extrct.py"),
         ("env A=1 python3.11 -u lib/extrct.py --to x.py {text}", "lib/extrct.py"),
-        ("torchrun --nproc-per-node 2 extrct.py {text}", "extrct.py"),
+        ("nice -n 5 timeout -s KILL 1h torchrun --nproc-per-node 2 extrct.py {text}", "extrct.py"),
         ("python extract.py --module gone.py {text}", None),
         ("python -c 1 extrct.py {text}", None),
         ("python -m extrct extrct.py {text}", None),
         ("python {text} extrct.py", None),
         ("true extrct.py {text}", None),
+        ("apptainer exec --nv image.sif python /opt/extrct.py {text}", None),
+        ("timeout 1h apptainer exec image.sif python /opt/extrct.py {text}", None),
+        ("env -u A ssh host python extrct.py {text}", None),
+        ("convert --lang python --to extrct.py {text}", None),
+        ("env -C lib python extrct.py {text}", None),
     ],
 )
 def test_a_script_that_is_not_there_is_refused_here(tmp_path, monkeypatch, line, script):
@@ -422,6 +427,7 @@ def test_index_and_seed_are_in_the_environment_and_gpus_are_counted_by_their_bus
 def test_a_program_that_prints_a_number_gives_the_only_column(one):
     assert one("print(4)", columns={"n": "int32"})(items("a")) == [{"n": 4}]
     assert one("print(0.5)", columns={"n": "float32"})(items("a")) == [{"n": 0.5}]
+    assert one("print('true')", columns={"n": "bool"})(items("a")) == [{"n": True}]
     two = {"n": "int32", "m": "int32"}
     for text, columns in (("4", two), ("4", {"n": "text"}), ("x", {"n": "int32"}), ("4\\n5", {"n": "int32"})):
         [row] = one(f"print('{text}')", columns=columns)(items("a"))
