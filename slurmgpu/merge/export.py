@@ -27,6 +27,7 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields, refuse_unknown_fields
+from slurmgpu.report.build import MOST_BYTES
 from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
@@ -356,7 +357,7 @@ def _beside(merged: Merged, name: str) -> dict[str, Any]:
     """The JSON file of that name beside a merged file; {} if there is none of the same run."""
     path = merged.path.parent / name
     try:
-        found = json.loads(read_bytes(path))
+        found = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
     except FileNotFoundError:
         return {}  # the merged file was copied elsewhere
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from slurmgpu.page.spans import Life, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of
-from slurmgpu.report.build import Report
+from slurmgpu.report.build import MESSAGE_CHARACTERS, Report
 from slurmgpu.report.ledger import energy_in_words, in_words, unit_of
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Usage
@@ -20,7 +20,6 @@ MAX_ITEMS = 1000
 """The most failed items and missing shards that the page lists."""
 MAX_REASONS = 30
 """The most reasons that the page lists."""
-MESSAGE_CHARACTERS = 240
 REASON_CHARACTERS = 4000
 MAX_NAMES = 8
 

@@ -43,6 +43,11 @@ log = logging.getLogger(__name__)
 
 REPORT_FORMAT = "slurmgpu report"
 REPORT_VERSION = 1
+MOST_BYTES = 16 << 30
+"""More than the report of 30 million failed items: each is in it, with 200 bytes beside its message."""
+N_WHOLE_MESSAGES = 10_000
+MESSAGE_CHARACTERS = 240
+"""The messages of further failed items are cut at so many characters; merged.h5 has them whole."""
 
 
 Errors = list[tuple[int, str]]
@@ -169,6 +174,8 @@ def build_report(
     complete = n_rows == plan.n_items
     errors = [] if joined is None else joined.errors
     items = [_failed_item(plan.indices(place, place + 1)[0], message) for place, message in errors]
+    for item in items[N_WHOLE_MESSAGES:]:
+        item["message"] = item["message"][:MESSAGE_CHARACTERS]
     return {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,
@@ -275,7 +282,7 @@ def read_report(run: Run) -> Report | None:
     """The report of the last merge, None before the first. SlurmGPUError if it is damaged."""
     path, merge = report_path(run), f"slurmgpu merge {run.typed}"
     try:
-        return _checked(json.loads(read_bytes(path)))
+        return _checked(json.loads(read_bytes(path, max_bytes=MOST_BYTES)))
     except FileNotFoundError:
         return None
     except UnusableFileError as error:

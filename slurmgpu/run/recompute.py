@@ -19,6 +19,8 @@ from slurmgpu.util.shared_files import UnusableFileError, read_bytes
 
 RECOMPUTE_FORMAT = "slurmgpu recompute"
 RECOMPUTE_VERSION = 1
+MOST_BYTES = 4 << 30
+"""More than the list of 50 million items that are computed again."""
 
 Spans = Sequence[tuple[int, int]]
 """Items as (start, stop), ascending."""
@@ -63,7 +65,7 @@ def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
     """What a submission computes again; None if it computes missing shards only. SlurmGPUError if damaged."""
     path = recompute_path(run_folder)
     try:
-        value = json.loads(read_bytes(path))
+        value = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
         found = _parsed(value)
     except FileNotFoundError:
         return None

@@ -1,6 +1,7 @@
 """The report: what became of attempts; and of what use a damaged one is, or one of a run that was moved."""
 
 import json
+import os
 import platform
 import shutil
 from datetime import datetime
@@ -9,18 +10,22 @@ import h5py
 import numpy as np
 import pytest
 
-from slurmgpu import api
+from slurmgpu import api, results
 from slurmgpu import page as pages
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.item_names import name_of
+from slurmgpu.merge.merge import merge
+from slurmgpu.page.facts import item_reasons
+from slurmgpu.report import build
 from slurmgpu.report.attempts import TOO_LARGE, Life, attempts_of, computed_with, versions_in_words
 from slurmgpu.report.build import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.ledger import KINDS
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
-from slurmgpu.shards.columns import columns_from_json, convert_row
+from slurmgpu.shards.columns import Array, columns_from_json, convert_row
 from slurmgpu.shards.shard_file import write_shard
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
+from tests.support.published_runs import published_run
 
 
 @pytest.fixture
@@ -256,6 +261,19 @@ def test_a_damaged_report_is_refused_in_a_sentence_and_costs_what_it_says_alone(
         with pytest.raises(SlurmGPUError, match=r"report\.json is damaged: .*`slurmgpu merge .*/run` writes it again"):
             read(run)
     assert len(judged_attempts(run)) == 4
+
+
+def test_a_report_of_a_million_failed_items_is_read_and_has_their_messages_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "N_WHOLE_MESSAGES", 2)
+    run = published_run(tmp_path / "run", {"y": Array("float32")}, [f"item {i}: {'x' * 400}" for i in range(4)])
+    errors = merge(run)["errors"]
+    assert [len(item["message"]) for item in errors] == [408, 408, 240, 240]
+    assert [len(reason.who) for reason in item_reasons(read_report(run))[0]] == [4]
+    with results.open(run.merged) as merged:
+        assert {len(message) for message in merged.errors.values()} == {408}
+    os.truncate(report_path(run), 300 << 20)  # the rest are zeros, which are damage, and not too many
+    with pytest.raises(SlurmGPUError, match="is damaged"):
+        read_report(run)
 
 
 def test_the_report_of_a_run_that_was_moved_names_it_where_it_is(run, tmp_path):
