@@ -34,6 +34,7 @@ from slurmgpu.task.spare_worker import SpareWorker
 from slurmgpu.task.telemetry import sampler_of
 from slurmgpu.task.worker_process import (
     EXIT_STOPPED,
+    GRACE_S,
     PARTING_S,
     Events,
     StoppedError,
@@ -276,6 +277,9 @@ class Task:
                 worker.stop()
                 raise StoppedError(self._stopped_by)
             if event["event"] == "eof" and event["pid"] == worker.pid:
+                if not worker.ends_within(GRACE_S):
+                    self._deaths.note_broken("the worker closed the pipe by which it reports to its task")
+                    worker.end()
                 return
             if time.monotonic() > self._exit_by:
                 log.warning("the worker has done its work, and does not end within %.0f s: it is killed", EXIT_S)

@@ -167,6 +167,14 @@ class WorkerProcess:
         """Its exit code, once it has ended."""
         return self._process.wait()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end for so long; whether it has ended."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def take_no_more(self) -> None:
         """Let it finish its shard, and end."""
         self._tell("stop")

@@ -248,6 +248,34 @@ def test_a_worker_that_hangs_or_dies_when_its_work_is_done_has_done_it(
         assert "Python ends when threads that the workload has started do: uploads" in log.read_text()
 
 
+DEAF = """
+import os, time
+from slurmgpu import Array
+
+class Rows:
+    columns = {"double": Array("float64")}
+
+    def __call__(self, items):
+        if 9 in [item.index for item in items]:
+            os.closerange(3, 100)
+            time.sleep(600)
+        return [{"double": 2.0 * item.index} for item in items]
+"""
+
+
+def test_a_worker_that_closes_its_pipe_is_ended_as_by_a_crash(project, slurmgpu, monkeypatch):
+    monkeypatch.setattr("slurmgpu.task.supervisor.GRACE_S", 0.2)
+    folder = project(16)
+    (folder / "workloads.py").write_text(DEAF)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    task = Task(Run.open(folder / "run"), Attempt("job", 0))
+    assert task.run_worker() == 0
+    said = "the worker closed the pipe by which it reports to its task"
+    assert [(death["items"], death["message"]) for death in task.record["deaths"]] == [([8, 11], said), ([9], said)]
+    assert task.record["failed"] == [[1, {"crash": 1}]]
+    assert not workers(folder)
+
+
 CLOSING = """
 import sys
 import numpy as np
