@@ -30,7 +30,6 @@ from slurmgpu.report.attempts import (
     unrecorded,
 )
 from slurmgpu.report.ledger import Ledger, counting, ledger, spent
-from slurmgpu.report.typed_json import check_objects
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
@@ -38,6 +37,7 @@ from slurmgpu.run.records import Death, Record, Unread
 from slurmgpu.run.submissions import Git, SubmissionLine, is_over, is_slurms
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
+from slurmgpu.util.typed_json import check_objects
 
 log = logging.getLogger(__name__)
 

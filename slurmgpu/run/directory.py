@@ -49,6 +49,7 @@ from slurmgpu.util.shared_files import (
     retried,
     status_of,
 )
+from slurmgpu.util.typed_json import check_kinds
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ SMALL_BYTES = 1 << 20
 MOST_RECORD_BYTES = 64 << 20
 """More than the record of an attempt that published every shard of the largest run."""
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
+_NEVER_NULL = {"submission", "executor", "state"}
+"""Of a line of submissions.jsonl."""
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
@@ -99,7 +102,10 @@ class Run:
                 f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
                 f"this slurmgpu reads {RUN_FORMAT!r} to version {RUN_VERSIONS[-1]}. Use the slurmgpu that made the run."
             )
-        plan = Plan.from_json(private.reveal(folder, private.PLAN, value))
+        try:
+            plan = Plan.from_json(private.reveal(folder, private.PLAN, value))
+        except ValueError as error:
+            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
         if value.get("fingerprint", plan.fingerprint) != plan.fingerprint:
             raise SlurmGPUError(
                 f"{folder / 'run.json'} has the fingerprint {value['fingerprint']!r:.80}, and its values give "
@@ -266,8 +272,10 @@ class Run:
         for line in lines:
             try:
                 value = json.loads(line)
-            except ValueError:
-                continue  # blank, or cut short by a full disk or a kill
+                if isinstance(value, dict):
+                    check_kinds(value, SubmissionLine, _NEVER_NULL & value.keys())
+            except (ValueError, RecursionError):
+                continue  # blank, cut short by a full disk or a kill, or not what a line may hold
             if isinstance(value, dict) and type(value.get("submission")) is int:
                 merged.setdefault(value["submission"], cast(SubmissionLine, {})).update(cast(SubmissionLine, value))
         # A submission whose first line is damaged cannot be used.

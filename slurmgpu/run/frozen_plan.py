@@ -9,7 +9,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.submissions import Git
+from slurmgpu.util.typed_json import check_kinds
 
 NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
 """The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
@@ -203,5 +204,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """The plan in a run.json."""
+        """The plan in a run.json; ValueError if a value is missing, or of a kind that it cannot be."""
+        fields = cls.__dataclass_fields__.items()
+        check_kinds(value, cls, [n for n, each in fields if each.default is each.default_factory is MISSING])
+        for name in ("n_items", "shard_items", "batch_size", "parts"):
+            if value.get(name) is not None and value[name] < 1:
+                raise ValueError(f"its {name} is {value[name]}")
         return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
