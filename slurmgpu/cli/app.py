@@ -249,8 +249,9 @@ def merge(
     from slurmgpu.util.logging import log_to_stderr
 
     run = options.open_run(folder, trust=trust)
-    if verify and wait:
-        raise SlurmGPUError("--verify only reads merged.h5 and does not wait. Leave out --wait.")
+    if verify and (wait or as_json):
+        unfit, why = ("--wait", "does not wait") if wait else ("--json", "writes no report")
+        raise SlurmGPUError(f"--verify only reads merged.h5 and {why}. Leave out {unfit}.")
     if force and (verify or wait):
         raise SlurmGPUError("--force merges at once; leave out --verify and --wait.")
     if verify:

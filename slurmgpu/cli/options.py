@@ -268,6 +268,8 @@ def metrics_file(path: Path | None) -> Path | None:
     from slurmgpu.cli.console import say
 
     path = expanded(path)
+    if path.is_dir():
+        raise SlurmGPUError(f"--metrics {path} is a folder. Name a file in it, such as {path / 'run.prom'}.")
     if not path.absolute().parent.is_dir():
         raise SlurmGPUError(
             f"--metrics {path}: there is no folder {path.absolute().parent}. Make it, or name a file elsewhere."

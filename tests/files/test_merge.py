@@ -699,3 +699,8 @@ def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch):
     said = f"{run.merged}: No space left on device. What is published stays. Free space there, then: "
     assert str(caught.value) == f"{said}slurmgpu merge {run.typed}"
     assert merge_by_hand(run)["complete"]
+
+
+@pytest.mark.parametrize("option", ["--wait", "--json"])
+def test_what_makes_no_sense_beside_verify_is_refused(run, slurmgpu, option):
+    assert f"Leave out {option}." in slurmgpu("merge", "--verify", option, run.folder, expect=2).stderr

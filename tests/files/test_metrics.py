@@ -122,6 +122,7 @@ def test_status_writes_the_file_and_prints_what_it_always_does(tmp_path, slurmgp
     assert values["gpu_seconds",] == pytest.approx(3600 * status["gpu_hours"])
     done = slurmgpu("status", run.folder, "--metrics", tmp_path / "no" / "run.prom", expect=2)
     assert f"there is no folder {tmp_path / 'no'}." in done.stderr
+    assert "--metrics / is a folder." in slurmgpu("status", run.folder, "--metrics", "/", expect=2).stderr
     done = slurmgpu("status", run.folder, "--metrics", tmp_path / "run.txt", expect=0)
     assert done.stderr.startswith(f"{tmp_path / 'run.txt'} does not end in .prom")
     assert (tmp_path / "run.txt").read_text().endswith("# EOF\n")
