@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import traceback
 
+MOST_SAID, MOST_TRACED = 8_000, 64_000
+"""How many characters of a message, and of a traceback with it, are passed on."""
+
 
 def message_of(error: BaseException) -> str:
     """`str(error)`, or a clause that says why there is no such text."""
@@ -17,15 +20,22 @@ def message_of(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """The exception's class and its message, such as `KeyError: 'id'`; the class alone if there is no message."""
-    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+    return shortened(f"{type(error).__name__}: {message_of(error)}".removesuffix(": "), MOST_SAID)
 
 
 def trace_of(error: BaseException) -> str:
     """The traceback as Python prints it; without causes and notes if an exception prevents those."""
     try:
-        return "".join(traceback.format_exception(error))
+        return shortened("".join(traceback.format_exception(error)), MOST_TRACED)
     except KeyboardInterrupt:
         raise
     except BaseException:  # Python asks the exception for attributes, which a property may refuse
         frames = "".join(traceback.format_tb(error.__traceback__))
-        return f"Traceback (most recent call last):\n{frames}{described(error)}\n"
+        return shortened(f"Traceback (most recent call last):\n{frames}{described(error)}\n", MOST_TRACED)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or of one with more than so many characters the beginning and the end: a message may quote anything."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [… {len(text) - most:,} characters …] {text[-(most // 2) :]}"

@@ -355,7 +355,7 @@ class Computer:
         indices = [item.index for item in items]
         self._put_off.append((indices, isolated))
         if self.keeps_rows:
-            said = failure.message.partition("\n")[0]
+            said = failure.message.partition("\n")[0][:ERROR_LENGTH]
             log.warning("items %d..%d are put off to the end of the shard: %s", min(indices), max(indices), said)
 
     def _put_rows_off(self, items: Sequence[Item], done: Computed, *, isolated: bool) -> None:
@@ -513,7 +513,8 @@ class Computer:
             return
         first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
         told = "" if first in (None, index) else f" [traceback: item {first}]"
-        log.warning("%s: %s: %s%s", self._called(index), failure.kind, failure.message.partition("\n")[0], told)
+        said = failure.message.partition("\n")[0][:ERROR_LENGTH]
+        log.warning("%s: %s: %s%s", self._called(index), failure.kind, said, told)
         if first == index:
             log.warning("%s", failure.trace)
 

@@ -8,7 +8,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, Retry
 from slurmgpu.run.failures import FILES, INPUT, ITEM, LOADING, class_of
-from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.exceptions import MOST_SAID, MOST_TRACED, described, message_of, trace_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import Failure
 from tests.unit.test_computing import Recorder, compute, failures, raise_at
@@ -53,6 +53,20 @@ def test_an_exception_that_cannot_say_what_it_is_has_a_message_and_a_traceback(k
     assert message_of(error) == f"(no message: its __str__ raises {found})"
     assert described(error) == f"{kind.__name__}: {message_of(error)}"
     assert "in raised" in trace_of(error)
+
+
+def test_a_message_that_quotes_megabytes_is_passed_on_by_its_ends(caplog):
+    long = ValueError(f"cannot parse {'x' * 10**7} of 3")
+    with pytest.raises(ValueError, match="cannot") as caught:
+        raise long
+    for text, most in ((described(long), MOST_SAID), (trace_of(caught.value), MOST_TRACED)):
+        assert len(text) < most + 50
+        assert "ValueError: cannot parse xxx" in text
+        assert "characters …] x" in text
+        assert text.rstrip().endswith("x of 3")
+    computed = compute(Recorder(raise_at(2, 5, error=lambda text: ItemError(str(long)))))
+    assert failures(computed).keys() == {2, 5}
+    assert len(caplog.text) < 10**5
 
 
 def test_an_exception_that_refuses_an_attribute_has_a_traceback():
