@@ -746,7 +746,7 @@ def vllm_answers_as_fp32(machine: Machine) -> str:
 
 @finding(limit_s=180)
 def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
-    """The same holds of 8 billion parameters."""
+    """The weights of 8 billion parameters have the size foretold, and the planned batch needs what placement keeps."""
     import torch
 
     machine.needs_gpu()
