@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.vllm_engine import node as vllm_node
-from slurmgpu.llm.vllm_engine.engine import llm_arguments
+from slurmgpu.llm.vllm_engine.engine import VllmEngine, llm_arguments
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
 from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workloads.judge.workload import Judge
@@ -201,3 +201,19 @@ def test_a_folder_that_others_may_write_is_not_used(environ, tmp_path):
     folder.chmod(0o777)
     with pytest.raises(SlurmGPUError, match="is not a folder that you alone may write; remove it, or set TMPDIR"):
         NodePlace()
+
+
+@pytest.mark.parametrize(("is_kept", "expected"), [(True, WorkerBrokenError), (False, ValueError)])
+def test_a_step_that_fails_ends_the_worker_and_what_is_refused_does_not(is_kept, expected):
+    """After a failed step vLLM keeps the requests, by which tests/vllm/test_vllm_engine.py knows it."""
+
+    class Failing:
+        llm_engine = types.SimpleNamespace(has_unfinished_requests=lambda: is_kept)
+
+        def generate(self, inputs, sampling, use_tqdm):
+            raise ValueError("it cannot")
+
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._llm = Failing()
+    with pytest.raises(expected, match="it cannot"):
+        engine._generate([], [])

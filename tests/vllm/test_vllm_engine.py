@@ -394,3 +394,37 @@ def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_b
 @pytest.mark.nightly
 def test_a_split_model_that_is_closed_leaves_no_shared_memory(tmp_path, wide_adder):
     assert not split(tmp_path, wide_adder, "close")
+
+
+FAILING = """
+    import sys
+    from tests.vllm.conftest import open_on_cpu
+    from slurmgpu.errors import WorkerBrokenError
+    from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
+
+    if __name__ == "__main__":
+        engine = open_on_cpu("vllm", sys.argv[1])
+        executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
+
+        def fail(*_, **more):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        executor.execute_model = fail
+        try:
+            list(engine.generate([Request(0, Prompt("47+85="), Sampling(max_tokens=4))]))
+        except WorkerBrokenError as error:
+            print(error)
+"""
+
+
+def test_a_step_that_fails_ends_the_worker_as_vllm_would_never_end_another_call(tmp_path, wide_adder):
+    (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "failing.py"), str(wide_adder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    said = "vLLM failed, and can compute no more: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert said in done.stdout, done.stderr[-4000:]

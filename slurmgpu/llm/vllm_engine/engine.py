@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.interface.batching import CPU_TOKENS
 from slurmgpu.llm.interface.engine import (
     TORCH_NAMES,
@@ -41,6 +41,7 @@ from slurmgpu.llm.transformers_engine.scoring import Asked, ask, scores_of
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
 from slurmgpu.llm.vllm_engine.limits import memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.socket_paths import socket_folder
 
 log = logging.getLogger(__name__)
@@ -238,17 +239,16 @@ class VllmEngine:
         if any(images):
             for each, some in zip(inputs, images, strict=True):
                 each["multi_modal_data"] = {"image": some}
-            return list(self._llm.generate(inputs, [SamplingParams(**each) for each in arguments], use_tqdm=False))
+            return self._generate(inputs, [SamplingParams(**each) for each in arguments])
         found: list[Any] = [None] * len(prompts)
         for is_adapted in (True, False):
             # Apart, since vLLM 0.32 gave requests without an adapter that of their neighbours, at least on CPUs.
             some = [number for number, name in enumerate(adapters) if (name in self._adapters) == is_adapted]
             if not some:
                 continue
-            outputs = self._llm.generate(
+            outputs = self._generate(
                 [inputs[number] for number in some],
                 [SamplingParams(**arguments[number]) for number in some],
-                use_tqdm=False,
                 lora_request=[self._adapters[adapters[number]] for number in some] if is_adapted else None,
             )
             if len(outputs) != len(some):
@@ -256,6 +256,19 @@ class VllmEngine:
             for number, each in zip(some, outputs, strict=True):
                 found[number] = each
         return found
+
+    def _generate(self, inputs: list[dict[str, Any]], sampling: list[Any], **more: Any) -> list[Any]:
+        """The outputs of vLLM; WorkerBrokenError if it failed while it computed.
+
+        Then it keeps the requests, and the next call never ends (vLLM 0.32), or fails as well if one of its processes
+        has died. What it refuses, it forgets.
+        """
+        try:
+            return list(self._llm.generate(inputs, sampling, use_tqdm=False, **more))
+        except Exception as error:
+            if not self._llm.llm_engine.has_unfinished_requests():
+                raise
+            raise WorkerBrokenError(f"vLLM failed, and can compute no more: {described(error)}") from error
 
 
 def _answer(output: Any) -> Any:
