@@ -297,17 +297,19 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
     run, report = api.compute_probe(small, on_status=None)
     said = "so that the columns are not known, and nothing was submitted"
-    if report["complete"] and (errors := report["errors"]):
-        first = errors[0]
+    if report["complete"] and report["n_errors"] == report["n_rows"]:
+        first = report["errors"][0]
         name = f" ({first['name']})" if first["name"] else ""
         why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
-        raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why}")
+        declare = 'If the fault is its own, declare the columns, as in columns={"score": "float32", "label": "text"}.'
+        raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why} {declare}")
     if (failed := probe.why_failed(run, report)) is not None:
         raise SlurmGPUError(
             f"The first item failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
         )
     with open_merged(run.merged) as merged:
-        rows: list[dict[str, str | None]] = merged["types"][:]
+        types_of_all: list[dict[str, str | None]] = merged["types"][:]
+        rows = [row for row, failed in zip(types_of_all, merged.failed, strict=True) if not failed]
     types: dict[str, Type] = {}
     for row in rows:
         for name, kind in row.items():

@@ -471,6 +471,11 @@ def test_run_says_what_is_wrong(slurmgpu, tmp_path, argv, said):
     assert said in done.stderr
 
 
+def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
+    done = slurmgpu("run", "--gpus", "0", "--", "python", "train.py", cwd=tmp_path, expect=2)
+    assert "--each FILE is missing: the input, whose items the program is run for." in done.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "name"),
     [

@@ -191,6 +191,18 @@ def test_a_run_without_a_digest_of_its_function_is_known_by_the_pickle(caplog):
     assert f"{run.folder} is of the same function and items" in caplog.text
 
 
+def test_a_bad_item_of_the_first_batch_keeps_no_column_from_being_learnt():
+    def lengths(items):
+        return [len(item) / bool(item) for item in items]
+
+    run = slurmgpu.map(lengths, ["", "ab", "c"], batch_size=3, **IN_PROCESS)
+    assert [(error and error.partition(": ")[0], found) for _, error, found in values(run)] == [
+        ("item_error", {"result": None}) if index == 0 else (None, {"result": 3.0 - index}) for index in range(3)
+    ]
+    with pytest.raises(SlurmGPUError, match=r"Item 0 .*ZeroDivisionError.* declare the columns, as in columns=\{"):
+        slurmgpu.map(lengths, ["", "", "c"], batch_size=2, **IN_PROCESS)
+
+
 def test_failed_items_are_computed_by_a_corrected_function(capsys):
     def half(item, known):
         return known["ten"] / item

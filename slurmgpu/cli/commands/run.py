@@ -54,11 +54,11 @@ def _refuse_words(words: Sequence[str]) -> None:
 def run(
     context: typer.Context,
     each: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--each", metavar="FILE", help="The input: a file, a folder of files, or a quoted glob; may be repeated."
         ),
-    ],
+    ] = None,
     col: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,6 +87,11 @@ def run(
     from slurmgpu.cli.console import result
     from slurmgpu.run.frozen_plan import NO_RUN_FILE
 
+    if not each:
+        raise SlurmGPUError(
+            "--each FILE is missing: the input, whose items the program is run for. For a training script a CSV file "
+            "with a configuration in each record will do: lr,name in its first line, then 1e-3,first and so on."
+        )
     kept = options.names(keep)
     overrides = whole_run_file(each, col or (), context.meta[PROGRAM], given, batch_size, kept)
     if given["dry_run"] and not given["as_json"]:
