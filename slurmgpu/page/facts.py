@@ -120,8 +120,8 @@ def item_reasons(report: Report) -> tuple[list[Reason], dict[int, Reason]]:
     for item in report["errors"]:
         # Items with the same reason may have different numbers in their messages.
         key = (item["class"], re.sub(r"\d+", "#", item["message"][:MESSAGE_CHARACTERS]))
-        reason = reasons.setdefault(key, Reason(item["class"], cut(item["message"], REASON_CHARACTERS)))
-        reason.first = item["index"] if reason.first is None else reason.first
+        if (reason := reasons.get(key)) is None:
+            reason = reasons[key] = Reason(item["class"], cut(item["message"], REASON_CHARACTERS), first=item["index"])
         _join(reason, f"item {item['index']}")
         of_item[item["index"]] = reason
     return _ranked(reasons), of_item
@@ -137,10 +137,10 @@ def attempt_reasons(report: Report) -> list[Reason]:
         said += [(death["class"], death["message"], death) for death in attempt["deaths"]]
         for failure, message, death in said:
             key = (failure, re.sub(r"\d+", "#", str(message)), death is None)
-            reason = reasons.setdefault(key, Reason(failure, cut(message, REASON_CHARACTERS)))
+            if (reason := reasons.get(key)) is None:
+                reason = Reason(failure, cut(message, REASON_CHARACTERS), first=attempt["attempt"], death=death)
+                reasons[key] = reason
             reason.traceback = reason.traceback or plain(attempt["traceback"] or "")[-REASON_CHARACTERS:]
-            if reason.first is None:
-                reason.first, reason.death = attempt["attempt"], death
             _join(reason, attempt["attempt"])
     return _ranked(reasons)
 

@@ -16,7 +16,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 import slurmgpu
 from slurmgpu import page as pages
 from slurmgpu.merge import merge as merging
-from slurmgpu.page import page
+from slurmgpu.page import facts, page
 from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import rates
 from slurmgpu.page.provenance import provenance_of
@@ -355,6 +355,15 @@ def test_no_secret_is_on_the_page(tmp_path):
         assert secret not in text
     for kept in ("512", "llama", "ALL,HF_TOKEN", "04:00:00", "401 for https://"):
         assert kept in text
+
+
+def test_the_message_of_a_reason_is_made_plain_once_however_many_items_have_it(tmp_path, monkeypatch):
+    _, value = pretended(tmp_path, errors=[(index, f"item_error: no {index}") for index in range(50)])
+    n_cut = []
+    monkeypatch.setattr(facts, "cut", lambda text, most: n_cut.append(text) or text)
+    [reason], of_item = facts.item_reasons(value)
+    assert (reason.first, reason.n, reason.message, len(of_item)) == (0, 50, "no 0", 50)
+    assert n_cut == ["no 0"]
 
 
 def test_a_command_on_the_page_is_the_one_to_type_whatever_its_folder_looks_like(tmp_path):
