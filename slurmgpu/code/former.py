@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slurmgpu.code import functions, snapshots
 from slurmgpu.code.functions import Packed
+from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.code.versions import stretches_of
@@ -43,6 +44,7 @@ def code_now(run: Run, container: ContainerRecord | None, given: Packed | None =
     )
     in_use = dict(line.get("functions", {})) if line else {}
     if given is not None:
+        refuse_other_modules(now.files, given.modules, Path(run.plan.search_path))
         in_use |= dict.fromkeys(given.roles, functions.keep(run.folder, given))
     if in_use:
         now = replace(now, about={**now.about, "functions": in_use})

@@ -162,6 +162,10 @@ class Finder(MetaPathFinder):
                 return found
         return None
 
+    def namesakes(self, files: Mapping[str, str]) -> list[str]:
+        """The modules, of those with `files`, that have the name of one of the snapshot and are of another file."""
+        return [name for name, path in files.items() if name in self._by_name and path not in self.by_path]
+
     def bypassed(self) -> list[str]:
         """The files of the snapshot that another loader has imported since, from disk."""
         now = {path for path in _files_of_modules().values() if path in self.by_path} - self._there
@@ -351,7 +355,7 @@ def use_as_parent() -> None:
 def using(run: Path, digest: str | None) -> Iterator[None]:
     """Import the user's modules from a run's snapshot within a `with` block.
 
-    Modules that are imported already are used unless they are known to differ from the snapshot.
+    Modules that are imported already are used unless they are known to differ from the snapshot, or are of other files.
     """
     if digest is None:  # a run of an older slurmgpu
         yield
@@ -362,8 +366,10 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
         for name, path in _files_of_modules().items()
         if path in finder.by_path and _imported.get(path, finder.by_path[path].digest) != finder.by_path[path].digest
     ]
+    namesakes = finder.namesakes(_files_of_modules())
     known = {path: _imported[path] for path in finder.by_path if path in _imported}
-    former = _take_out(finder.by_path) if stale else {}
+    former = _take_out(finder.by_path) if stale or namesakes else {}
+    former |= {name: sys.modules.pop(name) for name in namesakes}
     _install(finder)
     try:
         yield

@@ -19,6 +19,7 @@ from slurmgpu.api import RunHandle
 from slurmgpu.code import functions, pickling
 from slurmgpu.code.former import changed_since
 from slurmgpu.code.imports import refuse_if_importing
+from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors import probe
@@ -139,6 +140,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         )
         for note in (*draft.notes, *draft.plan.placement):
             log.warning("%s", note)
+        refuse_other_modules(draft.code.files, modules, base)
         if "pickled" in settings:
             _refuse_other_python(draft)
         api.submission_of(draft, None, inject)  # finds errors before an item is computed
@@ -191,7 +193,8 @@ def _function(
     functions.check(function, load, loads=load is not None)
     names = pickling.name_of(function), None if load is None else pickling.name_of(load)
     if names[0] is not None and (load is None or names[1] is not None):
-        return {"function": names[0], "load": names[1]}, [], ()
+        named = [name.partition(":")[0] for name in names if name is not None]
+        return {"function": names[0], "load": names[1]}, [], named
     packed = functions.pack({"function": function, "load": load}, base)
     files = [scratch / functions.PICKLE]
     write_bytes(files[0], packed.content, mode=0o600)

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 
 from slurmgpu import __version__
 from slurmgpu.code import importer, snapshots
+from slurmgpu.code.loaded import namesakes_hidden
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
@@ -138,104 +139,107 @@ def draft_run(
     replaces_look = look is not None and (replaces_look or run_dir is None) and _is_look(target)
     if not replaces_look:
         refuse_existing(target)
-    importer.forget_changed()
-    before = set(sys.modules)
-    full_name, settings, workload = _build(config, path.parent, overrides)
-    imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
-    with process_wide.one_thread(), working_folder(path.parent):
-        placement = place(workload, config.resources, asked.gpus_per_task)
-        settings |= workload.frozen_settings
-        paths, environ, scripts = workload.paths, workload.environ, workload.scripts
-        workload.check()
-    notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
-    container = contain(config.container, full_name, source, overrides)
-    if container is None and workload.check_here is not None:
-        try:
-            with process_wide.one_thread(), working_folder(path.parent):
-                workload.check_here()
-        except SlurmGPUError as error:
-            if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
-                raise
-            notes.append(f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again.")
-    own = check_columns(workload.columns, title_of(full_name, "workload"))
-    keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
-    columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
-    shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
-    batch_size, parts = _batch_size(config, workload), 1
-    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
-        room = functools.cache(lambda: _room_beside(target, stack))
-        fields = keep.values()
-        items = items_of(
-            config,
-            path,
-            workload,
-            min(batch_size, shard_items or batch_size),
-            Path(scratch),
-            after,
-            progress,
-            room=room,
-            kept=fields,
-            records=records,
-            made=given.items,
-        )
-        items = some_of(replace(items, files=[*items.files, *given.files]), look)
-        spec = items.spec
-        # The progress of an item that resumes is one task's, and the processes of a group call it together.
-        divides = placement.processes == "one" and not workload.resumes
-        if extends is not None and shard_items == extends.plan.shard_items and divides:
-            parts = min(extends.plan.parts, workload.most_parts)
-        if shard_items is None:
-            size = shard_size(spec.n_items, batch_size, asked.n_concurrent, most_shards(spec.n_items))
-            shard_items = size.n_items
-            note = size.note
-            if divides and min(shard_items, spec.n_items) == 1:
-                parts, in_parts = parts_of(spec.n_items, asked.n_concurrent, workload.most_parts)
-                note = in_parts or note
-            notes += [note] if note else []
-        plan = Plan(
-            name=target.name,
-            input=spec.to_json(),
-            input_digest=spec.digest,
-            n_items=spec.n_items,
-            workload=full_name,
-            search_path=str(path.parent),
-            settings=settings,
-            columns=columns,
-            batch_size=min(batch_size, shard_items),
-            shard_items=shard_items,
-            seed=config.seed,
-            lease_s=config.lease_s,
-            margin_s=config.margin_s,
-            auto_resubmit=config.auto_resubmit,
-            resources=config.resources.model_dump(),
-            slurm=config.slurm,
-            merge=config.merge,
-            provenance=_provenance(path, (overrides or {}).get("container", {}) if container else {}),
-            container=container.to_json() if container else None,
-            processes=placement.processes,
-            placement=(*placement.lines, *items.lines),
-            paths=paths,
-            environ=environ,
-            sample_s=config.sample_s,
-            on_end=config.on_end or None,
-            html=config.html,
-            retries=config.workload.retries,
-            keep=keep,
-            key=config.key,
-            track=config.track.to if config.track else (),
-            look="look" if look else "",
-            extends=() if extends is None else extends.plan.fingerprints,
-            scripts=scripts,
-            summarizes=workload.summarize is not None,
-            exports=sorted(workload.exports),
-            parts=parts,
-        )
-        extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
-        notes += [extension.describe(plan)] if extension else []
-        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
-        yield Draft(
-            plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension, replaces_look
-        )
+    with contextlib.ExitStack() as importing:
+        importing.enter_context(namesakes_hidden(path.parent))
+        importer.forget_changed()
+        before = set(sys.modules)
+        full_name, settings, workload = _build(config, path.parent, overrides)
+        imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
+        with process_wide.one_thread(), working_folder(path.parent):
+            placement = place(workload, config.resources, asked.gpus_per_task)
+            settings |= workload.frozen_settings
+            paths, environ, scripts = workload.paths, workload.environ, workload.scripts
+            workload.check()
+        notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
+        container = contain(config.container, full_name, source, overrides)
+        if container is None and workload.check_here is not None:
+            try:
+                with process_wide.one_thread(), working_folder(path.parent):
+                    workload.check_here()
+            except SlurmGPUError as error:
+                if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
+                    raise
+                notes.append(f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again.")
+        own = check_columns(workload.columns, title_of(full_name, "workload"))
+        keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
+        columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
+        shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
+        batch_size, parts = _batch_size(config, workload), 1
+        with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
+            room = functools.cache(lambda: _room_beside(target, stack))
+            fields = keep.values()
+            items = items_of(
+                config,
+                path,
+                workload,
+                min(batch_size, shard_items or batch_size),
+                Path(scratch),
+                after,
+                progress,
+                room=room,
+                kept=fields,
+                records=records,
+                made=given.items,
+            )
+            items = some_of(replace(items, files=[*items.files, *given.files]), look)
+            spec = items.spec
+            # The progress of an item that resumes is one task's, and the processes of a group call it together.
+            divides = placement.processes == "one" and not workload.resumes
+            if extends is not None and shard_items == extends.plan.shard_items and divides:
+                parts = min(extends.plan.parts, workload.most_parts)
+            if shard_items is None:
+                size = shard_size(spec.n_items, batch_size, asked.n_concurrent, most_shards(spec.n_items))
+                shard_items = size.n_items
+                note = size.note
+                if divides and min(shard_items, spec.n_items) == 1:
+                    parts, in_parts = parts_of(spec.n_items, asked.n_concurrent, workload.most_parts)
+                    note = in_parts or note
+                notes += [note] if note else []
+            plan = Plan(
+                name=target.name,
+                input=spec.to_json(),
+                input_digest=spec.digest,
+                n_items=spec.n_items,
+                workload=full_name,
+                search_path=str(path.parent),
+                settings=settings,
+                columns=columns,
+                batch_size=min(batch_size, shard_items),
+                shard_items=shard_items,
+                seed=config.seed,
+                lease_s=config.lease_s,
+                margin_s=config.margin_s,
+                auto_resubmit=config.auto_resubmit,
+                resources=config.resources.model_dump(),
+                slurm=config.slurm,
+                merge=config.merge,
+                provenance=_provenance(path, (overrides or {}).get("container", {}) if container else {}),
+                container=container.to_json() if container else None,
+                processes=placement.processes,
+                placement=(*placement.lines, *items.lines),
+                paths=paths,
+                environ=environ,
+                sample_s=config.sample_s,
+                on_end=config.on_end or None,
+                html=config.html,
+                retries=config.workload.retries,
+                keep=keep,
+                key=config.key,
+                track=config.track.to if config.track else (),
+                look="look" if look else "",
+                extends=() if extends is None else extends.plan.fingerprints,
+                scripts=scripts,
+                summarizes=workload.summarize is not None,
+                exports=sorted(workload.exports),
+                parts=parts,
+            )
+            extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
+            notes += [extension.describe(plan)] if extension else []
+            code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
+            importing.close()
+            yield Draft(
+                plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension, replaces_look
+            )
 
 
 def _is_look(folder: Path) -> bool:

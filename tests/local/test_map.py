@@ -256,6 +256,38 @@ def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_
     assert "FACTOR = 2" in kept.read_text()
 
 
+def test_a_module_is_refused_that_tasks_would_import_from_another_file_or_not_at_all(tmp_path, monkeypatch):
+    """As after sys.path.insert(0, "src"), beside another module of the name, or after %cd in a notebook."""
+    for folder, factor in (("src", 2), ("elsewhere", 3)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "twice_there.py").write_text(f"def times(item):\n    return item * {factor}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    twice_there = importlib.import_module("twice_there")
+
+    def fails(item):
+        raise ValueError("it does")
+
+    def late(item):
+        import twice_there
+
+        return twice_there.times(item)
+
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = slurmgpu.map(fails, [1], columns="int64", name="run", wait=True, **HERE)
+    other = f"has imported twice_there from {tmp_path}/src/twice_there.py, and tasks would import {tmp_path}/elsewhere/"
+    for function in (twice_there.times, lambda item: twice_there.times(item), late):
+        with pytest.raises(SlurmGPUError, match=other):
+            slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
+    with pytest.raises(SlurmGPUError, match=other):
+        run.resubmit(failed=True, function=late)
+    monkeypatch.chdir(tmp_path)
+    assert slurmgpu.map(twice_there.times, [1], columns="int64", **HERE)["result"][:].tolist() == [2]
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path / "src")])
+    for function in (twice_there.times, late):
+        with pytest.raises(SlurmGPUError, match=f"would not find it: {tmp_path}/src is neither {tmp_path}, where they"):
+            slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
+
+
 def test_a_row_of_a_table_is_an_item():
     frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
     here = {**IN_PROCESS, "overrides": {**HERE["overrides"], "keep": ["text"]}}

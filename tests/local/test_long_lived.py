@@ -1,7 +1,9 @@
-"""Threads of one process that plan, submit and map at the same time."""
+"""What a process that lives long submits: in threads at the same time, and from several folders one after the other."""
 
 import contextlib
+import importlib
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -144,3 +146,39 @@ def test_a_refused_map_leaves_no_folder_that_was_reserved(tmp_path, monkeypatch)
     for name in ("", ".", 3):
         with pytest.raises(slurmgpu.SlurmGPUError, match=f"name is {name!r}; expected the name of a folder"):
             slurmgpu.map(lambda item: item, [1], columns="int64", name=name, **HERE)
+
+
+OF_A_FOLDER = """
+import namesake
+
+class Workload:
+    columns = namesake.COLUMNS
+    batch_size = 1
+
+    def __call__(self, items):
+        return [namesake.row(item) for item in items]
+"""
+
+
+@pytest.mark.parametrize("executor", ["local", "debug"])
+def test_each_folder_is_planned_and_computed_with_its_own_modules_of_one_name(tmp_path, monkeypatch, executor):
+    """Python imports a name once: the second run had the columns of the first, and by debug its rows."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "namesake.py").write_text("mine = True\n")
+    mine, path = importlib.import_module("namesake"), list(sys.path)
+    for column in ("a", "b"):
+        (folder := tmp_path / column).mkdir()
+        (folder / "items.txt").write_text("one\n")
+        (folder / "workload.py").write_text(OF_A_FOLDER)
+        row = f"def row(item):\n    return {{'{column}': '{column}'}}\n"
+        (folder / "namesake.py").write_text(f"import slurmgpu\nCOLUMNS = {{'{column}': slurmgpu.Text()}}\n{row}")
+        (folder / "run.toml").write_text(
+            f'input = "items.txt"\nhtml = false\n[workload]\nuse = "workload:Workload"\n'
+            f'[resources]\ngpus = 0\nexecutor = "{executor}"\n'
+        )
+    for number, column in enumerate("aba"):
+        run = slurmgpu.submit(tmp_path / column / "run.toml", run_dir=tmp_path / f"run-{number}")
+        assert [row.values for row in run.rows()] == [{column: column}]
+    assert sys.modules["namesake"] is mine
+    if executor == "local":  # the debug executor's worker adds the folders, as it does in a process of its own
+        assert sys.path == path

@@ -1,0 +1,84 @@
+"""Compare the modules that this process has imported with those that the tasks of a run will."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from slurmgpu.code.importer import without_dots
+from slurmgpu.code.locator import is_others, own_modules, search
+from slurmgpu.code.snapshots import SourceFile
+from slurmgpu.errors import SlurmGPUError
+
+_SCRIPTS = ("__main__", "__mp_main__")
+
+
+def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], folder: Path) -> None:
+    """Raise SlurmGPUError if tasks would not have the modules of which this process has functions.
+
+    `files` are those of the snapshot, `needed` the modules of the functions, and `folder` is where tasks look first.
+    """
+    there = {name: file.path for file in files for name in file.modules}
+    for name, path in sorted(there.items()):
+        if (here := _file_of(name)) is not None and not Path(here).samefile(path):
+            raise SlurmGPUError(
+                f"This process has imported {name} from {here}, and tasks would import {path}, as they look into "
+                f"{folder} first. Rename one of the two, or call from another folder."
+            )
+    for name in sorted({*needed} - there.keys()):
+        if (here := _file_of(name)) is not None and PathFinder.find_spec(top := name.partition(".")[0]) is None:
+            outer = _folder_of(top) or Path(here).parent
+            raise SlurmGPUError(
+                f"This process has imported {name} from {here}, and tasks would not find it: {outer} is neither "
+                f"{folder}, where they look, nor on sys.path. Call from there, or sys.path.append({str(outer)!r})."
+            )
+
+
+@contextlib.contextmanager
+def namesakes_hidden(folder: Path) -> Iterator[None]:
+    """Import modules from `folder` first in the block, as its run's tasks do, whatever this process has imported.
+
+    Modules of the user's that have the name of another file there are put back at the end, and so is `sys.path`.
+    """
+    others = {top for top in {name.partition(".")[0] for name in list(sys.modules)} if _has_other(folder, top)}
+    hidden = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in others}
+    before = sys.modules.keys() - hidden.keys()
+    for name in hidden:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
+        if hidden:
+            # With those that use the folder's ones: the next plan imports them once more.
+            for name in own_modules(sys.modules.keys() - before):
+                del sys.modules[name]
+            sys.modules.update(hidden)
+
+
+def _has_other(folder: Path, top: str) -> bool:
+    if (path := _file_of(top)) is None:
+        return False
+    place = search((str(folder),), top)
+    return place is not None and place.path is not None and not Path(path).samefile(place.path)
+
+
+def _file_of(name: str) -> str | None:
+    """The Python file of a module of the user's that this process has imported."""
+    path = getattr(sys.modules.get(name), "__file__", None) if name not in _SCRIPTS else None
+    if not isinstance(path, str) or not path.endswith(".py") or is_others(path := without_dots(path)):
+        return None
+    return path if Path(path).is_file() else None
+
+
+def _folder_of(top: str) -> Path | None:
+    """The folder that has to be on the path for a module or a package."""
+    path = _file_of(top)
+    if path is None:
+        return None
+    return Path(path).parents[1 if Path(path).name == "__init__.py" else 0]
