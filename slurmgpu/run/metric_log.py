@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,19 @@ class MetricWriter:
                 self._unwritten = b"\n" + self._unwritten  # the failed write may have left half a line
 
 
+def _count(value: object) -> int:
+    """A whole number that SQLite and trackers can keep; ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.80} is no count")
+    return value
+
+
+def _time(value: object) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.80} is no time")
+    return float(value)
+
+
 class MetricReader:
     """Reads the metric files of a run from where it was the last time; damaged lines are skipped."""
 
@@ -126,13 +140,13 @@ class MetricReader:
         try:
             value = json.loads(line)
             if "format" in value:
-                self._submissions[attempt] = int(value["submission"])
+                self._submissions[attempt] = _count(value["submission"])
                 return None
-            item = None if value["item"] is None else int(value["item"])
+            item = None if value["item"] is None else _count(value["item"])
             numbers = {str(key): float(number) for key, number in value["values"].items()}
             submission = self._submissions.get(attempt, 1)
-            return Logged(submission, attempt, float(value["time"]), item, int(value["step"]), numbers)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            return Logged(submission, attempt, _time(value["time"]), item, _count(value["step"]), numbers)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             if line.strip():
                 log.debug("%s: a damaged line is skipped: %.100r", attempt, line)
             return None

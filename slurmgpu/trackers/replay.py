@@ -89,7 +89,8 @@ class Points:
     def look(self) -> None:
         """Read what is new."""
         self._find_living()  # before the points: all is read then of those that have ended
-        news = self._reader.news()
+        has = self._run.plan.place
+        news = (point for point in self._reader.news() if point.item is None or has(point.item) is not None)
         while points := list(itertools.islice(news, BATCH)):
             rows = [row for point in points for row in self._rows(point)]
             with self._database:

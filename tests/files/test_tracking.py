@@ -126,6 +126,32 @@ def test_a_write_that_fails_in_the_middle_of_a_line_costs_nothing(tmp_path, monk
     assert math.isnan(found[1].values["loss"])
 
 
+DAMAGED = (
+    '{"time":1.0,"item":null,"step":Infinity,"values":{"loss":1}}',
+    '{"time":1.0,"item":null,"step":99999999999999999999,"values":{"loss":1}}',
+    '{"time":1.0,"item":null,"step":-1,"values":{"loss":1}}',
+    '{"time":1.0,"item":-1,"step":1,"values":{"loss":1}}',
+    '{"time":1.0,"item":1000000,"step":1,"values":{"loss":1}}',
+    '{"time":Infinity,"item":null,"step":1,"values":{"loss":1}}',
+    '{"time":1.0,"item":null,"step":1,"values":{"loss":1%s}}' % ("0" * 400),
+    '{"format":"slurmgpu metrics","submission":Infinity}',
+    "[" * 100_000,
+)
+
+
+def test_lines_that_cannot_be_what_was_logged_cost_themselves_alone(tmp_path, tracker):
+    run = unstarted_run(tmp_path)
+    attempt(run, "7").write([(1.0, None, 1, {"loss": 0.5})])
+    [path] = (run.folder / "telemetry").glob("*.metrics.jsonl")
+    path.write_text(path.read_text() + "".join(f"{line}\n" for line in DAMAGED))
+    attempt(run, "8").write([(2.0, None, 2, {"loss": 0.25})])
+    replay = Replay(run, [KEPT])
+    replay.look(final=True)
+    replay.close(finished=True)
+    assert replay.failed == {}
+    assert tracker.kept == {"run": [(1, {"loss": 0.5}), (2, {"loss": 0.25})]}
+
+
 @pytest.fixture
 def tracker(monkeypatch):
     """What a tracker that keeps all in this process has: by the name of its run, (step, values)."""
