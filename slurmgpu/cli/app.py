@@ -242,7 +242,7 @@ def merge(
     The merge job does this, too; sbatch/merge.sbatch uses --wait. Exits with 3 if the run is
     incomplete; --verify exits with 1 if bytes changed.
     """
-    from slurmgpu.cli.console import complain, result, result_json
+    from slurmgpu.cli.console import complain, result, result_json, stdout_for_json
     from slurmgpu.cli.views.tables import show_report
     from slurmgpu.executors import submission as submitting
     from slurmgpu.merge.merge import verify as verify_merged
@@ -263,7 +263,8 @@ def merge(
         raise typer.Exit(1 if problems else 0)
     if wait:
         log_to_stderr(force=True)
-    value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run, force=force)
+    with stdout_for_json(as_json):
+        value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run, force=force)
     if as_json:
         result_json(value)
     else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +17,9 @@ from slurmgpu.util.amounts import size_of
 from slurmgpu.util.ansi import harmless
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden, hide_in
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def complain(text: str) -> None:
@@ -34,9 +39,41 @@ def result(text: str) -> None:
     Console(soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
 
 
+def json_alone(command: Callable[P, T]) -> Callable[P, T]:
+    """A command that, called with `as_json`, prints on stdout what it gives to `result_json`, and nothing else."""
+
+    @functools.wraps(command)
+    def called(*given: P.args, **options: P.kwargs) -> T:
+        with stdout_for_json(bool(options.get("as_json"))):
+            return command(*given, **options)
+
+    return called
+
+
+@contextlib.contextmanager
+def stdout_for_json(as_json: bool) -> Iterator[None]:
+    """With `as_json`, let in the block what the user's modules print go to stderr, and `result_json` alone to stdout.
+
+    They print when planning imports them, and with the executor debug while they compute.
+    """
+    if not as_json or _stdout:
+        yield
+        return
+    _stdout.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _stdout.clear()
+
+
+_stdout: list[TextIO] = []
+"""Where `result_json` prints while stderr is in the place of stdout."""
+
+
 def result_json(value: Any) -> None:
     """Print the result as JSON on stdout."""
-    sys.stdout.write(f"{json_text(value, indent=2)}\n")
+    (_stdout[0] if _stdout else sys.stdout).write(f"{json_text(value, indent=2)}\n")
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

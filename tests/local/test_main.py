@@ -1,6 +1,7 @@
 """What the command line makes of errors: a sentence where the user can do something, a traceback where not."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -186,3 +187,16 @@ def test_output_that_a_full_disk_does_not_take_is_told(slurmgpu, tmp_path):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "No space left on device. Free space there" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "dry run", "submit", "failed again"])
+def test_what_the_users_modules_print_does_not_get_into_the_json(project, slurmgpu, command):
+    folder = project(4, settings={"faults": {"2": "exception"}})
+    code = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(f'print("imported")\n{code}')
+    argv = {"plan": ("plan",), "dry run": ("submit", "--dry-run", *DEBUG)}.get(command, ("submit", *DEBUG))
+    done = slurmgpu(*argv, "--json", cwd=folder, expect=0)
+    if command == "failed again":
+        done = slurmgpu("resubmit", "run", "--failed", *DEBUG, "--json", cwd=folder, expect=0)
+    assert json.loads(done.stdout)
+    assert "imported" in done.stderr

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from slurmgpu import api
 from slurmgpu.cli.commands import sweep
 from slurmgpu.cli.commands.submitted import conclude, following, resubmit_run
-from slurmgpu.cli.console import result, result_json, say
+from slurmgpu.cli.console import json_alone, result, result_json, say
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft
 from slurmgpu.errors import SlurmGPUError
@@ -29,6 +29,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.util.plurals import count_of
 
 
+@json_alone
 def submit(
     run_file: Path,
     overrides: Overrides,
@@ -112,6 +113,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     return foretold
 
 
+@json_alone
 def plan(
     run_file: Path,
     overrides: Overrides,
@@ -140,6 +142,7 @@ def plan(
         result(line)
 
 
+@json_alone
 def resubmit(
     run: Run,
     tables: Mapping[str, Any],

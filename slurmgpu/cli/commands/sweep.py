@@ -12,7 +12,7 @@ from rich.table import Table
 
 from slurmgpu import api
 from slurmgpu.cli.commands import submitted
-from slurmgpu.cli.console import result, result_json, say, wide_console
+from slurmgpu.cli.console import json_alone, result, result_json, say, wide_console
 from slurmgpu.cli.views import run_list
 from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
@@ -235,6 +235,7 @@ def say_not_submitted(folders: Sequence[Path]) -> None:
             say(said_not_submitted(folder))
 
 
+@json_alone
 def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
     """Submit what the runs of a sweep lack; runs that lack nothing, or are at work, are left as they are.
 
