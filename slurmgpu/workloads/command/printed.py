@@ -151,7 +151,8 @@ class Printed:
             return False
         if not isinstance(found, dict):
             return False
-        fits = bool(found.get("error")) or found.keys() - _BESIDE_COLUMNS == self._columns.keys()
+        error = found.get("error")  # beside its epoch a number may be the error of a model
+        fits = (isinstance(error, str) and error != "") or found.keys() - _BESIDE_COLUMNS == self._columns.keys()
         self._has_others = True
         self._n_objects[fits] += 1
         if fits in self._held or self._n_objects[fits] > 1:

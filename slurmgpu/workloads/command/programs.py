@@ -34,6 +34,8 @@ _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|Rscript|juli
 _BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numactl")
 """What starts a program with the files and in the folder that it has itself, as containers, ssh and others do not."""
 _ANOTHER_FOLDER = ("-C", "--chdir")
+_OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
+"""Options before a program as text, or the name of a module."""
 RUN_MODULE = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -115,15 +117,15 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
 def check_script(texts: Mapping[int, str]) -> None:
     """SlurmGPUError where the script that an interpreter or a launcher runs is not there.
 
-    It is the first argument with the suffix of a script; what `-c` and `-m` run is another's to know. The launcher is
-    the program, or what `env` and its like start: of another program, arguments may be named like one, and its files
-    be those of an image or of another machine.
+    It is the first argument with the suffix of a script; what `-c`, `-lc`, `-e` and `-m` run is another's to know. The
+    launcher is the program, or what `env` and its like start: of another program, arguments may be named like one, and
+    its files be those of an image or of another machine.
     """
     launcher = next((number for number in sorted(texts) if _LAUNCHER.fullmatch(Path(texts[number]).name)), None)
     if launcher is None or not _keeps_place([texts.get(number) for number in range(launcher)]):
         return
     behind = takewhile(lambda text: text is not None, map(texts.get, count(launcher + 1)))  # up to a placeholder
-    script = next((text for text in behind if text and (text in ("-c", "-m") or Path(text).suffix in _RUNS)), None)
+    script = next((text for text in behind if text and (_OF_CODE.fullmatch(text) or Path(text).suffix in _RUNS)), None)
     if script is None or script.startswith("-") or Path(script).is_file():
         return
     path = Path(script)
