@@ -181,7 +181,7 @@ def test_what_a_worker_has_used_up_costs_the_worker_and_no_item_that_did_not_do_
     assert (failed["index"], failed["class"]) == (13, "crash")
     assert failed["message"].startswith("BrokenProcessPool: ")
     said = [death["message"] for death in records(folder)[0]["deaths"]]
-    assert said[:2] == [failed["message"]] * 2
+    assert [each.partition(":")[0] for each in said[:2]] == ["BrokenProcessPool"] * 2
     assert said[2:]
     assert all("Too many open files" in each for each in said[2:])
 
@@ -225,7 +225,7 @@ class Rows:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("hangs", "the worker has done its work, and does not end within 1 s: it is killed"),
+        ("hangs", "the worker has done its work, and does not end within 4 s: it is killed"),
         ("dies", "the worker died by SIGSEGV, and had done its work"),
         ("fails", "the worker exited with code 3, and had done its work"),
     ],
@@ -233,7 +233,8 @@ class Rows:
 def test_a_worker_that_hangs_or_dies_when_its_work_is_done_has_done_it(
     project, slurmgpu, monkeypatch, caplog, how, said
 ):
-    monkeypatch.setattr("slurmgpu.task.supervisor.EXIT_S", 1.0)
+    if how == "hangs":
+        monkeypatch.setattr("slurmgpu.task.supervisor.EXIT_S", 4.0)  # time for its log
     folder = project(20, settings={"how": how})
     (folder / "workloads.py").write_text(AT_ITS_END)
     slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
