@@ -75,8 +75,10 @@ def _kind_of(item: Any) -> str:
 def _line(item: Any, kind: str, number: int) -> str:
     value = str(item) if kind == "path" else list(item) if kind == "tuple" else item
     where = f"Item {number}"
-    data = _plain(value, where) if kind == "mapping" else {VALUE: _plain(value, where)}
-    return json.dumps(data)
+    try:
+        return json.dumps(_plain(value, where) if kind == "mapping" else {VALUE: _plain(value, where)})
+    except (ValueError, RecursionError) as error:  # an integer of 5000 digits; a list within itself
+        raise SlurmGPUError(f"{where} is not written as JSON: {error}.") from error
 
 
 def _plain(value: Any, where: str) -> Any:

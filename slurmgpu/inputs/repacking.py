@@ -145,6 +145,12 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
         reader = pa.RecordBatchReader.from_stream(table if has_stream else pa.Table.from_pandas(table))
         if not reader.schema.names:
             raise SlurmGPUError("The table has no columns: expected one at least.")
+        for field in reader.schema:
+            if isinstance(field.type, pa.BaseExtensionType) and field.type.extension_name == "pandas.period":
+                raise SlurmGPUError(
+                    f"The column {field.name!r} has periods, which Arrow holds as numbers. Write "
+                    f"df[{field.name!r}] = df[{field.name!r}].astype(str), or give df.to_dict('records') of that."
+                )
         with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
             for piece in even(pa.Table.from_batches([batch]) for batch in reader):
                 groups.add(piece.replace_schema_metadata(None))

@@ -225,7 +225,7 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
     """The file of items that are in memory and no table, and their kind."""
     if isinstance(items, str | os.PathLike) or is_table(items):
         return None, "mapping"
-    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+    if isinstance(items, Mapping | bytes | bytearray) or not _can_be_iterated(items):
         raise SlurmGPUError(
             f"items has the type {type(items).__name__}; expected a list, a table, or the path of an input."
         )
@@ -238,6 +238,13 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
             f"The items do not fit into {scratch.parent}: {error.strerror}. Make room there, or set TMPDIR to another "
             f"folder before Python starts."
         ) from error
+
+
+def _can_be_iterated(items: Any) -> bool:
+    try:
+        return isinstance(items, Iterable) and iter(items) is not None
+    except TypeError:  # of an array without dimensions, which has the method
+        return False
 
 
 def _before(target: Path, stem: str) -> Path | None:

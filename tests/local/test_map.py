@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -313,6 +314,8 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({"function": len, "items": [1], "load": dict}, r"len cannot be called as function\(item, loaded\): too many"),
         ({"function": len, "items": {"a": 1}}, "items has the type dict; expected a list"),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"function": len, "items": b"items.jsonl"}, "items has the type bytes; expected a list"),
+        ({"function": len, "items": np.array(3)}, "items has the type ndarray; expected a list"),
         (
             {"function": len, "items": ["a"], "columns": {"n": "int7"}},
             "has the type 'int7', which is none",
@@ -335,6 +338,10 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
             r"The column 'id' has values of several types, int, str: expected one. Write df\['id'\] =",
         ),
         ({**one, "items": pd.DataFrame({"id": [[1, "a"]]})}, "The column 'id' has values of the type list that Arrow"),
+        (
+            {**one, "items": pd.DataFrame({"t": pd.period_range("2020", periods=2)})},
+            "The column 't' has periods, which",
+        ),
         ({**one, "items": pd.DataFrame({"id": [2**70]})}, "cannot be read as one of Arrow: .*df.to_dict"),
     ]
     for given, sentence in held:

@@ -317,6 +317,12 @@ def test_nan_and_numpys_numbers_come_back_as_pythons(tmp_path):
     assert repr(items_back(path, kind)) == "[0.1, 7, nan, -inf]"
 
 
+def within_itself():
+    items = []
+    items.append(items)
+    return items
+
+
 def test_tables_are_told_from_their_columns(tmp_path):
     import pandas as pd
     import pyarrow as pa
@@ -339,6 +345,8 @@ def test_tables_are_told_from_their_columns(tmp_path):
         ([{1: 2}], "Item 0 has the key 1; expected text"),
         ([(1, 2), Point(1, 2)], r"Item 1 is a Point, which would come back as a plain tuple. Give tuple\(item\), or"),
         ([{"a": 1}, 2], "Item 1 is a value, and item 0 a mapping"),
+        ([1, 10**5000], "Item 1 is not written as JSON: Exceeds the limit"),
+        ([within_itself()], "Item 0 is not written as JSON: maximum recursion depth"),
     ],
 )
 def test_items_that_would_come_back_as_others_are_refused(tmp_path, items, sentence):
