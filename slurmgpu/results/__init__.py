@@ -9,6 +9,7 @@ May import: code, run, shards, util.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _MOST_PROBLEMS = 3
+_LEAST_SEEN = 512
 BLOCK_BYTES = 4 << 20
 """About the bytes of a block of rows; ten times as many as Python objects."""
 
@@ -187,10 +189,27 @@ class Merged:
         return to_arrow(columns, self.failed[start : max(start, stop)], start, max(start, stop), self._value_types)
 
     def ranges(self, n_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """The rows from `start` to `stop` - 1 as ranges (start, stop) of about `n_bytes`, for bounded memory."""
+        """The rows from `start` to `stop` - 1 as ranges (start, stop) of at most `n_bytes`, for bounded memory.
+
+        A row that is larger is a range of its own.
+        """
         start, stop, _ = slice(start, stop).indices(len(self))
-        step = max(1, len(self) * n_bytes // max(1, self.size_bytes))
-        return ((first, min(first + step, stop)) for first in range(start, stop, step))
+        fixed, lists = 0, list[tuple[Dataset, int]]()
+        for name, column in self._columns.items():
+            if column.shape is None:
+                lists.append((self._dataset(f"{name}/offsets"), column.dtype.itemsize))
+            fixed += column.dtype.itemsize * math.prod(column.shape) if column.shape is not None else 8
+        n_rows = len(self) * n_bytes // max(1, self.size_bytes)  # on average; later those of the range before
+        while start < stop:
+            # Some more rows are looked at: the offsets of those that do not fit are read again.
+            n_seen = min(max(_LEAST_SEEN, 2 * n_rows), n_bytes // fixed + 1, stop - start)
+            ends = fixed * np.arange(1, n_seen + 1)
+            for offsets, size in lists:
+                found = offsets[start : start + len(ends) + 1]
+                ends += size * (found[1:] - found[0])
+            n_rows = max(1, int(np.searchsorted(ends, n_bytes, side="right")))
+            yield start, start + n_rows
+            start += n_rows
 
     @cached_property
     def _value_types(self) -> Mapping[str, pa.DataType | None]:

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu import results
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.results import stored
-from slurmgpu.shards.columns import Array
+from slurmgpu.shards.columns import Array, Ragged, Text, convert_row
 from slurmgpu.shards.userblock import Reader, read_userblock
 from slurmgpu.util.shared_files import is_transient
 from tests.support.shard_files import (
@@ -543,6 +543,24 @@ def test_the_examples_of_the_reference_read_a_merged_file(path, tmp_path):
         subprocess.run(
             [sys.executable, "-c", example], cwd=tmp_path, check=True, env={"PYTHONPATH": str(DOCS.parents[2])}
         )
+
+
+def test_ranges_of_rows_are_bounded_by_their_own_size_and_not_by_the_average(tmp_path):
+    sizes = [0] * 900 + [50_000] * 40 + [3] * 700 + [900_000] + [7] * 900
+    columns = {"text": Text(), "x": Array("float32", (2,)), "some": Ragged("int16")}
+    rows = [{"text": "x" * n, "x": [0, n], "some": range(n // 1000)} for n in sizes]
+    rows = [ItemError("no") if not n else convert_row(columns, row) for n, row in zip(sizes, rows, strict=True)]
+    path = write(tmp_path / "rows.h5", 0, len(rows), columns=columns, rows=rows)
+    with results.open(path) as merged:
+        for most, least in ((200_000, 500), (1_000, 20), (1 << 30, len(rows))):
+            ranges = list(merged.ranges(most))
+            assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+            assert ranges[-1][1] == len(rows)
+            taken = [sum(sizes[start:stop]) for start, stop in ranges]
+            assert all(n <= most or stop == start + 1 for n, (start, stop) in zip(taken, ranges, strict=True))
+            assert max(stop - start for start, stop in ranges) >= least
+        assert list(merged.ranges(200_000, 905, 907)) == [(905, 907)]
+        assert list(merged.ranges(200_000, 5, 5)) == []
 
 
 def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
