@@ -20,7 +20,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -36,6 +36,7 @@ from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.packages import own_python_path
+from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, read_own
 
 MAPPED = "slurmgpu.workloads.function:Function"
@@ -127,7 +128,8 @@ def import_named(name: str) -> Any:
 def arguments_read() -> list[str] | None:
     """The command line, `sys.argv`, if a module of the user's that is imported reads one; else None.
 
-    A task imports such a module in a process of its own. Of a notebook the command line is Jupyter's.
+    A task imports such a module in a process of its own. Of a notebook the command line is Jupyter's. SlurmGPUError
+    where it holds a secret, as the plan would show it.
     """
     if len(sys.argv) < 2 or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(_is_utf8, sys.argv)):
         return None
@@ -136,8 +138,20 @@ def arguments_read() -> list[str] | None:
         if file is not None and file.endswith(".py"):
             with contextlib.suppress(OSError):
                 if _READS_ARGUMENTS.search(Path(file).read_bytes()):
+                    _refuse_secrets(sys.argv, file)
                     return list(sys.argv)
     return None
+
+
+def _refuse_secrets(arguments: Sequence[str], file: str) -> None:
+    for before, text in zip(("", *arguments), arguments, strict=False):
+        name = before.lstrip("-") if before.startswith("-") else ""
+        if hidden(text, name) != text:
+            raise SlurmGPUError(
+                f"{file} reads the command line, which tasks get with the plan, and the plan may be read by others: "
+                f"found what looks like a secret{f' behind {before}' if name else ''}. Hand it over in a variable of "
+                f"the environment."
+            )
 
 
 def _is_utf8(text: str) -> bool:

@@ -91,6 +91,21 @@ def test_a_command_line_of_jupyter_is_not_handed_on(monkeypatch):
         assert functions.arguments_read() == kept
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--api-key", "abc123"], "a secret behind --api-key"),
+        (["--key=hf_0123456789abcdefghij"], "like a secret. Hand"),
+    ],
+)
+def test_a_secret_on_a_command_line_that_tasks_need_is_refused(monkeypatch, arguments, said):
+    monkeypatch.setattr(functions, "own_modules", lambda names: [__name__])
+    monkeypatch.setattr(sys, "argv", ["a.py", *arguments])
+    with pytest.raises(SlurmGPUError, match=rf"{said}") as caught:
+        functions.arguments_read()
+    assert arguments[-1] not in str(caught.value)
+
+
 def test_a_pickle_calls_the_function_with_what_it_captured(tmp_path):
     scale, table = 3, {"a": 1}
     packed = functions.pack({"function": by_value(lambda item: item * scale + table["a"]), "load": None}, tmp_path)
