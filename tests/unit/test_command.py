@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -452,6 +453,14 @@ def test_a_program_that_prints_a_number_gives_the_only_column(one):
         ('{"n":\n 1\n }', []),
         ("\ufeff{ROW}\r\n", []),
         ("7\n{ROW}", ["7"]),
+        ("{\n  a b\n}\n{ROW}", ["{", "  a b", "}"]),
+        ("f()\n{\n  {\n{ROW}\nbye", ["f()", "{", "  {", "bye"]),
+        ('{\n{\n  "n": 1\n}\nbye', ["{", "bye"]),
+        (
+            '[\n {\n  "m": 1\n },\n {\n  "m": 2\n }\n]\n{ROW}',
+            ["[", " {", '  "m": 1', " },", " {", '  "m": 2', " }", "]"],
+        ),
+        ('{"n":\n1}\nbye', ["bye"]),
     ],
 )
 def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, capfd, text, logged):
@@ -460,6 +469,15 @@ def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, ca
     assert command([Item(17, {"text": text})]) == [{"n": 1}]
     said = capfd.readouterr().err.splitlines()
     assert logged is None or said == [f"item 17 | {line}" for line in logged]
+
+
+@pytest.mark.parametrize("text", ['{"m": 1,\n', "void f()\n{\n  g();\n}\n"])
+def test_lines_that_begin_objects_are_read_once(text):
+    found = printed.Printed({"n": Array("int32")}, process.ToLog(""))
+    started = time.process_time()
+    found.take(10_000 * text.encode() + b'};\n{"n": 1}\n')
+    assert found.row() == {"n": 1}
+    assert time.process_time() - started < 3
 
 
 def test_the_row_of_a_long_call_is_in_the_log_as_it_may_not_fit_the_columns(one, capfd, monkeypatch):
@@ -496,6 +514,8 @@ def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
         ("print('Loading…')", "no JSON object, such as {\"n\": …}; its last line is 'Loading…'"),
         ("print('{\"n\": 1')", "no JSON object, such as"),
         ("print([1])", "its last line is '[1]'"),
+        ("import json; print(json.dumps([{'n': 1}, {'n': 2}], indent=2))", "its last line is ']'"),
+        ('print(\'[\\n {\\n  "n": 1\\n },\\n {\\n  "n": 2\\n }\\n]\')', "its last line is ']'"),
         ("print({'n': 1})", "a dictionary as Python prints it: print json.dumps(…) of it"),
         ('print(\'{"n": 1}\\n{"n": 2}\')', 'stdout has 2 JSON objects with these columns; expected one, {"n": …}'),
         ('print(\'{"m": 1}\\n{"m": 2}\')', "stdout has 2 JSON objects with other columns"),

@@ -13,6 +13,7 @@ from slurmgpu.workloads.command.process import MAX_BYTES, OutputError, ToLog
 _OPENS = re.compile(rb'\s*\{\s*(?:"|\}|$)')
 """How a JSON object begins; a dictionary as Python prints it begins otherwise."""
 _NUMBER = re.compile(rb"\s*(?:-?(?:\d|NaN|Infinity)|true|false)")
+_LINE_ENDS = re.compile(r"[^\S\n]*(?:\n|\Z)")
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
 
@@ -47,12 +48,8 @@ class Printed:
         """Take what is left of a line."""
         if self._parts:
             self._end_line()
-        while self._open and not self._take_object(b"\n".join(self._open)):
-            first, *others = self._open
-            self._open = []
-            self._take_other(first)
-            for line in others:
-                self._take_line(line)
+        if self._open and not self._take_object(b"\n".join(self._open)):
+            self._take_apart(is_end=True)
         self._open = []
         self._log.end()
 
@@ -99,27 +96,47 @@ class Printed:
     def _end_line(self) -> None:
         line, self._parts = b"".join(self._parts), []
         if not self._open:
-            self._take_line(line)
+            self._open = self._take_line(line)
         else:
             self._open.append(line)
-            if line.rstrip() == _indent(self._open[0]) + b"}" and self._take_object(b"\n".join(self._open)):
-                self._open = []
+            n_lines = len(self._open)
+            may_end = line.rstrip() == _indent(self._open[0]) + b"}"
+            if may_end or n_lines & (n_lines - 1) == 0:  # seldom enough to cost no more than the lines themselves
+                text = b"\n".join(self._open)
+                if may_end and self._take_object(text):
+                    self._open = []
+                elif not _is_cut(text):
+                    self._take_apart()
         if not self._open:
             self._n_bytes = 0
 
-    def _take_line(self, line: bytes) -> None:
-        if self._open:
-            self._open.append(line)
-            return
+    def _take_line(self, line: bytes) -> list[bytes]:
+        """Take a line; what it has of an object that further lines may end is not taken, and given back."""
         # Behind a byte order mark, or a bar that was written over.
         text = line.removeprefix(b"\xef\xbb\xbf").rstrip().rpartition(b"\r")[2]
-        if not text.strip():
-            return
-        if not _OPENS.match(text):
-            self._take_other(line)
-        elif not self._take_object(text):
-            if _is_cut(text):
-                self._open = [text]
+        if not text.strip() or (_OPENS.match(text) and self._take_object(text)):
+            return []
+        if _OPENS.match(text) and _is_cut(text):
+            return [text]
+        self._take_other(line)
+        return []
+
+    def _take_apart(self, *, is_end: bool = False) -> None:
+        """Take lines that are no object as a whole, until one that further lines may end: there are none at the end."""
+        lines, self._open = self._open, []
+        text = b"\n".join(lines).decode(errors="surrogateescape")
+        at = done = 0
+        for number, line in enumerate(lines):
+            start, at = at, at + len(line.decode(errors="surrogateescape")) + 1
+            if start < done or not self._take_line(line):
+                continue
+            found, is_cut = _object_at(text, text.index("{", start))
+            if found and self._take_object(text[start:found].encode(errors="surrogateescape")):
+                done = found
+            elif is_cut and number and not is_end:
+                self._open = lines[number:]
+                self._n_bytes = sum(map(len, self._open))
+                return
             else:
                 self._take_other(line)
 
@@ -144,7 +161,9 @@ class Printed:
             return False
 
     def _take_object(self, text: bytes) -> bool:
-        """Hold back what may be the row; False if it is no JSON object."""
+        """Hold back what may be the row; False if it is no JSON object, or one of a list of several."""
+        if self._last.endswith(b"},"):
+            return False
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -179,6 +198,17 @@ class Printed:
 
 def _indent(line: bytes) -> bytes:
     return line[: len(line) - len(line.lstrip())]
+
+
+def _object_at(text: str, start: int) -> tuple[int, bool]:
+    """The end of the object that begins in a text, if it ends a line, or 0; and whether it is the text that ends."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        return 0, error.pos >= len(text)
+    except RecursionError:
+        return 0, False
+    return (end if _LINE_ENDS.match(text, end) else 0), False
 
 
 def _is_cut(text: bytes) -> bool:
