@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu.util.amounts import size_of
-from slurmgpu.util.ansi import harmless
+from slurmgpu.util.ansi import CONTROLS, harmless
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden, hide_in
 
@@ -73,13 +73,21 @@ _stdout: list[TextIO] = []
 
 def result_json(value: Any) -> None:
     """Print the result as JSON on stdout."""
-    (_stdout[0] if _stdout else sys.stdout).write(f"{json_text(value, indent=2)}\n")
+    _results().write(f"{json_text(value, indent=2)}\n")
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """The value as JSON for stdout; in ASCII if that is not UTF-8, which JSON has to be."""
-    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-    return json.dumps(value, indent=indent, ensure_ascii=not is_utf8)
+    """The value as JSON for stdout; in ASCII if that is not UTF-8, which JSON has to be.
+
+    What a terminal would obey, or would show in another order, is escaped in any case.
+    """
+    is_utf8 = codecs.lookup(_results().encoding or "utf-8").name == "utf-8"
+    text = json.dumps(value, indent=indent, ensure_ascii=not is_utf8)
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _results() -> TextIO:
+    return _stdout[0] if _stdout else sys.stdout
 
 
 def wide_console() -> Console:

@@ -11,6 +11,7 @@ import pytest
 
 from slurmgpu import cli
 from slurmgpu.cli import app
+from slurmgpu.util.ansi import CONTROLS
 from slurmgpu.util.home import expanded
 from tests.support.nightly import by_night
 from tests.support.pretend_runs import pretend_run
@@ -200,3 +201,12 @@ def test_what_the_users_modules_print_does_not_get_into_the_json(project, slurmg
         done = slurmgpu("resubmit", "run", "--failed", *DEBUG, "--json", cwd=folder, expect=0)
     assert json.loads(done.stdout)
     assert "imported" in done.stderr
+
+
+def test_json_holds_nothing_that_a_terminal_obeys(tmp_path, slurmgpu):
+    name = "run \x9b31m\u202e\x7f\x1b[2J"
+    pretend_run(tmp_path / name, 60)
+    commands = ["status", name], ["list", "."]
+    status, listed = (slurmgpu(*argv, "--json", cwd=tmp_path, expect=0).stdout for argv in commands)
+    assert json.loads(status)["run"] == json.loads(listed)["runs"][0]["run"] == name
+    assert not CONTROLS.search(status + listed)
