@@ -29,7 +29,7 @@ def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], fol
                 f"{folder} first. Rename one of the two, or call from another folder."
             )
     for name in sorted({*needed} - there.keys()):
-        if (here := _file_of(name)) is not None and PathFinder.find_spec(top := name.partition(".")[0]) is None:
+        if (here := _own_file_of(name)) is not None and PathFinder.find_spec(top := name.partition(".")[0]) is None:
             outer = _folder_of(top) or Path(here).parent
             raise SlurmGPUError(
                 f"This process has imported {name} from {here}, and tasks would not find it: {outer} is neither "
@@ -62,18 +62,24 @@ def namesakes_hidden(folder: Path) -> Iterator[None]:
 
 
 def _has_other(folder: Path, top: str) -> bool:
-    if (path := _file_of(top)) is None:
+    if (path := _own_file_of(top)) is None:
         return False
     place = search((str(folder),), top)
     return place is not None and place.path is not None and not Path(path).samefile(place.path)
 
 
 def _file_of(name: str) -> str | None:
-    """The Python file of a module of the user's that this process has imported."""
+    """The Python file of a module that this process has imported."""
     path = getattr(sys.modules.get(name), "__file__", None) if name not in _SCRIPTS else None
-    if not isinstance(path, str) or not path.endswith(".py") or is_others(path := without_dots(path)):
+    if not isinstance(path, str) or not path.endswith(".py") or not Path(path).is_file():
         return None
-    return path if Path(path).is_file() else None
+    return without_dots(path)
+
+
+def _own_file_of(name: str) -> str | None:
+    """The Python file of a module of the user's that this process has imported."""
+    path = _file_of(name)
+    return None if path is None or is_others(path) else path
 
 
 def _folder_of(top: str) -> Path | None:

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from slurmgpu.util.exceptions import described
@@ -37,7 +37,7 @@ class _TooLargeError(CannotPickleError):
 
 @dataclass(frozen=True)
 class Pickled:
-    """A pickle, the code in it, and the modules that this code imports when it is called."""
+    """A pickle, the code in it, and the modules that it needs, with those that its code imports when it is called."""
 
     content: bytes
     codes: Sequence[CodeType]
@@ -109,6 +109,10 @@ def _dumped(value: Any, *, without_places: bool) -> Pickled:
             if without_places and isinstance(obj, CellType) and _is_set(obj):
                 return CellType, (_in_order(obj.cell_contents),)
             reduced = super().reducer_override(obj)
+            if isinstance(obj, ModuleType):
+                imports.add(obj.__name__)
+            elif reduced is NotImplemented and isinstance(obj, FunctionType | type):  # it is imported by its name
+                imports.add(str(obj.__module__))
             return _canonical(obj, reduced) if without_places and isinstance(reduced, tuple) else reduced
 
     file = _Bounded()
@@ -118,7 +122,7 @@ def _dumped(value: Any, *, without_places: bool) -> Pickled:
         raise
     except Exception as error:  # any that the user's objects raise
         raise CannotPickleError(f"cannot be pickled ({described(error)})") from error
-    return Pickled(file.getvalue(), codes, frozenset(imports))
+    return Pickled(file.getvalue(), codes, frozenset(imports - {"__main__", "__mp_main__"}))
 
 
 def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], filename: str) -> CodeType:

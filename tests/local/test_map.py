@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import signal
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -281,6 +282,10 @@ def test_a_module_is_refused_that_tasks_would_import_from_another_file_or_not_at
             slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
     with pytest.raises(SlurmGPUError, match=other):
         run.resubmit(failed=True, function=late)
+    (tmp_path / "elsewhere" / "statistics.py").write_text("def mean(item):\n    return 0.0\n")
+    for function in (statistics.mean, lambda item: statistics.mean(item)):
+        with pytest.raises(SlurmGPUError, match=f"and tasks would import {tmp_path}/elsewhere/statistics.py"):
+            slurmgpu.map(function, [[1, 2]], columns="float64", **IN_PROCESS)
     monkeypatch.chdir(tmp_path)
     assert slurmgpu.map(twice_there.times, [1], columns="int64", **HERE)["result"][:].tolist() == [2]
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path / "src")])
