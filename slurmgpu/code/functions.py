@@ -46,6 +46,8 @@ SOURCE = "function.py"
 CHECK_S = 600.0
 """How long the fresh process may take, which imports what the function needs."""
 _READS_ARGUMENTS = re.compile(rb"\b(?:parse_args|parse_known_args|parse_args_into_dataclasses|argv)\b")
+_OF_TEXTS = re.compile(r"(?i).*tokens? (?:\d+|<.*>|\[.*\])")
+"""Arguments on the tokens of language models, as --max-tokens 100 and --pad-token "<pad>", which are no secrets."""
 _OF_JUPYTER = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 _NAMED = 3
 
@@ -146,7 +148,7 @@ def arguments_read() -> list[str] | None:
 def _refuse_secrets(arguments: Sequence[str], file: str) -> None:
     for before, text in zip(("", *arguments), arguments, strict=False):
         name = before.lstrip("-") if before.startswith("-") else ""
-        if hidden(text, name) != text:
+        if hidden(text, name) != text and not _OF_TEXTS.fullmatch(f"{name} {text}"):
             raise SlurmGPUError(
                 f"{file} reads the command line, which tasks get with the plan, and the plan may be read by others: "
                 f"found what looks like a secret{f' behind {before}' if name else ''}. Hand it over in a variable of "

@@ -95,6 +95,7 @@ def test_a_command_line_of_jupyter_is_not_handed_on(monkeypatch):
     ("arguments", "said"),
     [
         (["--api-key", "abc123"], "a secret behind --api-key"),
+        (["--hf-token", "abc123"], "a secret behind --hf-token"),
         (["--key=hf_0123456789abcdefghij"], "like a secret. Hand"),
     ],
 )
@@ -104,6 +105,13 @@ def test_a_secret_on_a_command_line_that_tasks_need_is_refused(monkeypatch, argu
     with pytest.raises(SlurmGPUError, match=rf"{said}") as caught:
         functions.arguments_read()
     assert arguments[-1] not in str(caught.value)
+
+
+def test_numbers_and_names_of_tokens_on_a_command_line_are_no_secrets(monkeypatch):
+    argv = ["a.py", "--max-tokens", "100", "--pad-token", "<pad>", "--max_new_tokens", "9", "--mask-token", "[MASK]"]
+    monkeypatch.setattr(functions, "own_modules", lambda names: [__name__])
+    monkeypatch.setattr(sys, "argv", argv)
+    assert functions.arguments_read() == argv
 
 
 def test_a_pickle_calls_the_function_with_what_it_captured(tmp_path):
