@@ -21,6 +21,7 @@ from slurmgpu.containers.settings import Bind, Container, ContainerError, Identi
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.task.launcher import START
 from slurmgpu.task.preflight import NodeCheck, hear
+from slurmgpu.util.atomic_files import own_name
 
 
 def definition(name: str, suffix: str = ".def") -> Path:
@@ -86,7 +87,7 @@ def build_image(
         raise SlurmGPUError(f"The folder of {output} does not exist.")
     binds = [_existing(bind) for bind in binds]
     runtime = find_runtime(builds=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    partial = own_name(output)
     log = output.with_name(f"{output.name}.log")
     recipe = definition(name, runtime.definitions or "")
     command = runtime.build_command(partial, recipe, base=base, arguments=arguments or {}, binds=binds)
@@ -138,8 +139,9 @@ def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
 
 
 def _follow(command: Sequence[str], log: Path, runtime: Runtime, progress: Callable[[str, bool], None]) -> int:
+    log.unlink(missing_ok=True)  # of an earlier build; in a shared folder it may be a link to another file
     with (
-        open(log, "w", encoding="utf-8") as file,
+        open(log, "x", encoding="utf-8") as file,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -151,13 +151,18 @@ def test_nothing_is_overwritten(built, slurmgpu):
     assert image.read_bytes() == before
 
 
-def test_a_build_that_fails_leaves_its_log_alone(workshop, slurmgpu, tmp_path):
+def test_a_build_that_fails_leaves_its_log_alone_and_follows_no_link(workshop, slurmgpu, tmp_path):
+    other, tmp_path = tmp_path / "other", tmp_path / "images"
+    tmp_path.mkdir()
+    other.write_text("somebody's")
+    (tmp_path / "cpu.sif.log").symlink_to(other)  # as others may lay in a shared folder
     image = tmp_path / "cpu.sif"
     arguments = ["--base", workshop / "base", "--bind", "/usr:/usr:ro", "--build-arg", "PYTHON=/missing/python"]
     done = slurmgpu("image", "build", "--cpu", "-o", image, *arguments, expect=2)
     assert re.search(r"The build failed: .*: /missing/python: No such file or directory\. Its output is", done.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["cpu.sif.log"]
     assert "/missing/python: No such file" in (tmp_path / "cpu.sif.log").read_text()
+    assert other.read_text() == "somebody's"
 
 
 def test_binds_that_can_be_written_and_others_go_together_in_a_build(workshop, apptainer, tmp_path):
