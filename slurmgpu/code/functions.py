@@ -37,7 +37,7 @@ from slurmgpu.util.exceptions import described
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.redact import hidden
-from slurmgpu.util.shared_files import UnusableFileError, read_own
+from slurmgpu.util.shared_files import UnusableFileError, read_own, retried
 
 MAPPED = "slurmgpu.workloads.function:Function"
 """The workload of runs of `slurmgpu.map`."""
@@ -139,7 +139,7 @@ def arguments_read() -> list[str] | None:
         file = sys.modules[name].__file__
         if file is not None and file.endswith(".py"):
             with contextlib.suppress(OSError):
-                if _READS_ARGUMENTS.search(Path(file).read_bytes()):
+                if _READS_ARGUMENTS.search(retried(Path(file).read_bytes)):
                     _refuse_secrets(sys.argv, file)
                     return list(sys.argv)
     return None

@@ -12,6 +12,7 @@ from slurmgpu.code.importer import without_dots
 from slurmgpu.code.locator import is_others, own_modules, search
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.shared_files import is_file
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -71,7 +72,7 @@ def _has_other(folder: Path, top: str) -> bool:
 def _file_of(name: str) -> str | None:
     """The Python file of a module that this process has imported."""
     path = getattr(sys.modules.get(name), "__file__", None) if name not in _SCRIPTS else None
-    if not isinstance(path, str) or not path.endswith(".py") or not Path(path).is_file():
+    if not isinstance(path, str) or not path.endswith(".py") or not is_file(path):
         return None
     return without_dots(path)
 
