@@ -367,7 +367,7 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
         if path in finder.by_path and _imported.get(path, finder.by_path[path].digest) != finder.by_path[path].digest
     ]
     namesakes = finder.namesakes(_files_of_modules())
-    known = {path: _imported[path] for path in finder.by_path if path in _imported}
+    known = {path: digest for path, digest in list(_imported.items()) if path in finder.by_path}
     former = _take_out(finder.by_path) if stale or namesakes else {}
     former |= {name: sys.modules.pop(name) for name in namesakes}
     _install(finder)
@@ -394,7 +394,7 @@ def note_imported(names: Iterable[str], folder: Path) -> list[str]:
     not import them a second time, and this plan may need them as well.
     """
     paths = _files_of_modules()
-    noted = _noted[folder] = {name for name in _noted.get(folder, ()) if paths.get(name) in _imported}
+    noted = _noted[folder] = {name for name in list(_noted.get(folder, ())) if paths.get(name) in _imported}
     for name in names:
         path = paths.get(name)
         if path is not None and path.endswith(".py"):
@@ -427,7 +427,8 @@ def bypassed() -> list[str]:
 
 def forget_changed() -> None:
     """Drop the modules that planning imported if one of their files has changed, so that they are imported again."""
-    if any(_has_changed(path, digest) for path, digest in _imported.items()):
+    # A copy: another thread may plan as well, while this one reads files.
+    if any(_has_changed(path, digest) for path, digest in list(_imported.items())):
         _take_out(_imported)
         _imported.clear()
         importlib.invalidate_caches()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import slurmgpu
+from slurmgpu.code import importer
 from slurmgpu.executors import job_entry
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.slurm import commands
@@ -111,6 +112,19 @@ def test_run_files_in_two_folders_are_planned_at_once(tmp_path, monkeypatch):
     second.join()
     assert (first.error, second.error) == (None, None)
     assert Path.cwd() == tmp_path
+
+
+def test_a_thread_looks_for_changed_modules_while_another_one_plans(monkeypatch):
+    known = {"/a.py": "1", "/b.py": "2"}
+
+    def read(path, digest):
+        known[f"{path} of the other"] = digest  # which has imported it meanwhile
+        return False
+
+    monkeypatch.setattr(importer, "_imported", known)
+    monkeypatch.setattr(importer, "_has_changed", read)
+    importer.forget_changed()
+    assert len(known) == 4
 
 
 def test_maps_of_one_name_take_a_run_directory_each(tmp_path, monkeypatch):
