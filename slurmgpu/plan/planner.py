@@ -139,33 +139,32 @@ def draft_run(
     replaces_look = look is not None and (replaces_look or run_dir is None) and _is_look(target)
     if not replaces_look:
         refuse_existing(target)
-    with contextlib.ExitStack() as importing:
-        importing.enter_context(namesakes_hidden(path.parent))
-        importer.forget_changed()
-        before = set(sys.modules)
-        full_name, settings, workload = _build(config, path.parent, overrides)
-        imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
-        with process_wide.one_thread(), working_folder(path.parent):
-            placement = place(workload, config.resources, asked.gpus_per_task)
-            settings |= workload.frozen_settings
-            paths, environ, scripts = workload.paths, workload.environ, workload.scripts
-            workload.check()
-        notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
-        container = contain(config.container, full_name, source, overrides)
-        if container is None and workload.check_here is not None:
-            try:
-                with process_wide.one_thread(), working_folder(path.parent):
-                    workload.check_here()
-            except SlurmGPUError as error:
-                if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
-                    raise
-                notes.append(f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again.")
-        own = check_columns(workload.columns, title_of(full_name, "workload"))
-        keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
-        columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
-        shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
-        batch_size, parts = _batch_size(config, workload), 1
-        with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
+        with namesakes_hidden(path.parent):
+            importer.forget_changed()
+            before = set(sys.modules)
+            full_name, settings, workload = _build(config, path.parent, overrides)
+            imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
+            with process_wide.one_thread(), working_folder(path.parent):
+                placement = place(workload, config.resources, asked.gpus_per_task)
+                settings |= workload.frozen_settings
+                paths, environ, scripts = workload.paths, workload.environ, workload.scripts
+                workload.check()
+            notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
+            container = contain(config.container, full_name, source, overrides)
+            if container is None and workload.check_here is not None:
+                try:
+                    with process_wide.one_thread(), working_folder(path.parent):
+                        workload.check_here()
+                except SlurmGPUError as error:
+                    if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
+                        raise
+                    notes.append(f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again.")
+            own = check_columns(workload.columns, title_of(full_name, "workload"))
+            keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
+            columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
+            shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
+            batch_size, parts = _batch_size(config, workload), 1
             room = functools.cache(lambda: _room_beside(target, stack))
             fields = keep.values()
             items = items_of(
@@ -236,10 +235,10 @@ def draft_run(
             extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
             notes += [extension.describe(plan)] if extension else []
             code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
-            importing.close()
-            yield Draft(
+            draft = Draft(
                 plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension, replaces_look
             )
+        yield draft
 
 
 def _is_look(folder: Path) -> bool:
