@@ -35,6 +35,7 @@ from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.hashing import DIGITS
+from slurmgpu.util.json_values import is_utf8
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, read_own, retried
@@ -133,7 +134,7 @@ def arguments_read() -> list[str] | None:
     A task imports such a module in a process of its own. Of a notebook the command line is Jupyter's. SlurmGPUError
     where it holds a secret, as the plan would show it.
     """
-    if len(sys.argv) < 2 or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(_is_utf8, sys.argv)):
+    if len(sys.argv) < 2 or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(is_utf8, sys.argv)):
         return None
     for name in own_modules(sys.modules.keys() - {"__main__"}):
         file = sys.modules[name].__file__
@@ -154,14 +155,6 @@ def _refuse_secrets(arguments: Sequence[str], file: str) -> None:
                 f"found what looks like a secret{f' behind {before}' if name else ''}. Hand it over in a variable of "
                 f"the environment."
             )
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def pack(functions: Mapping[str, Callable[..., Any] | None], folder: Path) -> Packed:

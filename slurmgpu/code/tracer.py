@@ -313,7 +313,7 @@ class _Tracer:
 def _root_of(script: Path) -> Path:
     """The folder in which the snapshot keeps the places of a script from elsewhere and of what is around it."""
     above = script.parent.parent
-    return script.parent if above in (Path(above.anchor), Path.home().parent) else above
+    return script.parent if above in (Path(above.anchor), expanded("~").parent) else above
 
 
 def _digest_of_bytes(source: bytes) -> str:

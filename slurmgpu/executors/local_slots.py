@@ -24,11 +24,12 @@ from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES, class_of_exit, name_of_signal
+from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.liveness import patience
 from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
 from slurmgpu.util.early_signals import ended_by_exception
+from slurmgpu.util.exit_codes import name_of_signal
 from slurmgpu.util.forks import Fork
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import retried

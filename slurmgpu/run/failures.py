@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from slurmgpu.errors import GPUFaultError, NodeError, WorkloadError
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.exceptions import message_of
+from slurmgpu.util.exit_codes import name_of_signal, signal_of
 from slurmgpu.util.out_of_memory import is_out_of_gpu_memory, is_out_of_host_memory
 from slurmgpu.util.shared_files import is_transient
 
@@ -211,20 +212,6 @@ def blaming(node: str) -> Iterator[None]:
             raise
         log.error("%s: %s %s: %s", name, node, policy.says, error)
         raise SystemExit(policy.exit_code) from error
-
-
-def signal_of(returncode: int) -> int:
-    """The signal that a process died of, 0 for none; `returncode` as in `subprocess`."""
-    # Apptainer and shells report a signal as 128 + its number.
-    return -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
-
-
-def name_of_signal(number: int) -> str:
-    """SIGKILL, or `signal 40` for one that has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def describe_exit(returncode: int, *, was_done: bool = False) -> str:

@@ -22,7 +22,7 @@ from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit, signal_of
+from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
 from slurmgpu.run.metric_log import MetricWriter
 from slurmgpu.run.records import Attempt, Unread
 from slurmgpu.shards.names import partials_of
@@ -45,6 +45,7 @@ from slurmgpu.task.worker_process import (
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.early_signals import INTERRUPTS, SIGNUMS
 from slurmgpu.util.exceptions import described, trace_of
+from slurmgpu.util.exit_codes import signal_of
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.parts import Parts

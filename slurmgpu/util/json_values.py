@@ -42,6 +42,15 @@ def _as_text(value: Any) -> str:
         return "…"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text has a form in UTF-8, which JSON and TOML are; file names of other bytes have none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_too_deep(value: Any) -> bool:
     """Whether lists and mappings lie within MOST_LEVELS others."""
     found = [value]

@@ -60,6 +60,11 @@ class Failure:
     retry_after: float | None = None
     is_of_process: bool = False
 
+    @property
+    def first_line(self) -> str:
+        """The first line of the message, for the log."""
+        return self.message.partition("\n")[0][:ERROR_LENGTH]
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Failure:
         """A failure from its `asdict` after JSON, which turns tuples into lists."""
@@ -355,7 +360,7 @@ class Computer:
         indices = [item.index for item in items]
         self._put_off.append((indices, isolated))
         if self.keeps_rows:
-            said = failure.message.partition("\n")[0][:ERROR_LENGTH]
+            said = failure.first_line
             log.warning("items %d..%d are put off to the end of the shard: %s", min(indices), max(indices), said)
 
     def _put_rows_off(self, items: Sequence[Item], done: Computed, *, isolated: bool) -> None:
@@ -513,7 +518,7 @@ class Computer:
             return
         first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
         told = "" if first in (None, index) else f" [traceback: item {first}]"
-        said = failure.message.partition("\n")[0][:ERROR_LENGTH]
+        said = failure.first_line
         log.warning("%s: %s: %s%s", self._called(index), failure.kind, said, told)
         if first == index:
             log.warning("%s", failure.trace)

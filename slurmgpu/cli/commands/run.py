@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from slurmgpu.cli import options
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.json_values import is_utf8
 from slurmgpu.util.plurals import count_of
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def whole_run_file(
     """The tables of a run file that runs `program` for the items of `each`; options that were `given` go over them."""
     from slurmgpu.plan.overrides import Overrides
 
-    if odd := [text for text in program if not _is_utf8(text)]:
+    if odd := [text for text in program if not is_utf8(text)]:
         raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
     # Of `python score.py`, the script names the run.
     name = next((Path(text).stem for text in program if _is_script(text)), Path(*program[:1]).stem)
@@ -190,11 +191,3 @@ def _value(value: Any) -> str:
 def _is_script(text: str) -> bool:
     """Whether an argument is the path of a script, and not a line of code, an option or a placeholder."""
     return text.endswith(SCRIPTS) and not text.startswith("-") and not re.search(r"[\s{}]", text)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
+from slurmgpu.util.exit_codes import name_of_signal, signal_of
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS
 from slurmgpu.util.shared_files import is_transient
@@ -56,11 +57,6 @@ LOG_BYTES = 16 << 20
 """How much of what a call prints goes to the log, of stdout and of stderr each."""
 
 SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
-
-
-def signal_of(code: int) -> int:
-    """The signal that a process died of by its exit code, 0 for none; shells report one as 128 + its number."""
-    return -code if code < 0 else code - 128 if 128 < code < 192 else 0
 
 
 class CallFailedError(ItemError):
@@ -390,10 +386,7 @@ class Child:
     def failure(self, code: int) -> DiedError:
         """Why it failed, from its exit code and the end of what it printed."""
         number = signal_of(code)
-        try:
-            name = signal.Signals(number).name if number else ""
-        except ValueError:
-            name = f"signal {number}"
+        name = name_of_signal(number) if number else ""
         if number and number not in SELF_INFLICTED:
             time.sleep(SETTLE_S)
         said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")

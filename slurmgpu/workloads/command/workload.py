@@ -179,6 +179,7 @@ class Command:
         self._environ |= self._env
         self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
         self._module = module_of(self._line.texts)
+        self._file_of_module = file_of_module(self._module[1]) if self._module else None
         kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
         check_program(self._program if kept == self._scripts[0] else str(kept), self._environ.get("PATH"))
         self._told: set[int] = set()
@@ -249,7 +250,7 @@ class Command:
         for number, path in self._scripts.items():
             if (kept := self._as_submitted(number, path)) is not None:
                 arguments[number] = os.fsencode(kept)
-        if self._module is not None and (file := file_of_module(self._module[1])) is not None:
+        if self._module is not None and (file := self._file_of_module) is not None:
             number, module = self._module
             if (kept := self._as_submitted(number, file.resolve())) is not None:
                 folder = str(kept).removesuffix(str(file))
