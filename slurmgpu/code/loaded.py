@@ -12,6 +12,7 @@ from slurmgpu.code.importer import without_dots
 from slurmgpu.code.locator import is_others, own_modules, search
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util import process_wide
 from slurmgpu.util.shared_files import is_file
 
 _SCRIPTS = ("__main__", "__mp_main__")
@@ -42,24 +43,26 @@ def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], fol
 def namesakes_hidden(folder: Path) -> Iterator[None]:
     """Import modules from `folder` first in the block, as its run's tasks do, whatever this process has imported.
 
-    Modules of the user's that have the name of another file there are put back at the end, and so is `sys.path`.
+    Modules of the user's that have the name of another file there are put back at the end, and so is `sys.path`. Both
+    are of the whole process, so no other thread plans meanwhile.
     """
-    others = {top for top in {name.partition(".")[0] for name in list(sys.modules)} if _has_other(folder, top)}
-    hidden = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in others}
-    before = sys.modules.keys() - hidden.keys()
-    for name in hidden:
-        del sys.modules[name]
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(str(folder))
-        if hidden:
-            # With those that use the folder's ones: the next plan imports them once more.
-            for name in own_modules(sys.modules.keys() - before):
-                del sys.modules[name]
-            sys.modules.update(hidden)
+    with process_wide.one_thread():
+        others = {top for top in {name.partition(".")[0] for name in list(sys.modules)} if _has_other(folder, top)}
+        hidden = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in others}
+        before = sys.modules.keys() - hidden.keys()
+        for name in hidden:
+            del sys.modules[name]
+        sys.path.insert(0, str(folder))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(str(folder))
+            if hidden:
+                # With those that use the folder's ones: the next plan imports them once more.
+                for name in own_modules(sys.modules.keys() - before):
+                    del sys.modules[name]
+                sys.modules.update(hidden)
 
 
 def _has_other(folder: Path, top: str) -> bool:

@@ -15,7 +15,6 @@ from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import named
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
-from slurmgpu.util import process_wide
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.home import expanded
 from slurmgpu.util.item_ranges import parse_item_ranges
@@ -177,7 +176,7 @@ def _check(
     inputs.refuse_fields(spec, index, workload.not_fields, title_of(workload.name), called)
     if workload.check_input is None:
         return notes
-    with process_wide.one_thread(), working_folder(path.parent):
+    with working_folder(path.parent):
         return [*notes, *(workload.check_input(spec.readable, spec.n_items) or ())]
 
 

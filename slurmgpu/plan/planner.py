@@ -145,7 +145,7 @@ def draft_run(
             before = set(sys.modules)
             full_name, settings, workload = _build(config, path.parent, overrides)
             imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
-            with process_wide.one_thread(), working_folder(path.parent):
+            with working_folder(path.parent):
                 placement = place(workload, config.resources, asked.gpus_per_task)
                 settings |= workload.frozen_settings
                 paths, environ, scripts = workload.paths, workload.environ, workload.scripts
@@ -154,7 +154,7 @@ def draft_run(
             container = contain(config.container, full_name, source, overrides)
             if container is None and workload.check_here is not None:
                 try:
-                    with process_wide.one_thread(), working_folder(path.parent):
+                    with working_folder(path.parent):
                         workload.check_here()
                 except SlurmGPUError as error:
                     if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):

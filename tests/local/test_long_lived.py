@@ -11,6 +11,7 @@ import pytest
 
 import slurmgpu
 from slurmgpu.code import importer
+from slurmgpu.code.loaded import namesakes_hidden
 from slurmgpu.executors import job_entry
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.slurm import commands
@@ -30,13 +31,19 @@ class Starts:
 def state():
     umask = os.umask(0o022)
     os.umask(umask)
-    return umask, Path.cwd(), os.environ.get("PYTHONSAFEPATH"), os.environ.get("SLURM_NTASKS"), Starts.start
+    environ = os.environ.get("PYTHONSAFEPATH"), os.environ.get("SLURM_NTASKS")
+    return umask, Path.cwd(), *sys.path, environ, Starts.start
 
 
 @pytest.mark.parametrize(
     "block",
-    [job_entry.safe_path, commands.outside_job, lambda: job_entry.owners_files(Starts, "start")],
-    ids=["safe_path", "outside_job", "owners_files"],
+    [
+        job_entry.safe_path,
+        commands.outside_job,
+        lambda: job_entry.owners_files(Starts, "start"),
+        lambda: namesakes_hidden(Path("a")),
+    ],
+    ids=["safe_path", "outside_job", "owners_files", "namesakes_hidden"],
 )
 def test_threads_leave_the_process_as_it_was(monkeypatch, block):
     """The second would put back what the first had changed."""
@@ -54,12 +61,13 @@ def test_threads_leave_the_process_as_it_was(monkeypatch, block):
     thread = threading.Thread(target=other)
     with block():
         thread.start()
-        entered.wait(OVERLAP_S)
+        overlapped = entered.wait(OVERLAP_S)
         inside.append(os.environ.get("SLURM_NTASKS"))
     left.set()
     thread.join()
     assert state() == before
     assert inside[0] == inside[1]
+    assert not overlapped
 
 
 WORKLOAD = """
