@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmgpu.report.attempts import AttemptRow, attempts_of
+from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission
 from slurmgpu.report.build import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
@@ -24,7 +24,7 @@ def learn(
     exclude: list[str] = []
     notes: list[str] = []
     all_attempts = attempts_of(run, lives_of(run))
-    attempts = [a for a in all_attempts if a["submission"] in (last["submission"], None)]
+    attempts = of_last_submission(all_attempts, run.submissions())
     if "exclude" not in given:  # a user who names nodes has the last word
         exclude, notes = _excluded(last["exclude"], attempts, all_attempts)
     records = (record for record in run.attempts() if record["submission"] == last["submission"])

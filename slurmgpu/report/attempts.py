@@ -16,6 +16,7 @@ from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record
+from slurmgpu.run.submissions import SubmissionLine, abroad, job_here
 from slurmgpu.util.env_info import Surroundings
 from slurmgpu.util.plurals import count_of
 
@@ -157,6 +158,20 @@ def rows_of(
             if name not in recorded and life.ended and (failed or name in left_out):
                 rows.append(_attempt_without_record(name, life, left_out.get(name)))
     return rows
+
+
+def of_last_submission(attempts: Iterable[AttemptRow], lines: Sequence[SubmissionLine]) -> list[AttemptRow]:
+    """The attempts of the last submission; those that left no record are its own by the id of its job."""
+    last = lines[-1]
+    job = last.get("array_job") or job_here(last["executor"], last["submission"])
+    cluster = abroad(lines, last.get("cluster") or "")
+
+    def is_its_own(attempt: AttemptRow) -> bool:
+        task, _, at = attempt["attempt"].partition("@")
+        is_of_job = (task.rpartition("_")[0], at) == (job, cluster)
+        return attempt["submission"] == last["submission"] or (attempt["submission"] is None and is_of_job)
+
+    return list(filter(is_its_own, attempts))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from slurmgpu.report.attempts import (
     attempts_of,
     computed_with,
     makings_of,
+    of_last_submission,
     rows_of,
     unrecorded,
 )
@@ -256,8 +257,7 @@ def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], publ
 
 def retriable(report: Report) -> bool:
     """Whether another submission may compute the rest: the last one had only retriable failures."""
-    last = report["submissions"][-1]["submission"]
-    attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
+    attempts = of_last_submission(report["attempts"], report["submissions"])
     # Without any attempt, the user cancelled the whole array in the queue.
     # A failure that is the fault of one node may succeed on another.
     return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])

@@ -3,7 +3,9 @@
 import pytest
 
 from slurmgpu.executors import slurm_lessons
-from tests.files.test_status import change
+from slurmgpu.report.attempts import Life
+from slurmgpu.report.build import retriable
+from tests.files.test_status import change, report_of, submit_again
 from tests.support.pretend_runs import pretend_run
 
 
@@ -18,3 +20,23 @@ def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monke
     options, _, notes = slurm_lessons.learn(run, run.last_submission(), {}, {})
     assert options.get("mem") == memory
     assert bool(notes) is (memory is not None)
+
+
+def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 10_000)
+    lives = {
+        "4711_8": [Life("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu8")],
+        "4711_9": [Life("NODE_FAIL", "node_fail", True, 10, 1, "gpu9")],
+    }
+    monkeypatch.setattr(slurm_lessons, "lives_of", lambda run: lives)
+
+    def learnt():
+        return slurm_lessons.learn(run, {**run.last_submission(), "exclude": []}, {"mem": "800M"}, {})[:2]
+
+    assert learnt() == ({"mem": "1200M"}, ["gpu9"])
+    submit_again(run)
+    assert learnt() == ({"mem": "800M"}, [])
+    assert not retriable(report_of(run, lives=lives))  # a user has cancelled the array before a task had started
+    lives["4800_0"] = lives.pop("4711_8")
+    assert learnt() == ({"mem": "1200M"}, [])
+    assert retriable(report_of(run, lives=lives))
