@@ -32,6 +32,8 @@ GROUP_SECRET = "SLURMGPU_GROUP_SECRET"
 """Environment variable of a launcher and its ranks: the secret of their group."""
 PEER_PATIENCE_S = 60.0
 """How long a failed rank waits for the others, which may wait for it in a collective forever."""
+LOADING_PATIENCE_S = 20.0
+"""The same for a rank that cannot load; the end of a rank that has died ends the others sooner, on all nodes."""
 PARTING_PATIENCE_S = 600.0
 """The same for a rank that left its item for later: others may still be saving progress."""
 ALL_CAME = "all"

@@ -127,7 +127,7 @@ class Worker:
         with working_folder(Path(plan.search_path)), ItemReader(self.run) as reader:
             started = time.monotonic()
             self.group.guard()
-            workload = self._load()
+            workload = self._load_together()
             enable_own_loggers()
             if self.assignment.inject:
                 workload = self._inject(workload)
@@ -139,7 +139,6 @@ class Worker:
             )
             if self._resumes:
                 self.on_resumable()
-            self.group.gather()
             self._report_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
             computer = Computer(
@@ -430,6 +429,32 @@ class Worker:
         """The shard of an item that is prepared ahead."""
         found = self._lookahead.first() if self._lookahead is not None else None
         return found[0] if found is not None and found[1][0].index == index else self._shard
+
+    def _load_together(self) -> Adapted:
+        """The workload, once all ranks have loaded it.
+
+        A rank that fails does not end at once, but waits for the others: those in a collective would fail of its end,
+        and it may have failed because another one has died, whose launcher ends it meanwhile.
+        """
+        loaded: Adapted | None = None
+        failure: WorkerFailedError | None = None
+        try:
+            loaded = self._load()
+        except WorkerFailedError as error:
+            failure = error
+        try:
+            has_failed = self.group.gather(failure is not None, groups.LOADING_PATIENCE_S if failure else None)
+            first = has_failed.index(True) if any(has_failed) else None
+        except PeersMissingError as error:
+            first = error.rank
+        if first not in (None, self.group.rank):
+            if failure is not None:
+                log.error("%s: %s%s", failure.kind, failure, f"\n{failure.trace}" if failure.trace else "")
+            self.group.gather()  # until the end of that rank, which says why, ends all
+        if failure is not None:
+            raise failure
+        assert loaded is not None
+        return loaded
 
     def _load(self) -> Adapted:
         plan, given, group = self.run.plan, self.assignment, self.group

@@ -85,6 +85,28 @@ def test_a_rank_that_cannot_load_ends_the_task_with_its_reason(project, slurmgpu
     wait_for_silence(folder)
 
 
+DIES_LOADING = """
+
+class DiesLoading(Ranks):
+    def load(self, task):
+        super().load(task)
+        if task.rank == 1 and not (task.run_dir / "died").exists():
+            (task.run_dir / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.torch.distributed.barrier()  # fails where another rank has died
+"""
+
+
+def test_a_rank_that_dies_while_others_load_with_it_is_a_crash_and_a_new_group_is_started(project, slurmgpu):
+    folder = project(16, "DiesLoading", resources=PER_GPU)
+    with open(folder / "workloads.py", "a") as file:
+        file.write(DIES_LOADING)
+    slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=0)
+    check_rows(folder, 16)
+    [record] = records(folder)
+    assert [death["message"] for death in record["deaths"]] == ["the worker died by SIGKILL"]
+
+
 def test_without_pytorch_a_sentence_says_that_it_is_needed(project, slurmgpu):
     folder = project(16, resources=PER_GPU)
     (folder / "site").mkdir()
