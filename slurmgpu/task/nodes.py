@@ -114,9 +114,12 @@ class OtherNodes:
         self._n_groups += 1
         name = f"{self.attempt.name}-{self._n_groups}"
         group = {"name": name, "port": free_port(), "secret": secrets.token_hex(32)}
-        self.tell({"do": "start", "assignment": asdict(assignment), "group": group})
         command, env = group_command(launcher, asdict(assignment), 0, group, "localhost")
+        # First here: from now on the end of another node's part, or of a node, ends this part.
         self._worker = GroupProcess(self, name, command, env, log_path, self.signals.events)
+        self.tell({"do": "start", "assignment": asdict(assignment), "group": group})
+        if self.fault is not None:  # it came after the check above, and before there was a part to end
+            self._worker.end()
         return self._worker
 
     def check(self) -> None:

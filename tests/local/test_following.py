@@ -40,10 +40,12 @@ def run_folder(project):
     return folder
 
 
-def start_node(folder, rank, meeting_s=120, device="cpu", gpus="0"):
+def start_node(folder, rank, meeting_s=120, device="cpu", gpus="0", changed=""):
     env = {**os.environ, "SLURM_PROCID": str(rank), "SLURMD_NODENAME": ("first", "second")[rank]}
     env |= {"CUDA_VISIBLE_DEVICES": gpus}
-    return subprocess.Popen([sys.executable, "-c", NODE, str(meeting_s), device], cwd=folder, env=env)
+    *before, works = NODE.strip().splitlines()
+    code = "\n".join([*before, changed, works])
+    return subprocess.Popen([sys.executable, "-c", code, str(meeting_s), device], cwd=folder, env=env)
 
 
 def test_a_fault_that_another_node_finds_names_that_node_and_nothing_is_claimed(run_folder):
@@ -71,6 +73,33 @@ def test_a_node_that_does_not_come_is_named(run_folder):
 
 def test_a_follower_without_a_leader_ends(run_folder):
     assert start_node(run_folder, 1, meeting_s=0.2).wait(240) == 75
+
+
+SLOW_TO_START = """
+import time
+begin = nodes.start_program
+nodes.start_program = lambda *given: time.sleep(0.3) or begin(*given)  # the folder of its log is slow
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "failure", "bad_node", "message"),
+    [
+        ("begin(['false'], env, log)", "crash", None, "the worker exited with code 1 before its work was done"),
+        ("os._exit(1)", "node_fail", "second", "second: its process died or stopped answering"),
+    ],
+)
+def test_what_ends_on_another_node_before_this_one_has_started_its_part_is_noticed(
+    run_folder, end, failure, bad_node, message
+):
+    pytest.importorskip("torch")
+    changed = f"import os; begin = following.start_program\nfollowing.start_program = lambda words, env, log: {end}\n"
+    nodes = [start_node(run_folder, 0, changed=SLOW_TO_START), start_node(run_folder, 1, changed=changed)]
+    assert nodes[0].wait(240) == 1
+    nodes[1].wait(240)
+    [record] = records(run_folder)
+    assert (record["failure"], record["bad_node"]) == (failure, bad_node)
+    assert record["message"].startswith(message)
 
 
 def test_only_who_read_the_secret_is_let_in(tmp_path):
