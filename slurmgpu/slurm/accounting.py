@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from slurmgpu.report.attempts import AttemptRow, Lives, attempts_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.submissions import abroad, is_slurms
+from slurmgpu.run.submissions import SubmissionLine, abroad, is_slurms
 from slurmgpu.slurm import commands, queue
+from slurmgpu.util.shared_files import retried
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 20.0
 """sacct lags behind a job's end. The merge waits this long for the ends that attempts did not record themselves."""
+
+DAY_S = 86_400.0
 
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
@@ -40,10 +44,18 @@ def _ask(run: Run) -> Lives | None:
         return None
     suffix = f"@{name}" if (name := abroad(lines, here or "")) else ""
     try:
-        return {f"{task}{suffix}": told for task, told in commands.accounting(ids).items()}
+        return {f"{task}{suffix}": told for task, told in commands.accounting(ids, _begins(run, lines)).items()}
     except commands.SlurmUnavailableError as error:
         log.warning("the report does without Slurm's accounting: %s", error)
         return None
+
+
+def _begins(run: Run, lines: Sequence[SubmissionLine]) -> dict[str, float]:
+    """When each array had not ended yet, by clocks that may differ by a day."""
+    planned = retried((run.folder / "run.json").stat).st_mtime
+    # A job by hand is recorded by the first of its tasks that can, perhaps days after another one has started.
+    times = {line["array_job"]: min(line["time"], planned) if line.get("by_hand") else line["time"] for line in lines}
+    return {job: begun - DAY_S for job, begun in times.items()}
 
 
 def _is_unsettled(attempt: AttemptRow) -> bool:

@@ -7,14 +7,17 @@ import logging
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
 from slurmgpu.util import process_wide
+from slurmgpu.util.array_ids import array_of
 
 log = logging.getLogger(__name__)
 
@@ -110,15 +113,21 @@ def outside_job() -> Iterator[None]:
             os.environ.update(hidden)
 
 
-def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
-    """What sacct says: for each array task ("1234_7") its lives in order, one for each restart."""
-    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode"
+def accounting(job_ids: Sequence[str], since: Mapping[str, float] = MappingProxyType({})) -> dict[str, list[Life]]:
+    """What sacct says: for each array task ("1234_7") its lives in order, one for each restart.
+
+    `since` is when a job cannot have ended yet, in seconds since the epoch: what ended before was another job with its
+    id. Ids begin again where slurmctld has lost its state, and behind MaxJobId.
+    """
+    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode,End"
     asked = ("--noheader", "--parsable2", "--duplicates", "--format", fields, "--jobs", ",".join(job_ids))
     lives: dict[str, list[Life]] = {}
     for line in run("sacct", *asked).splitlines():
-        job_id, state, elapsed, tres, node, exit_code = line.split("|")
+        job_id, state, elapsed, tres, node, exit_code, end = line.split("|")
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
         task, is_step, _ = job_id.partition(".")
+        if (ended := epoch(end)) is not None and ended < since.get(array_of(task), 0.0):
+            continue
         task = task if "_" in task else f"{task}_0"  # Submitit submits an array of one as a plain job
         if not is_step:
             gpus = re.search(r"gres/gpu=(\d+)", tres)
@@ -129,6 +138,14 @@ def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
             # The state of the job itself may be FAILED.
             lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
     return lives
+
+
+def epoch(text: str) -> float | None:
+    """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
 
 
 def cancel(*arguments: str) -> None:

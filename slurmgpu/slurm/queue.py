@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +101,7 @@ def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
     records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
     wanted = {str(uid) for uid in uids}
     jobs = [
-        QueuedJob(job_id, state, reason, name, folder, command, _epoch(start), comment)
+        QueuedJob(job_id, state, reason, name, folder, command, commands.epoch(start), comment)
         for uid, job_id, state, reason, name, start, comment, folder, command in (
             record for record in records if len(record) == 9
         )
@@ -174,14 +173,6 @@ def _name_of(run: Run, line: SubmissionLine, key: Literal["array_job", "merge_jo
     else:
         told, options, prefix = line.get("merge_name"), line.get("merge"), MERGE_NAME
     return told if line.get("by_hand") else str((options or {}).get("job_name") or f"{prefix}:{run.plan.name}")
-
-
-def _epoch(text: str) -> float | None:
-    """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
 
 
 def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[Job] | None = None) -> list[Job] | None:

@@ -1,12 +1,14 @@
 """What Slurm's commands are asked, and told: what we mean, whatever the user prefers, and whatever they answer."""
 
 import os
+import time
 
 import pytest
 
 from slurmgpu.executors import slurm
-from slurmgpu.slurm import commands, queue
+from slurmgpu.slurm import accounting, commands, queue
 from slurmgpu.util import users
+from tests.support.pretend_runs import pretend_run
 
 PREFERRED = {
     "SQUEUE_STATES": "RUNNING",
@@ -109,6 +111,23 @@ def test_that_slurm_signals_every_process_is_read_from_cgroup_conf(pretending, t
         if name:
             monkeypatch.setenv("SLURM_CONF", name)
         assert ["SignalChildrenProcesses = yes" in text for text in slurm.hazards(container)] == [True] * is_hazard
+
+
+def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=2)
+    began = run.submissions()[0]["time"]
+    then, now = (time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began + days * 86400)) for days in (-400, 0.1))
+    pretending(
+        "sacct",
+        f"cat <<END\n4711_0|FAILED|864000|gres/gpu=8|old1|1:0|{then}\n"
+        f"4711_0.batch|OUT_OF_MEMORY|864000||old1|0:125|{then}\n4711_7|NODE_FAIL|60|gres/gpu=8|old2|1:0|{then}\n"
+        f"4711_0|COMPLETED|300|gres/gpu=1|gpu1|0:0|{now}\n4711_1|RUNNING|300|gres/gpu=1|gpu2|0:0|Unknown\nEND",
+    )
+    lives = accounting.lives_of(run)
+    assert {task: [(life.state, life.failure, life.node) for life in told] for task, told in lives.items()} == {
+        "4711_0": [("COMPLETED", None, "gpu1")],
+        "4711_1": [("RUNNING", None, "gpu2")],
+    }
 
 
 @pytest.mark.slurm
