@@ -468,10 +468,14 @@ def remove_unused(run: Run) -> None:
         return
     # A task that had started before it was cancelled takes a moment to end.
     patience = time.monotonic() + ENDING_S
-    while lines and executor_named(lines[0]["executor"]).look(run, lines, None).at_work:
-        if time.monotonic() > patience:
-            return
-        time.sleep(0.5)
+    try:
+        while lines and executor_named(lines[0]["executor"]).look(run, lines, None).at_work:
+            if time.monotonic() > patience:
+                return
+            time.sleep(0.5)
+    except NoAnswerError as error:
+        log.warning("%s stays, as jobs of it may be queued. %s", run.folder, error)
+        return
     shutil.rmtree(run.folder)
 
 

@@ -11,11 +11,19 @@ class SlurmGPUError(Exception):
 
 
 class NoAnswerError(SlurmGPUError):
-    """A scheduler does not answer; if it `is_absent` it is not installed here, and waiting does not help."""
+    """A scheduler does not answer; if it `is_absent` it is not installed here, and waiting does not help.
 
-    def __init__(self, message: str, *, is_absent: bool = False) -> None:
+    It helps if it `is_silent`: out of reach, or too busy.
+    """
+
+    def __init__(self, message: str, *, is_absent: bool = False, is_silent: bool = False) -> None:
         super().__init__(message)
         self.is_absent = is_absent
+        self.is_silent = is_silent
+
+
+class MayBeQueuedError(NoAnswerError):
+    """A scheduler got a job and did not answer: it may have queued it."""
 
 
 class NothingToSubmitError(SlurmGPUError):

@@ -127,7 +127,10 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, run: Run, submission: Submission) -> Started:
-        """Start it. An executor that `queues` leaves nothing in the queue when it raises SlurmGPUError."""
+        """Start it. An executor that `queues` leaves nothing in the queue when it raises SlurmGPUError.
+
+        Where that is not certain, it raises MayBeQueuedError.
+        """
 
     def import_ahead(self, n_slots: int) -> None:
         """Import what forks by `fork_ahead` are to have, in a process that does not know yet what it submits.

@@ -260,7 +260,8 @@ def _queue(lines: Lines) -> list[queue.QueuedJob] | None:
         if not lines:
             return None  # without Slurm nothing was submitted by hand
         text = f"It is not known which jobs of the run are in the queue. {error}"
-        raise commands.SlurmUnavailableError(text, is_absent=shutil.which("squeue") is None) from error
+        is_absent = shutil.which("squeue") is None
+        raise commands.SlurmUnavailableError(text, is_absent=is_absent, is_silent=error.is_silent) from error
 
 
 def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:

@@ -15,7 +15,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import MayBeQueuedError, SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.executors.steady import make_steady
@@ -52,14 +52,14 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
     with commands.outside_job(), job_entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
         numbers = [submission.submission] * len(tasks)
-        jobs = _queue(lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
+        jobs = _queue(run, lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
             number = submission.submission
-            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
-        except BaseException:
-            commands.cancel(array_job)
+            merge_job = _queue(run, lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
+        except BaseException as error:
+            _take_back(run, number, array_job, error)
             raise
     return {"array_job": array_job, "merge_job": merge_job}
 
@@ -84,7 +84,20 @@ def check_command(config: RunFile, command: list[str]) -> list[str]:
     return ["srun", *own, *flags, *command]
 
 
-def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
+def _take_back(run: Run, number: int, array_job: str, why: BaseException) -> None:
+    """Cancel an array that has no merge job; MayBeQueuedError if that is not possible."""
+    try:
+        commands.cancel(array_job)
+    except commands.SlurmUnavailableError as error:
+        run.record_submission({"submission": number, "array_job": array_job})
+        raise MayBeQueuedError(
+            f"The array job {array_job} is queued, and no job that merges its rows: {str(why).rstrip('.')}. It cannot "
+            f"be cancelled now: {str(error).rstrip('.')}. Leave it, and once it has ended: `slurmgpu merge "
+            f"{run.typed}`. Or, once Slurm answers: `slurmgpu cancel {run.typed}`, `slurmgpu resubmit {run.typed}`."
+        ) from error
+
+
+def _queue(run: Run, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     try:
         # Submitit also prints to stderr what it raises.
         with (
@@ -96,6 +109,12 @@ def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
         lines = [line.strip() for line in str(error).splitlines()]
         told = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
         said = ("; ".join(told) or str(error).strip()).rstrip(".")
+        if commands.is_silence(said):
+            raise MayBeQueuedError(
+                f"Slurm did not answer sbatch: {said}. It may have queued the job, which would find none of its files. "
+                f"Once Slurm answers, `slurmgpu cancel {run.typed}` removes such a job, and `slurmgpu resubmit "
+                f"{run.typed}` submits the run."
+            ) from error
         raise SlurmGPUError(
             f"Slurm refuses the job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
         ) from error

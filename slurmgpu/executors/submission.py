@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
-from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import on_end, tracking
 from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.liveness import alive, forget_dead_tasks, others_alive, refuse_alive
@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 15.0
 """Between two looks of a merge that waits."""
+SILENCE_S = 600.0
+"""How long a merge job that resubmits its run waits for a scheduler that does not answer."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def _start(run: Run, submission: Submission, executor: Executor) -> Started:
     try:
         started = executor.start(run, submission)
     except SlurmGPUError as error:
-        if executor.queues:
+        if executor.queues and not isinstance(error, MayBeQueuedError):
             run.record_submission({"submission": number, "state": "refused", "message": str(error)})
         raise
     if started.line:
@@ -270,16 +274,16 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
             over = False
             if later["state"] == "queued":
                 log.warning("submission %d computes what is missing", later["submission"])
-                executor_named(last["executor"]).hand_over(last, jobs_of(later))
+                _once_answered(lambda: executor_named(last["executor"]).hand_over(last, jobs_of(later)))
             else:
                 log.warning(
                     "submission %d came after this one, and has ended; %s", later["submission"], report["resubmit"]
                 )
         elif _goes_on(run, report, last["round"]):
-            outcome = start(run, lambda _: _next(run, last["round"] + 1), patient=True)
+            outcome = _once_answered(lambda: start(run, lambda _: _next(run, last["round"] + 1), patient=True))
             over = False
             log.warning("resubmitted as %s. %s", ", ".join(outcome.jobs_in_words), " ".join(outcome.notes))
-            executor_named(last["executor"]).hand_over(last, outcome.jobs)
+            _once_answered(lambda: executor_named(last["executor"]).hand_over(last, outcome.jobs))
         elif not report["complete"]:
             log.error("incomplete; %s", report["resubmit"])
     finally:
@@ -291,6 +295,22 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
         if over:  # also if Slurm has refused the next one
             _tell_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _once_answered(do: Callable[[], T]) -> T:
+    """What `do` returns; it is called again while the scheduler is silent, as where slurmctld is being restarted."""
+    deadline, pause = time.monotonic() + SILENCE_S, min(1.0, MAX_PAUSE_S)
+    while True:
+        try:
+            return do()
+        except MayBeQueuedError:
+            raise
+        except NoAnswerError as error:
+            if not error.is_silent or time.monotonic() > deadline:
+                raise
+            log.warning("it is tried again: %s", error)
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE_S)
 
 
 def _tell_end(run: Run, report: Report) -> None:

@@ -37,6 +37,11 @@ NOT_SET_UP = (
 NO_CONFIGURATION = "Could not establish a configuration source"
 """The end of Slurm's message for it."""
 
+SILENCE = re.compile(
+    "Unable to contact slurm controller|Socket timed out|Zero Bytes were|Communication \\w+ failure|standby mode"
+)
+"""Messages of slurm_errno.h; after all but the first kind a job may be queued."""
+
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF"}
 
@@ -58,13 +63,19 @@ def has_ended(state: str) -> bool:
     return state == "COMPLETED" or class_of_job(state) is not None
 
 
+def is_silence(said: str) -> bool:
+    """Whether a command says that slurmctld did not answer it: away, being started again, or too busy."""
+    return SILENCE.search(said) is not None
+
+
 def run(*command: str) -> str:
     """Standard output of a Slurm command; SlurmUnavailableError with its message if it fails."""
     done = _call(*command)
     if done.returncode and NO_CONFIGURATION in done.stderr:
         raise SlurmUnavailableError(NOT_SET_UP.format(command[0]), is_absent=True)
     if done.returncode:
-        raise SlurmUnavailableError(f"{' '.join(command[:2])} failed: {done.stderr.strip()}")
+        said = f"{' '.join(command[:2])} failed: {done.stderr.strip()}"
+        raise SlurmUnavailableError(said, is_silent=is_silence(done.stderr))
     return done.stdout
 
 
@@ -76,7 +87,8 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # of PATH, a part may not be searched
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailableError(f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later.") from error
+        said = f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later."
+        raise SlurmUnavailableError(said, is_silent=True) from error
 
 
 def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:

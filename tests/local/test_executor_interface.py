@@ -29,7 +29,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors.interface import Executor, Sight, Started
 from slurmgpu.run.directory import Run
 from slurmgpu.util import pids
@@ -46,7 +46,12 @@ class Spool(Executor):
         return "spool: a process that stays behind"
 
     def place(self, run, submission):
+        if submission.round:
+            be_silent(run.folder / "silent")
         return {"spool": "/var/spool"}
+
+    def hand_over(self, line, jobs):
+        be_silent(Path(line["folder"], "silent again"))
 
     def start(self, run, submission):
         argv = [sys.executable, "-m", "spool", run.folder, str(submission.submission), str(submission.n_tasks)]
@@ -70,6 +75,12 @@ class Spool(Executor):
         for pid in jobs:
             os.kill(pid, signal.SIGTERM)
         return [f"spool job {pid}" for pid in jobs]
+
+
+def be_silent(once):
+    if not once.exists():
+        once.touch()
+        raise NoAnswerError("The spool does not answer.", is_silent=True)
 
 
 def is_alive(pid):
@@ -174,7 +185,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
     assert {record["submission"] for record in records(folder)} == {1, 2}
 
 
-def test_such_a_run_resubmits_itself(project, slurmgpu):
+def test_such_a_run_resubmits_itself_also_if_the_queue_is_silent_for_a_moment(project, slurmgpu):
     folder = project(40, auto_resubmit=1)
     slurmgpu(*SUBMIT[:-1], "1", "--inject", "timeout", "--wait", cwd=folder, expect=0)
     check_rows(folder, 40)
@@ -182,6 +193,8 @@ def test_such_a_run_resubmits_itself(project, slurmgpu):
         ("spool", 0, "ended"),
         ("spool", 1, "ended"),
     ]
+    log = (folder / "run" / "logs" / "spool.log").read_text()
+    assert log.count("it is tried again: The spool does not answer.") == 2
 
 
 def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu):

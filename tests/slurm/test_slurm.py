@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -438,6 +439,33 @@ def test_a_merge_job_that_slurm_refuses_takes_the_array_along(project, slurmgpu,
     slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
     assert not (folder / "run").exists()
     wait_until(lambda: not cluster.run("squeue", "--noheader", "--name", "slurmgpu:run").strip(), "an empty queue")
+
+
+def lose_answers(folder, monkeypatch):
+    """Put an sbatch in front of Slurm's that queues an array, and says what Slurm's does if it gets no answer."""
+    sbatch = shutil.which("sbatch")
+    folder.mkdir()
+    (folder / "sbatch").write_text(
+        f'#!/bin/bash\ngrep -qs -- --array= "${{@: -1}}" || exec {sbatch} "$@"\n{sbatch} "$@" >/dev/null\n'
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2\nexit 1\n"
+    )
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_a_job_that_sbatch_may_have_queued_is_told_of_and_taken_out_of_the_queue(
+    project, slurmgpu, cluster, tmp_path, monkeypatch
+):
+    folder = project(16)
+    with monkeypatch.context() as silence:
+        lose_answers(tmp_path / "silent", silence)
+        done = slurmgpu(*SUBMIT, "--gpus", "2", "--slurm", "hold=true", cwd=folder, expect=2)
+    assert "Slurm did not answer sbatch: error: Batch job submission failed: Socket timed out" in done.stderr
+    assert f"`slurmgpu cancel {folder / 'run'}` removes such a job" in done.stderr
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    slurmgpu("cancel", "run", cwd=folder, expect=0)
+    slurmgpu("resubmit", "run", "--slurm", "hold=false", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 16)
 
 
 def test_a_run_goes_on_when_the_login_session_ends(project):
