@@ -12,17 +12,22 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NewType, ParamSpec, TypeVar
 
 from slurmgpu.util.exceptions import described
+
+if sys.version_info >= (3, 11):
+    from typing import TypeVarTuple
+if sys.version_info >= (3, 12):
+    from typing import TypeAliasType
 
 MOST_BYTES = 10_000_000
 """The largest pickle of a function with the values that it uses: it is read by each worker."""
 _CACHED = type(functools.lru_cache(lambda: None))
 _TRACKER = re.compile(r"[0-9a-f]{32}")
 """The random number that cloudpickle gives to each class."""
-_WITH_STATE = 3
 _WITH_VARIABLES = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
+_SIMPLE = (str, bytes, int, float, complex, bool, type(None))
 _OF_PLACE = ("__firstlineno__", "__static_attributes__")
 """What Python 3.13 adds to a class: its line, and names in the order of a set."""
 
@@ -45,10 +50,14 @@ class Pickled:
 
 
 class _Bounded(io.BytesIO):
-    """A file in memory that refuses to grow beyond MOST_BYTES."""
+    """A file in memory that refuses to grow beyond MOST_BYTES, less what was `spent` on others."""
+
+    def __init__(self, spent: int = 0) -> None:
+        super().__init__()
+        self._spent = spent
 
     def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > MOST_BYTES:
+        if self._spent + self.tell() + memoryview(data).nbytes > MOST_BYTES:
             raise _TooLargeError(f"has more than {MOST_BYTES // 10**6} MB")
         return super().write(data)
 
@@ -74,9 +83,15 @@ def dumps(value: Any) -> Pickled:
 def digest_of(value: Any) -> str:
     """A digest of a value that its pickle has: equal in all processes, wherever its code lies in files.
 
-    File names, line numbers, the random numbers of classes and the orders of sets of variables do not count.
+    File names, line numbers, the random numbers of classes and type variables, and the orders of sets do not count.
+    Where the values in sets have more than MOST_BYTES, each with all that it refers to, no other process has an equal
+    one.
     """
-    return hashlib.sha256(_dumped(value, without_places=True).content).hexdigest()
+    try:
+        content = _dumped(value, without_places=True).content
+    except _TooLargeError:
+        content = dumps(value).content
+    return hashlib.sha256(content).hexdigest()
 
 
 def _dumped(value: Any, *, without_places: bool) -> Pickled:
@@ -101,23 +116,49 @@ def _dumped(value: Any, *, without_places: bool) -> Pickled:
                 packages.update(dict.fromkeys(map(id, codes_of(obj)), obj.__globals__.get("__package__")))
             elif isinstance(obj, _CACHED) and name_of(obj) is None:
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
+            elif (by_value := _typing_by_value(obj)) is not None:
+                return by_value
+            elif type(obj) is functools.cached_property:
+                return _cached_property, (obj.func, obj.attrname)
             elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdin, sys.stdout, sys.stderr):
                 raise CannotPickleError("is an open file")  # cloudpickle sends what it holds
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
                 raise CannotPickleError(f"is a tensor on {obj.device}")
-            if without_places and isinstance(obj, CellType) and _is_set(obj):
-                return CellType, (_in_order(obj.cell_contents),)
             reduced = super().reducer_override(obj)
+            if without_places and isinstance(obj, TypeVar):
+                reduced = self.dispatch_table[TypeVar](obj)
             if isinstance(obj, ModuleType):
                 imports.add(obj.__name__)
             elif reduced is NotImplemented and isinstance(obj, FunctionType | type):  # it is imported by its name
                 imports.add(str(obj.__module__))
             return _canonical(obj, reduced) if without_places and isinstance(reduced, tuple) else reduced
 
+    class Canonical(Pickler):
+        """Writes of a set its values in an order that does not differ from process to process."""
+
+        def __init__(self, file: _Bounded, within: frozenset[int] = frozenset()) -> None:
+            super().__init__(file)
+            self._within, self._spent = within, 0
+
+        def persistent_id(self, obj: Any) -> Any:
+            if type(obj) not in (set, frozenset):
+                return None
+            # A set that is in a value of its own is not gone through again.
+            keys = [] if id(obj) in self._within else sorted(self._key(each, id(obj)) for each in obj)
+            return type(obj).__name__, keys
+
+        def _key(self, value: Any, owner: int) -> str:
+            if type(value) in _SIMPLE:
+                return f"{type(value).__name__} {value!r}"
+            file = _Bounded(self._spent)
+            type(self)(file, self._within | {owner}).dump(value)
+            self._spent += file.tell()
+            return hashlib.sha256(file.getvalue()).hexdigest()
+
     file = _Bounded()
     try:
-        Pickler(file).dump(value)
+        (Canonical if without_places else Pickler)(file).dump(value)
     except CannotPickleError:
         raise
     except Exception as error:  # any that the user's objects raise
@@ -151,42 +192,47 @@ def _imported_in(code: CodeType, package: str | None) -> Iterator[str]:
             loaded.append(each.argval)
 
 
+def _cached_property(function: Callable[..., Any], name: str | None) -> Any:
+    """A cached property as a class has it; that of Python 3.11 and older has a lock, which cannot be pickled."""
+    made = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(object, name)
+    return made
+
+
+def _typing_by_value(obj: Any) -> tuple[Any, ...] | None:
+    """How a name of `typing` is pickled that tasks cannot import, and that else goes by its name; None for others."""
+    if isinstance(obj, NewType) and not _is_importable(obj):
+        return NewType, (obj.__name__, obj.__supertype__)
+    if isinstance(obj, ParamSpec) and not _is_importable(obj):
+        return ParamSpec, (obj.__name__,)
+    if sys.version_info >= (3, 11) and isinstance(obj, TypeVarTuple) and not _is_importable(obj):
+        return TypeVarTuple, (obj.__name__,)
+    if sys.version_info >= (3, 12) and isinstance(obj, TypeAliasType) and not _is_importable(obj):
+        return functools.partial(TypeAliasType, type_params=obj.__type_params__), (obj.__name__, obj.__value__)
+    return None
+
+
+def _is_importable(obj: Any) -> bool:
+    module = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    return getattr(module, obj.__name__, None) is obj
+
+
 def _placeless(code: CodeType) -> CodeType:
-    """Code without its file and its lines, and with frozen sets in an order."""
-    consts = tuple(_in_order(const) for const in code.co_consts)
-    return code.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=consts)
-
-
-class _Ordered:
-    """A set of texts, pickled in their order."""
-
-    def __init__(self, values: set[str] | frozenset[str]) -> None:
-        self._values = values
-
-    def __reduce__(self) -> Any:
-        return type(self._values), (sorted(self._values),)
-
-
-def _in_order(value: Any) -> Any:
-    """A set of texts, whose order differs from process to process, in one that does not; other values as they are."""
-    is_of_texts = isinstance(value, set | frozenset) and all(isinstance(each, str) for each in value)
-    return _Ordered(value) if is_of_texts else value
+    """Code without its file and its lines."""
+    return code.replace(co_filename="", co_firstlineno=1, co_linetable=b"")
 
 
 def _canonical(obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """How a function or a class is pickled, without what differs from process to process."""
-    if len(reduced) < _WITH_STATE:  # a type such as that of None
+    """How a class or a type variable is pickled, without what differs from process to process; others as they are."""
+    if not isinstance(obj, type | TypeVar):
         return reduced
-    make, arguments, state, *rest = reduced
-    if isinstance(obj, FunctionType):
-        attributes, slots = state
-        variables = {name: _in_order(value) for name, value in slots["__globals__"].items()}
-        state = attributes, {**slots, "__globals__": variables}
-    elif isinstance(obj, type):
-        arguments = ["" if isinstance(each, str) and _TRACKER.fullmatch(each) else each for each in arguments]
-        members, slots = state
-        state = {name: _in_order(value) for name, value in members.items() if name not in _OF_PLACE}, slots
-    return (make, tuple(arguments), state, *rest)
+    make, arguments, *rest = reduced
+    arguments = tuple("" if isinstance(each, str) and _TRACKER.fullmatch(each) else each for each in arguments)
+    if rest:
+        members, slots = rest[0]
+        rest[0] = {name: value for name, value in members.items() if name not in _OF_PLACE}, slots
+    return (make, arguments, *rest)
 
 
 def to_blame(function: Any) -> dict[str, str]:

@@ -162,10 +162,16 @@ def test_modules_are_named_that_helpers_and_methods_import_when_they_are_called(
 
 
 SCRIPT = """
-import dataclasses, enum, functools, sys
+import dataclasses, enum, functools, pathlib, sys, typing
 from slurmgpu.code import pickling
 
 STOP = {"alpha", "beta", "gamma", "delta"}
+WITHIN = {"words": [{"eins", "zwei", "drei"}, {("a", 1), ("b", 2)}], "paths": {*map(pathlib.Path, "xyz")}}
+T = typing.TypeVar("T")
+
+class Box(typing.Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.values = {value, self}  # a set that is in a value of its own
 
 @dataclasses.dataclass
 class Row:
@@ -178,8 +184,10 @@ class Kind(enum.Enum):
 def cached(item):
     return item in {"one", "two", "three", "four"} or cached("one")
 
-def function(item):
-    return Row(FACTOR), Kind.ONE, item in STOP, cached(item)
+BOX = Box("red")
+
+def function(item, greens=frozenset(["lime", "olive", "moss"])) -> T:
+    return Row(FACTOR), Kind.ONE, item in STOP, cached(item), WITHIN, BOX
 
 print(pickling.digest_of({"function": function}))
 """
@@ -200,7 +208,55 @@ def test_a_function_is_known_in_another_process_and_wherever_it_lies(tmp_path):
     assert digest_by("# A line more.\n" + script, tmp_path / "one.py", "2") == known
     assert digest_by(SCRIPT.replace("FACTOR", "3"), tmp_path / "one.py", "1") != known
     assert digest_by(script.replace("beta", "beat"), tmp_path / "one.py", "1") != known
-    assert digest_by(script.replace('"two"', '"too"'), tmp_path / "one.py", "1") != known
+    for word in ("two", "zwei", "red", "lime"):
+        assert digest_by(script.replace(f'"{word}"', '"other"'), tmp_path / "one.py", "1") != known
+
+
+def test_a_set_of_values_that_are_long_to_order_costs_no_function():
+    shared = bytes(1_000_000)
+    members = {dataclasses.make_dataclass("Member", ["n", "data"], frozen=True)(n, shared) for n in range(20)}
+    assert pickling.digest_of({"function": lambda item: members})
+
+
+OF_TYPING = """
+import functools, typing
+UserId = typing.NewType("UserId", int)
+P = typing.ParamSpec("P")
+
+class Squares:
+    def __init__(self, n):
+        self.n = n
+
+    @functools.cached_property
+    def all(self):
+        return [UserId(i * i) for i in range(self.n)]
+
+def function(item: UserId, call: typing.Callable[P, int] | None = None):
+    return Squares(item).all, P.__name__
+"""
+OF_TYPING_312 = """
+type Rows[T] = list[T]
+
+class Pair[*Ts, **Q]:
+    def first[U](self, a: U) -> U:
+        return a
+
+def function[T: int](item: T) -> Rows[T]:
+    match item:
+        case int(n) if n > 0:
+            return Rows[T].__origin__.__name__, Pair().first(n)
+"""
+
+
+def test_a_function_with_names_of_typing_and_cached_properties_goes_by_value(tmp_path):
+    cases = [(OF_TYPING, ([0, 1], "P"))]
+    cases += [(OF_TYPING_312, ("Rows", 2))] if sys.version_info >= (3, 12) else []
+    for source, result in cases:
+        names = {"__name__": "__main__"}
+        exec(source, names)
+        packed = functions.pack({"function": names["function"], "load": None}, tmp_path)
+        (tmp_path / functions.PICKLE).write_bytes(packed.content)
+        assert functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](2) == result
 
 
 @functools.lru_cache(maxsize=5)
