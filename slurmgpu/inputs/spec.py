@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.item_ranges import spans_within
 
 PROMISED = -1
@@ -87,13 +88,26 @@ class InputSpec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InputSpec:
-        """The spec from `to_json`."""
+        """The spec from `to_json`; SlurmGPUError if its numbers of items do not agree, as after an edit."""
         files = tuple(_input_file(file) for file in value["files"])
         columns = None if value["columns"] is None else tuple(value["columns"])
         found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
         folders = tuple(value.get("folders", ()))  # absent in older runs
-        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})
+        spec = cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})
+        spec._check_counts()
+        return spec
+
+    def _check_counts(self) -> None:
+        counts = [file.n_items for file in self.files]
+        ranges = [(0, sum(counts))] if self.ranges is None else self.ranges
+        ends = [0, *(end for each in ranges for end in each), sum(counts)]
+        n_items = sum(stop - start for start, stop in ranges)
+        if min(counts, default=0) < 0 or ends != sorted(ends) or n_items != self.n_items:
+            raise SlurmGPUError(
+                f"The input in run.json says that it has {self.n_items} items, and its files and ranges have "
+                f"{n_items}. It was edited, or is damaged: undo the edit, or plan the run again."
+            )
 
 
 def _input_file(value: Mapping[str, Any]) -> InputFile:

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.submissions import Git
-from slurmgpu.util.typed_json import check_kinds
+from slurmgpu.util.typed_json import check_kinds, check_objects
 
 NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
 """The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
@@ -25,6 +25,39 @@ RUN_FORMAT = "slurmgpu run"
 RUN_VERSIONS = (1, 2)
 """2 has `keep`, `look` or several `parts`: a reader of 1 alone would take the fingerprint, and so each shard, for
 another plan's."""
+_BOUNDS = 2
+"""A range has a start and a stop."""
+
+
+class _SourceRecord(TypedDict):
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+class _File(_SourceRecord):
+    n_items: int
+
+
+class _FileRecord(_File, total=False):
+    source: _SourceRecord | None
+
+
+class _Input(TypedDict):
+    format: str
+    files: list[_FileRecord]
+    n_items: int
+    stride: int
+    columns: list[str] | None
+
+
+class InputRecord(_Input, total=False):
+    """An input as run.json has it; inputs.InputSpec says what it means. Older runs lack the keys that are here."""
+
+    ranges: list[list[int]] | None
+    folders: list[str]
+    repacked: bool
 
 
 class _Provenance(TypedDict):
@@ -207,6 +240,9 @@ class Plan:
         """The plan in a run.json; ValueError if a value is missing, or of a kind that it cannot be."""
         fields = cls.__dataclass_fields__.items()
         check_kinds(value, cls, [n for n, each in fields if each.default is each.default_factory is MISSING])
+        check_objects("its input: ", [value["input"]], InputRecord)
+        if not all(len(each) == _BOUNDS for each in value["input"].get("ranges") or ()):
+            raise ValueError(f"its input: ranges is {value['input']['ranges']!r:.80}")
         for name in ("n_items", "shard_items", "batch_size", "parts"):
             if value.get(name) is not None and value[name] < 1:
                 raise ValueError(f"its {name} is {value[name]}")

@@ -1,5 +1,6 @@
 """Files of a run directory that were edited, or that somebody wrote to do harm: a sentence, and never a traceback."""
 
+import itertools
 import json
 
 import pytest
@@ -27,6 +28,38 @@ def test_a_plan_that_cannot_be_one_is_said_to_be_damaged(tmp_path, slurmgpu, nam
     for command, *options in LOOKS:
         done = slurmgpu(command, path.parent, *options, expect=2)
         assert done.stderr == f"error: {path} is damaged: {told}.\n"
+
+
+WRONG_INPUTS = [
+    (lambda given: given.pop("files"), "files is missing"),
+    (lambda given: given.update(files=5), "files is 5"),
+    (lambda given: given["files"][0].update(n_items="x"), "files: n_items is 'x'"),
+    (lambda given: given["files"][0].pop("size_bytes"), "files: size_bytes is missing"),
+    (lambda given: given.update(columns=[1]), "columns is 1"),
+    (lambda given: given.update(ranges=[[0, 1, 2]]), "ranges is [[0, 1, 2]]"),
+]
+
+
+def test_an_input_in_a_plan_that_cannot_be_one_is_refused(project, slurmgpu):
+    folder = project(n_items=4)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", "--run-dir", "run", cwd=folder, expect=0)
+    path = folder / "run/run.json"
+    planned = path.read_text()
+    for (edit, told), command in zip(
+        WRONG_INPUTS, itertools.cycle((("show", "--with-items"), ("logs", "--item", "1")))
+    ):
+        plan = json.loads(planned)
+        edit(plan["input"])
+        path.write_text(json.dumps(plan))
+        done = slurmgpu(command[0], path.parent, *command[1:], expect=2)
+        assert done.stderr == f"error: {path} is damaged: its input: {told}.\n"
+    for n_items, n_planned, told in ((5, 4, "has 4 items, and its files and ranges have 5."), (5, 5, "another plan")):
+        plan = json.loads(planned)
+        plan["input"]["n_items"] = n_planned
+        plan["input"]["files"][0]["n_items"] = n_items
+        path.write_text(json.dumps(plan))
+        assert told in slurmgpu("show", path.parent, "--with-items", expect=2).stderr
+    slurmgpu("show", path.parent, expect=0)
 
 
 def test_a_plan_that_lacks_a_value_is_said_to_lack_it(tmp_path, slurmgpu):

@@ -140,7 +140,9 @@ def wait_until_held(folder, n_shards, n_tasks=1):
 def planned_run(folder, **values):
     """A run without a workload, of one shard of 40 items, or as `values` of its plan say."""
     texts = dict.fromkeys(("input_digest", "workload", "search_path"), "")
-    tables = {name: {} for name in ("input", "settings", "columns", "resources", "slurm", "merge", "provenance")}
+    tables = {name: {} for name in ("settings", "columns", "resources", "slurm", "merge", "provenance")}
+    n_items = values.get("n_items", 40)
+    tables["input"] = {"format": "jsonl", "files": [], "n_items": n_items, "stride": 1, "columns": None}
     items = {"n_items": 40, "batch_size": 4, "shard_items": 40, "seed": 0}
     times = {"lease_s": 120.0, "margin_s": 0.0, "auto_resubmit": 0}
     plan = {"name": "run", **texts, **tables, **items, **times}
