@@ -445,7 +445,7 @@ def test_a_program_that_prints_a_number_gives_the_only_column(one):
         ("{ROW}\nbye\n", ["bye"]),
         ("{'loss': '2.1'}\n  {ROW}", ["{'loss': '2.1'}"]),
         ("10%\r20%\r{ROW}", []),
-        ('{"epoch": 1}\n{"epoch": 2}\n{ROW}', ['{"epoch": 2}', '{"epoch": 1}']),
+        ('{"epoch": 1}\n{"epoch": 2}\n{ROW}', ['{"epoch": 1}', '{"epoch": 2}']),
         ('{"epoch": nan}\n{ROW}', ['{"epoch": nan}']),
         ('{"epoch": 1, "error": 0.5}\n{"epoch": 2, "error": 0.4}\n{ROW}', None),
         ("{\n{ROW}", ["{"]),
@@ -461,6 +461,10 @@ def test_a_program_that_prints_a_number_gives_the_only_column(one):
             ["[", " {", '  "m": 1', " },", " {", '  "m": 2', " }", "]"],
         ),
         ('{"n":\n1}\nbye', ["bye"]),
+        ('{\n "m": [\n{ROW}\n], "l": nan\n}\n{ROW}', ["{", ' "m": [', '{"n": 1}', '], "l": nan', "}"]),
+        ('{"m": 1},\n{\n "m": [\n{"m": 2}\n]\n}\n{ROW}', ['{"m": 1},', "{", ' "m": [', '{"m": 2}', "]", "}"]),
+        ('{"m":\n{"m": 2}\n{ROW}', None),
+        ('{\n "m": "}", "l": "\\"{["\n}\n{ROW}\nbye', ["{", ' "m": "}", "l": "\\"{["', "}", "bye"]),
     ],
 )
 def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, capfd, text, logged):
@@ -471,11 +475,20 @@ def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, ca
     assert logged is None or said == [f"item 17 | {line}" for line in logged]
 
 
-@pytest.mark.parametrize("text", ['{"m": 1,\n', "void f()\n{\n  g();\n}\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        10_000 * '{"m": 1,\n',
+        10_000 * "void f()\n{\n  g();\n}\n",
+        10_000 * '{"m":\n',
+        '{"m": [{' + 10_000 * "\n},\n{" + "}]}\n",
+    ],
+    ids=["begun", "functions", "nested", "closed"],
+)
 def test_lines_that_begin_objects_are_read_once(text):
     found = printed.Printed({"n": Array("int32")}, process.ToLog(""))
     started = time.process_time()
-    found.take(10_000 * text.encode() + b'};\n{"n": 1}\n')
+    found.take(text.encode() + b'};\n{"n": 1}\n')
     assert found.row() == {"n": 1}
     assert time.process_time() - started < 3
 
@@ -730,16 +743,19 @@ def test_a_daemon_that_holds_the_pipes_is_not_waited_for_long(one, tmp_path, mon
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_an_answer_without_end_is_bounded(one, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("for _ in range(40): sys.stdout.write('x' * (1 << 16))", "a line of stdout"),
+        ("while True: sys.stdout.write('x' * (1 << 16))", "a line of stdout"),
+        ("print('{')\nwhile True: print('\"m\": \"' + 'x' * 9999 + '\",')", "an object on stdout"),
+    ],
+)
+def test_an_answer_without_end_is_bounded_and_not_waited_for(one, monkeypatch, code, what):
+    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
     monkeypatch.setattr(printed, "MAX_BYTES", 1 << 20)
-    [error] = one("import sys\nfor _ in range(40): sys.stdout.write('x' * (1 << 16))")(items("a"))
-    assert "stdout has more than 1 MiB" in str(error)
-
-
-def test_an_answer_that_never_ends_is_not_waited_for(one, monkeypatch):
-    monkeypatch.setattr(printed, "MAX_BYTES", 1 << 20)
-    [error] = one("import sys\nwhile True: sys.stdout.write('x' * (1 << 16))")(items("a"))
-    assert "stdout has more than 1 MiB" in str(error)
+    [error] = one(f"import sys\n{code}")(items("a"))
+    assert f"{what} has more than 1 MiB" in str(error)
 
 
 def test_a_node_without_the_program_fails_as_it_loads(tmp_path, monkeypatch):

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmgpu.shards.columns import Array, Column
-from slurmgpu.workloads.command.process import MAX_BYTES, OutputError, ToLog
+from slurmgpu.workloads.command.process import MAX_BYTES, Lines, OutputError, ToLog
 
-_OPENS = re.compile(rb'\s*\{\s*(?:"|\}|$)')
-"""How a JSON object begins; a dictionary as Python prints it begins otherwise."""
-_NUMBER = re.compile(rb"\s*(?:-?(?:\d|NaN|Infinity)|true|false)")
-_LINE_ENDS = re.compile(r"[^\S\n]*(?:\n|\Z)")
+_JSON = json.JSONDecoder()
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+"""A string of JSON, which ends on its line."""
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
+_NOTHING, _NUMBER, _TEXT, _OBJECT, _ROW = range(5)
+"""Kinds of what is printed: a number alone, other lines, objects with other columns, and those with the columns."""
 
 
 class Printed:
@@ -28,48 +29,45 @@ class Printed:
     def __init__(self, columns: Mapping[str, Column], log: ToLog) -> None:
         self._columns = columns
         self._log = log
-        self._parts: list[bytes] = []
-        self._n_bytes = 0
+        self._lines = Lines()
         self._open: list[bytes] = []
-        self._number = self._last = b""
-        self._has_others = False
-        self._held: dict[bool, tuple[dict[str, Any], bytes]] = {}
-        self._n_objects = {True: 0, False: 0}
+        """The lines of an object that has not ended."""
+        self._depth = self._n_bytes = self._n_read = 0
+        """Of these lines: open brackets, bytes, and the bytes that they had when they were last read."""
+        self._last = b""
+        """The last of the other lines."""
+        self._kind, self._n_found = _NOTHING, 0
+        """The greatest kind that was printed, and how many objects of it."""
+        self._held: tuple[dict[str, Any], bytes] | None = None
+        """What is the row if no other of its kind, or of a greater one, comes; and its text."""
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes; OutputError at a line, or an object, of more than MAX_BYTES."""
-        first, *others = chunk.split(b"\n")
-        self._add(first)
-        for part in others:
-            self._end_line()
-            self._add(part)
+        self._lines.take(chunk)
+        while self._lines.whole:
+            self._take_line(self._lines.whole.popleft())
 
     def end(self) -> None:
-        """Take what is left of a line."""
-        if self._parts:
-            self._end_line()
-        if self._open and not self._take_object(b"\n".join(self._open)):
-            self._take_apart(is_end=True)
-        self._open = []
+        """Take what is left of a line, and of an object that has no end."""
+        self.take(b"\n")
+        while self._open:
+            self._read(is_end=True)
+            self.take(b"")
         self._log.end()
 
     def row(self, *, is_logged: bool = False) -> dict[str, Any]:
         """The row, which goes to the log as well if it `is_logged`; OutputError if there is none, or more than one."""
         self.end()
-        fits = bool(self._n_objects[True])
-        if self._n_objects[fits] == 1:
-            found, text = self._held.pop(fits)
-            self._pass_on_held()
+        if self._held is not None:
+            found, text = self._held
             if is_logged:
                 self._pass_on(text)
                 self._log.end()
             return found
-        if self._number and not self._has_others:
-            return {name: json.loads(self._number) for name in self._columns}
         shown = ", ".join(f'"{each}": …' for each in self._columns)
-        if n_objects := self._n_objects[fits]:
-            which = "with these columns" if fits else "with other columns"
-            raise OutputError(f"stdout has {n_objects:,} JSON objects {which}; expected one, {{{shown}}}")
+        if self._n_found:
+            which = "with these columns" if self._kind == _ROW else "with other columns"
+            raise OutputError(f"stdout has {self._n_found:,} JSON objects {which}; expected one, {{{shown}}}")
         last = self._last[:80].decode(errors="replace").strip()
         seen = f"; its last line is {last!r}" if last else ""
         if _OF_PYTHON.match(self._last):
@@ -80,144 +78,114 @@ class Printed:
         """The end of what was printed; all of it goes to the log."""
         self.end()
         self._pass_on_held()
+        self._log.end()
         return self._log.tail()
 
     def headline(self, *, of_error: bool) -> str:
         """The line of it that tells most."""
         return self._log.headline(of_error=of_error)
 
-    def _add(self, part: bytes) -> None:
-        self._n_bytes += len(part)
-        if self._n_bytes > MAX_BYTES:
-            raise OutputError(f"stdout has more than {MAX_BYTES >> 20} MiB in a line or an object")
-        if part:
-            self._parts.append(part)
-
-    def _end_line(self) -> None:
-        line, self._parts = b"".join(self._parts), []
+    def _take_line(self, line: bytes) -> None:
+        """Take a line; it is held back where an object begins, until that ends or is none."""
+        text = line if self._open else _shown(line)
         if not self._open:
-            self._open = self._take_line(line)
-        else:
-            self._open.append(line)
-            n_lines = len(self._open)
-            may_end = line.rstrip() == _indent(self._open[0]) + b"}"
-            if may_end or n_lines & (n_lines - 1) == 0:  # seldom enough to cost no more than the lines themselves
-                text = b"\n".join(self._open)
-                if may_end and self._take_object(text):
-                    self._open = []
-                elif not _is_cut(text):
-                    self._take_apart()
-        if not self._open:
-            self._n_bytes = 0
-
-    def _take_line(self, line: bytes) -> list[bytes]:
-        """Take a line; what it has of an object that further lines may end is not taken, and given back."""
-        # Behind a byte order mark, or a bar that was written over.
-        text = line.removeprefix(b"\xef\xbb\xbf").rstrip().rpartition(b"\r")[2]
-        if not text.strip() or (_OPENS.match(text) and self._take_object(text)):
-            return []
-        if _OPENS.match(text) and _is_cut(text):
-            return [text]
-        self._take_other(line)
-        return []
-
-    def _take_apart(self, *, is_end: bool = False) -> None:
-        """Take lines that are no object as a whole, until one that further lines may end: there are none at the end."""
-        lines, self._open = self._open, []
-        text = b"\n".join(lines).decode(errors="surrogateescape")
-        at = done = 0
-        for number, line in enumerate(lines):
-            start, at = at, at + len(line.decode(errors="surrogateescape")) + 1
-            if start < done or not self._take_line(line):
-                continue
-            found, is_cut = _object_at(text, text.index("{", start))
-            if found and self._take_object(text[start:found].encode(errors="surrogateescape")):
-                done = found
-            elif is_cut and number and not is_end:
-                self._open = lines[number:]
-                self._n_bytes = sum(map(len, self._open))
-                return
-            else:
+            if not text.lstrip().startswith(b"{"):
                 self._take_other(line)
+                return
+            self._depth = self._n_bytes = self._n_read = 0
+        self._open.append(line)
+        self._n_bytes += len(line) + 1
+        if self._n_bytes > MAX_BYTES:
+            lines, self._open = self._open, []
+            for each in lines:
+                self._take_other(each)
+            raise OutputError(f"an object on stdout has more than {MAX_BYTES >> 20} MiB")
+        bare = _STRING.sub(b"", text)
+        self._depth += sum(map(bare.count, (b"{", b"["))) - sum(map(bare.count, (b"}", b"]")))
+        # Read where it must end, and while it is open seldom enough to cost no more than the lines themselves.
+        if self._depth <= 0 or self._n_bytes >= 2 * self._n_read:
+            self._n_read = self._n_bytes
+            self._read()
+
+    def _read(self, *, is_end: bool = False) -> None:
+        """Take the object that the open lines are, once it ends; up to where they are no JSON they are other lines.
+
+        So nothing inside of an object that is broken is a row, and no line is read twice but that where one breaks.
+        """
+        text = b"\n".join([_shown(self._open[0]), *self._open[1:]]).decode(errors="surrogateescape")
+        row = None
+        try:
+            found, end = _JSON.raw_decode(text, text.index("{"))
+            n_lines = text.count("\n", 0, end) + 1
+            ends_line = not text[end:].partition("\n")[0].strip()
+            if ends_line and not self._last.endswith(b"},"):  # else it is one of a list
+                row = found, text[:end].encode()
+        except UnicodeEncodeError as error:
+            n_lines = text.count("\n", 0, error.start)
+        except json.JSONDecodeError as error:
+            is_cut = error.pos >= len(text)
+            if is_cut and not is_end:
+                return
+            n_lines = len(self._open) if is_cut else error.lineno - 1
+        except (ValueError, RecursionError):  # a number of thousands of digits, or as many brackets
+            n_lines = len(self._open)
+        n_lines = max(n_lines, 1)
+        if row is None:
+            for line in self._open[:n_lines]:
+                self._take_other(line)
+        else:
+            self._hold(_ROW if self._fits(row[0]) else _OBJECT, *row)
+        self._lines.whole.extendleft(reversed(self._open[n_lines:]))
+        self._open = []
+
+    def _fits(self, found: dict[str, Any]) -> bool:
+        error = found.get("error")  # beside its epoch a number may be the error of a model
+        return (isinstance(error, str) and error != "") or found.keys() - _BESIDE_COLUMNS == self._columns.keys()
 
     def _take_other(self, line: bytes) -> None:
         """Pass on a line that is no object; a number may be the row, if it stays alone."""
-        self._last = line.rstrip().rpartition(b"\r")[2]
-        is_first = not self._has_others and not self._number
-        if is_first and self._is_number(self._last):
-            self._number = self._last
-        else:
-            self._has_others = True
-            self._pass_on_number()
-            self._pass_on(line)
+        if not (shown := _shown(line)):
+            return
+        self._last = shown
+        if self._kind == _NOTHING and (number := self._number(shown)) is not None:
+            self._hold(_NUMBER, dict.fromkeys(self._columns, number), shown)
+            return
+        if self._kind < _TEXT:
+            self._pass_on_held()
+            self._kind, self._n_found = _TEXT, 0
+        self._pass_on(line)
 
-    def _is_number(self, text: bytes) -> bool:
+    def _number(self, text: bytes) -> int | float | None:
         [column, *others] = self._columns.values()
-        if others or not isinstance(column, Array) or _NUMBER.match(text) is None:
-            return False
-        try:
-            return isinstance(json.loads(text), int | float)
-        except ValueError:
-            return False
-
-    def _take_object(self, text: bytes) -> bool:
-        """Hold back what may be the row; False if it is no JSON object, or one of a list of several."""
-        if self._last.endswith(b"},"):
-            return False
+        if others or not isinstance(column, Array):
+            return None
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
-            return False
-        if not isinstance(found, dict):
-            return False
-        error = found.get("error")  # beside its epoch a number may be the error of a model
-        fits = (isinstance(error, str) and error != "") or found.keys() - _BESIDE_COLUMNS == self._columns.keys()
-        self._has_others = True
-        self._n_objects[fits] += 1
-        if fits in self._held or self._n_objects[fits] > 1:
-            self._pass_on(text)
-        else:
-            self._held[fits] = found, text
-        return True
+            return None
+        return found if isinstance(found, int | float) else None
+
+    def _hold(self, kind: int, row: dict[str, Any], text: bytes) -> None:
+        """Hold back what may be the row, and no second one of a kind."""
+        if kind > self._kind:
+            self._pass_on_held()
+            self._kind, self._n_found = kind, 1
+            self._held = row, text
+            return
+        if kind == self._kind:
+            self._n_found += 1
+            self._pass_on_held()
+        self._pass_on(text)
 
     def _pass_on_held(self) -> None:
-        self._pass_on_number()
-        for _, text in self._held.values():
-            self._pass_on(text)
-        self._held = {}
-        self._log.end()
-
-    def _pass_on_number(self) -> None:
-        if self._number:
-            self._pass_on(self._number)
-            self._number = b""
+        if self._held is not None:
+            self._pass_on(self._held[1])
+            self._held = None
 
     def _pass_on(self, line: bytes) -> None:
         self._log.take(line + b"\n")
 
 
-def _indent(line: bytes) -> bytes:
-    return line[: len(line) - len(line.lstrip())]
-
-
-def _object_at(text: str, start: int) -> tuple[int, bool]:
-    """The end of the object that begins in a text, if it ends a line, or 0; and whether it is the text that ends."""
-    try:
-        _, end = json.JSONDecoder().raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        return 0, error.pos >= len(text)
-    except RecursionError:
-        return 0, False
-    return (end if _LINE_ENDS.match(text, end) else 0), False
-
-
-def _is_cut(text: bytes) -> bool:
-    """Whether a text that is no JSON may be the first line of some: what is wrong with it is that it ends."""
-    decoded = text.decode(errors="replace")
-    try:
-        json.loads(decoded)
-    except json.JSONDecodeError as error:
-        return error.pos >= len(decoded)
-    except RecursionError:
-        return False
-    return False
+def _shown(line: bytes) -> bytes:
+    """A line without its end, a byte order mark, and the bars that it was written over."""
+    return line.removeprefix(b"\xef\xbb\xbf").rstrip().rpartition(b"\r")[2]

@@ -215,8 +215,7 @@ class Lines:
         first, *others = chunk.split(b"\n")
         self._add(first)
         for part in others:
-            self.whole.append(b"".join(self._parts))
-            self._parts, self._n_bytes = [], 0
+            self._end_line()
             self._add(part)
 
     def end(self) -> None:
@@ -231,10 +230,15 @@ class Lines:
         return ""
 
     def _add(self, part: bytes) -> None:
+        self._parts.append(part)
         self._n_bytes += len(part)
         if self._n_bytes > MAX_BYTES:
+            self._end_line()
             raise OutputError(f"a line of stdout has more than {MAX_BYTES >> 20} MiB")
-        self._parts.append(part)
+
+    def _end_line(self) -> None:
+        self.whole.append(b"".join(self._parts))
+        self._parts, self._n_bytes = [], 0
 
 
 class Child:
