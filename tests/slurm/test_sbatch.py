@@ -124,11 +124,15 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
 
 
 @pytest.mark.slurm
-def test_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbatch):
+def test_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbatch, monkeypatch):
     folder = project(80)
     slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
-    options = ("--array=0-4", "--gpus-per-node=0", "--cpus-per-task=1")
-    array = sbatch(folder, *options, "--hold", SCRIPTS / "array.sbatch", "run")
+    options = ("--array=0-4", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=600")
+    with monkeypatch.context() as typed_in_a_job:
+        # Of `salloc --gpus=2 --gpus-per-task=2 --mem-per-cpu=200`.
+        for name, value in (("GPUS", "2"), ("GPUS_PER_TASK", "2"), ("MEM_PER_CPU", "200")):
+            typed_in_a_job.setenv(f"SLURM_{name}", value)
+        array = sbatch(folder, *options, "--hold", SCRIPTS / "array.sbatch", "run")
     merges = sbatch(folder, SCRIPTS / "merge.sbatch", "run"), merge_behind(sbatch, folder, array)
     early = folder / f"slurmgpu-merge-{merges[0]}.out"
     wait_until(lambda: early.exists() and "waiting: Slurm has" in early.read_text(), "a merge that is early")
