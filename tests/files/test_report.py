@@ -167,6 +167,8 @@ STOPPED = "stopped by SIGTERM; its shards were given back"
         ("timeout", "deadline", None, True, "timeout"),  # it ended by itself
         ("preempted", None, "cancelled", False, "cancelled"),
         ("preempted", None, "timeout", False, "timeout"),
+        ("preempted", None, "node_fail", False, "node_fail"),  # its node was set down
+        ("timeout", None, "node_fail", False, "node_fail"),
         ("preempted", None, "preempted", True, "preempted"),
         ("preempted", None, None, True, "cancelled"),
         ("preempted", None, None, False, "preempted"),
@@ -181,6 +183,7 @@ def test_whoever_stopped_an_attempt_is_not_told_by_when_that_was(run, own, reaso
     lives = None if slurms is None else {"4711_0": [Life(slurms.upper(), slurms, True, 600, 1, "gpu000")]}
     [row] = [row for row in attempts_of(run, lives) if row["attempt"] == "4711_0.0"]
     assert row["failure"] == expected
+    assert row["bad_node"] == (row["node"] if expected == "node_fail" else None)
     # How much walltime a shard needs is no advice to somebody who cancelled it.
     assert (TOO_LARGE in row["message"]) == (expected == "timeout" and bool(advice))
 
