@@ -181,6 +181,17 @@ def test_attempts_and_the_names_behind_a_failure_are_in_the_order_of_the_tasks(t
     assert "\n  4711_0.0, 4711_1.0, 4711_2.0 and 9 more: crash: gone\n" in printed
 
 
+def test_of_a_run_that_waited_in_vain_for_another_one_the_report_says_so(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
+    run.record_submission({"submission": 1, "after": ["23"]})
+    report = reported(run)
+    waited = "\nno task has started: the array waited for job 23 (--after), and Slurm cancels it where that run stays "
+    show_report(report)
+    assert waited not in capsys.readouterr().out
+    show_report({**report, "attempts": []})
+    assert waited in capsys.readouterr().out
+
+
 def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_items(tmp_path, capsys):
     run = pretend_run(tmp_path / "a run", 300.0)
     report = reported(run, errors=[(3, "item_error: no")])

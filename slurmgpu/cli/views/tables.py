@@ -21,7 +21,14 @@ from slurmgpu.cli.views.state_words import (
     unknown_words,
 )
 from slurmgpu.code.versions import in_words as in_words_of
-from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, versions_in_words
+from slurmgpu.report.attempts import (
+    IDLE_PERCENT,
+    AttemptRow,
+    in_task_order,
+    node_of,
+    of_last_submission,
+    versions_in_words,
+)
 from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
@@ -164,6 +171,13 @@ def _show_next(report: Report) -> None:
     folder = shlex.quote(report["run_dir"])
     again = report.get("resubmit_failed") or f"slurmgpu resubmit {folder} --failed"
     by = "with" if again.startswith("slurmgpu ") else "in Python, with the edited function, by"
+    lines = report["submissions"]
+    if report["resubmit"] and lines and lines[-1].get("after") and not of_last_submission(report["attempts"], lines):
+        jobs = f"{'jobs' if len(lines[-1]['after']) > 1 else 'job'} {', '.join(lines[-1]['after'])}"
+        result(
+            f"\nno task has started: the array waited for {jobs} (--after), and Slurm cancels it where that run stays "
+            "incomplete. Complete that run first."
+        )
     if report["resubmit"]:
         policies = [POLICIES.get(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
