@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -192,12 +191,6 @@ def class_of_job(state: str, exit_code: str = "") -> str | None:
     return next((name for name, policy in POLICIES.items() if state in policy.states), None)
 
 
-SELF_INFLICTED = {
-    *(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
-}
-"""Signals that a process causes itself; SIGKILL and SIGTERM may come from outside."""
-
-
 @contextlib.contextmanager
 def blaming(node: str) -> Iterator[None]:
     """End the process with the exit code of the failure class, if it has one, and name `node` in the log.
@@ -219,9 +212,3 @@ def describe_exit(returncode: int, *, was_done: bool = False) -> str:
     if number := signal_of(returncode):
         return f"died by {name_of_signal(number)}"
     return f"exited with code {returncode}" + ("" if was_done else " before its work was done")
-
-
-def is_self_inflicted(returncode: int) -> bool:
-    """Whether a process ended by itself (a segfault, an exit) rather than being killed from outside."""
-    number = signal_of(returncode)
-    return number == 0 or number in SELF_INFLICTED

@@ -8,8 +8,9 @@ from collections.abc import MutableMapping, Sequence
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history, write_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES, describe_exit, is_self_inflicted
+from slurmgpu.run.failures import POLICIES, describe_exit
 from slurmgpu.run.records import Death
+from slurmgpu.util.exit_codes import is_self_inflicted
 
 log = logging.getLogger(__name__)
 

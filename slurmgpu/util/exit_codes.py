@@ -1,8 +1,16 @@
-"""The signals by which processes have ended."""
+"""The signals by which processes have ended, and which of them are their own doing."""
 
 from __future__ import annotations
 
 import signal
+
+SELF_INFLICTED = {
+    *(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
+}
+"""Signals that a process causes itself; SIGKILL and SIGTERM may come from outside.
+
+SIGTRAP is __builtin_trap of C on ARM, which is SIGILL on x86.
+"""
 
 
 def signal_of(code: int) -> int:
@@ -16,3 +24,9 @@ def name_of_signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def is_self_inflicted(code: int) -> bool:
+    """Whether a process ended by itself (a segfault, an exit) rather than being killed from outside."""
+    number = signal_of(code)
+    return number == 0 or number in SELF_INFLICTED

@@ -559,7 +559,7 @@ DIES = "import os, sys\nwith open('calls', 'a') as file: file.write('x')\n"
 DIES += "if os.path.getsize('calls') <= {n}: os.kill(os.getpid(), {number})\nprint('{{\"n\": 1}}')"
 
 
-@pytest.mark.parametrize(("number", "n_calls"), [(11, 2), (9, 4)])
+@pytest.mark.parametrize(("number", "n_calls"), [(11, 2), (5, 2), (9, 4)])
 def test_an_item_that_kills_its_process_is_tried_until_that_is_no_chance(one, tmp_path, monkeypatch, number, n_calls):
     monkeypatch.setattr(process, "SETTLE_S", 0.0)
     assert one(DIES.format(n=n_calls - 1, number=number))(items("a")) == [{"n": 1}]

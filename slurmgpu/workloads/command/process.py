@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
-from slurmgpu.util.exit_codes import name_of_signal, signal_of
+from slurmgpu.util.exit_codes import is_self_inflicted, name_of_signal, signal_of
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS
 from slurmgpu.util.shared_files import is_transient
@@ -55,8 +55,6 @@ LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
 LOG_BYTES = 16 << 20
 """How much of what a call prints goes to the log, of stdout and of stderr each."""
-
-SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 
 
 class CallFailedError(ItemError):
@@ -391,7 +389,7 @@ class Child:
         """Why it failed, from its exit code and the end of what it printed."""
         number = signal_of(code)
         name = name_of_signal(number) if number else ""
-        if number and number not in SELF_INFLICTED:
+        if not is_self_inflicted(code):
             time.sleep(SETTLE_S)
         said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")
         return DiedError(self._explained(said, of_error=True), said, code, self.err.raised())

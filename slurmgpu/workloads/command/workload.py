@@ -24,6 +24,7 @@ from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBr
 from slurmgpu.shards.column_types import columns_of
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.exceptions import message_of
+from slurmgpu.util.exit_codes import is_self_inflicted
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
@@ -33,7 +34,6 @@ from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, c
 from slurmgpu.workloads.command.printed import Printed
 from slurmgpu.workloads.command.process import (
     OF_GPUS,
-    SELF_INFLICTED,
     CallFailedError,
     Child,
     DiedError,
@@ -223,9 +223,10 @@ class Command:
                 return call()
             except CallFailedError as error:
                 self._blame(error, is_alone=is_alone)
-                number = error.signal if isinstance(error, DiedError) else 0
-                weight += 1.0 if number in SELF_INFLICTED else 0.5
-                if not number or not is_alone or weight >= ENOUGH_DEATHS:
+                if not (isinstance(error, DiedError) and error.signal and is_alone):
+                    raise
+                weight += 1.0 if is_self_inflicted(error.code) else 0.5
+                if weight >= ENOUGH_DEATHS:
                     raise
                 log.warning("%s; trying it again", str(error).partition("\n")[0])
 
