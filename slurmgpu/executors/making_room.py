@@ -23,7 +23,7 @@ MAKING_S = 60.0
 """A run that was made before, and is not submitted, is not being submitted any more."""
 
 
-def check_room(folder: Path, kind: str = "probe") -> Run | None:
+def check_room(folder: Path, kind: str) -> Run | None:
     """The earlier probe or look at `folder`, if any; SlurmGPUError for anything else, and if it may be at work."""
     if folder.is_symlink():
         raise SlurmGPUError(
@@ -91,7 +91,7 @@ def remove_left(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def make_room(folder: Path, kind: str = "probe") -> None:
-    """Remove an earlier probe or look at `folder`; SlurmGPUError as `check_room`."""
-    with room(folder, kind):
+def make_room(folder: Path) -> None:
+    """Remove an earlier probe at `folder`; SlurmGPUError as `check_room`."""
+    with room(folder):
         pass

@@ -17,7 +17,7 @@ TIMEOUT_S = 1800.0
 """A tracker that cannot be reached must not keep the merge job for ever."""
 
 
-def track(run: Run, timeout_s: float = TIMEOUT_S) -> None:
+def track(run: Run) -> None:
     """Send what was logged to the trackers of the run file, if it names any; a failure costs a warning.
 
     Relative paths are relative to the run file. Its output goes to stderr: a merge's stdout may be JSON.
@@ -37,10 +37,10 @@ def track(run: Run, timeout_s: float = TIMEOUT_S) -> None:
         start_new_session=True,
     )
     try:
-        code = process.wait(timeout_s)
+        code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         end_session(process)
-        log.warning("sending to trackers took longer than %.0f s, and was ended. To go on: %s", timeout_s, typed)
+        log.warning("sending to trackers took longer than %.0f s, and was ended. To go on: %s", TIMEOUT_S, typed)
     except BaseException:
         end_session(process)
         raise

@@ -22,6 +22,8 @@ TAIL_BYTES = 1 << 22
 """The longest tail of a file, however few lines that is."""
 SEARCH_BYTES = 1 << 20
 """The block size for searches by content."""
+MATCH_BYTES = 64
+"""Bytes read beyond it, for a match that begins at its end."""
 FIRST_BYTES, PROBE_BYTES = 1 << 13, 1 << 17
 """The first and the later block sizes when searching for a dated line."""
 STAMP_BYTES = 200
@@ -119,13 +121,13 @@ def line_number(path: Path, offset: int) -> int:
 # By time
 
 
-def time_start(path: Path, when: float, zone: float | None = None, *, since: float = 0.0, start: int = 0) -> int:
+def time_start(path: Path, when: float, *, since: float = 0.0, start: int = 0) -> int:
     """The offset of the first line from the time `when` on, not before `start`; the file's size if there is none.
 
     Uses bisection, also around long stretches without times. `since` is the start of the writer: times more than a day
     earlier are taken for text.
     """
-    clock = Clock(zone_of(path) if zone is None else zone, since - DAY_S)
+    clock = Clock(zone_of(path), since - DAY_S)
     with contextlib.suppress(OSError), open_file(path) as file:
         end = file.seek(0, os.SEEK_END)
         return _time_start(file, when, clock, min(start, end), end)
@@ -217,16 +219,14 @@ def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: boo
                 at = block.rfind(words, 0, at + more) if backwards else block.find(words, at + 1)
 
 
-def matches_of(
-    path: Path, pattern: re.Pattern[bytes], start: int, stop: int, *, max_bytes: int = 64
-) -> Iterator[tuple[int, re.Match[bytes]]]:
-    """The matches of a pattern, of no more than `max_bytes` each, in a part of a file, and where they begin."""
+def matches_of(path: Path, pattern: re.Pattern[bytes], start: int, stop: int) -> Iterator[tuple[int, re.Match[bytes]]]:
+    """The matches of a pattern, of no more than MATCH_BYTES each, in a part of a file, and where they begin."""
     with contextlib.suppress(OSError), open_file(path) as file:
         for begin in range(start, stop, SEARCH_BYTES):
             if _is_late():
                 return
             file.seek(begin)
-            for match in pattern.finditer(file.read(min(SEARCH_BYTES + max_bytes, stop - begin))):
+            for match in pattern.finditer(file.read(min(SEARCH_BYTES + MATCH_BYTES, stop - begin))):
                 if match.start() < SEARCH_BYTES:
                     yield begin + match.start(), match
 

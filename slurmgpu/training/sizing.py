@@ -95,7 +95,7 @@ def flops_per_sample(mode: Mode, batch: Any, n: int) -> float:
         return float("nan")
 
 
-def peak_memory(device: torch.device, place: Place, before: int = 0) -> int:
+def peak_memory(device: torch.device, place: Place, before: int) -> int:
     """The largest memory of any process, and of `before`: GPU memory, or a CPU's resident set; called by all ranks."""
     if device.type == "cuda":
         own = torch.cuda.max_memory_allocated(device)

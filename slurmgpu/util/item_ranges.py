@@ -33,10 +33,10 @@ def parse_item_ranges(text: str, n_items: int, of: str, *, clip: bool = False) -
     return found
 
 
-def ranges_said(ranges: Sequence[tuple[int, int]], most: int = 8) -> str:
-    """Ranges (start, stop) as words, such as `1, 5 to 6`; of many the first ones."""
-    said = ", ".join(str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in ranges[:most])
-    return said + ", …" * (len(ranges) > most)
+def ranges_said(ranges: Sequence[tuple[int, int]]) -> str:
+    """Ranges (start, stop) as words, such as `1, 5 to 6`; of many the first eight."""
+    said = ", ".join(str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in ranges[:8])
+    return said + ", …" * (len(ranges) > 8)
 
 
 def _range(text: str, n_items: int, of: str, *, clip: bool) -> tuple[int, int]:

@@ -139,7 +139,7 @@ def read_with_status(path: os.PathLike[str] | str) -> tuple[bytes, os.stat_resul
     return retried(lambda: _read(path, MANY_BYTES))
 
 
-def read_own(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES) -> bytes:
+def read_own(path: os.PathLike[str] | str, *, max_bytes: int) -> bytes:
     """The content of a regular file that only this user or root can have written; else UnusableFileError."""
     return retried(lambda: _read(path, max_bytes, own=True))[0]
 

@@ -15,7 +15,6 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -67,8 +66,9 @@ class Group:
     _turn: int = 0
 
     @classmethod
-    def of_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Group:
+    def of_environment(cls) -> Group:
         """The group that the launcher made, else a group of one. The process dies with its launcher."""
+        environ = os.environ
         launcher, secret = environ.pop(LAUNCHER, None), environ.pop(GROUP_SECRET, "")
         if launcher is None:
             return cls()  # RANK etc. may have another meaning here

@@ -74,7 +74,7 @@ class RunList(TypedDict):
     notes: list[str]
 
 
-def list_runs(folder: Path, now: float | None = None) -> RunList:
+def list_runs(folder: Path) -> RunList:
     """The runs under a folder, latest activity first: what `list --json` prints."""
     folder = expanded(folder).absolute()
     if not folder.is_dir():
@@ -82,8 +82,8 @@ def list_runs(folder: Path, now: float | None = None) -> RunList:
     notes: Counter[str] = Counter()
     opened = {path: _open(path) for path in _once(folder, find_runs(folder, notes))}
     jobs = _ask_queues([run for run in opened.values() if isinstance(run, Run)], notes)
-    moment = time.time() if now is None else now
-    rows = [_row(path, run, jobs, moment) for path, run in opened.items()]
+    now = time.time()
+    rows = [_row(path, run, jobs, now) for path, run in opened.items()]
     rows.sort(key=lambda row: (row["age_s"] is None, row["age_s"], row["run_dir"]))
     return {
         "format": LIST_FORMAT,

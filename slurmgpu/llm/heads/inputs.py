@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
 from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
-from slurmgpu.llm.prompts.codec import MARK, TURNS, Codec, PromptError
+from slurmgpu.llm.prompts.codec import MARK, TURNS, Codec, PromptError, refuse_surrogates
 from slurmgpu.llm.prompts.truncation import shorten
 
 STEP, END = "\ufdd1", "\ufdd2"
@@ -94,7 +94,7 @@ class HeadCodec:
     def _pair(self, asked: HeadInput, second: str) -> Encoded:
         # Both texts are plain, also where they look like special tokens.
         first = _with_system(asked)
-        _check_unicode(first + second)
+        refuse_surrogates(first + second)
         whole = self._tokenizer(first, second, split_special_tokens=True, return_token_type_ids=True)
         n_cut = max(0, len(whole["input_ids"]) - self._context) if self._cut else 0
         if n_cut:
@@ -147,7 +147,7 @@ class HeadCodec:
 
     def _pieces(self, text: str) -> list[int]:
         """The tokens of a text with marks, without the tokenizer's own at its ends."""
-        _check_unicode(text)
+        refuse_surrogates(text)
         return [
             token
             for piece in text.split(MARK)
@@ -180,12 +180,3 @@ def _with_system(asked: HeadInput) -> str:
 
 def _quoted(text: str) -> tuple[tuple[int, int], ...]:
     return text.quoted if isinstance(text, Composed) else ((0, len(text)),)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the text has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
-        ) from error

@@ -127,12 +127,13 @@ class Quotes:
         return MARK.join([*pieces, text[end:]])
 
 
-def _refuse_surrogates(text: str) -> None:
+def refuse_surrogates(text: str) -> None:
+    """Raise PromptError for a text that is none, for which a tokenizer raises a TypeError."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # for which a tokenizer raises a TypeError
+    except UnicodeEncodeError as error:
         raise PromptError(
-            f"the prompt has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
+            f"the text has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is not text"
         ) from error
 
 
@@ -331,7 +332,7 @@ class Codec:
 
     def parts(self, text: str) -> list[str]:
         """The texts between marks, which are tokenised one by one."""
-        _refuse_surrogates(text)
+        refuse_surrogates(text)
         return text.split(MARK)
 
     def begin(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
