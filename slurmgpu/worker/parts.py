@@ -9,22 +9,21 @@ they cannot be used; another task leaves the item then.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmgpu.errors import Interrupted
 from slurmgpu.run.claims import PARTING_PATIENCE_S, RENEWALS_PER_LEASE, UNOWNED, UNREADABLE, Claim, Claims, Watch
+from slurmgpu.run.counters import counting
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import beside, write_bytes
 from slurmgpu.util.chance import CHANCE
@@ -273,7 +272,9 @@ class _Stage:
         began = time.monotonic()
         try:
             if (values := _read(self._path(number), size)) is None:
-                with self._renewed(number):
+                # So others see this process live; a renewal that fails is tried again soon.
+                renew = functools.partial(self._claims.renew, number, self._parts.claim)
+                with counting(renew, self._lease_s / RENEWALS_PER_LEASE, "claim of a part"):
                     content = content_of(number)
                     found[number] = json.loads(content)
                     _of_files(lambda: self._publish(number, size, content))
@@ -301,26 +302,6 @@ class _Stage:
 
         if not retried(put, self._lease_s) and _read(path, size) is None:
             write_bytes(path, signed, durable=False, patience_s=self._lease_s)
-
-    @contextlib.contextmanager
-    def _renewed(self, number: int) -> Iterator[None]:
-        """Renew the claim of a part meanwhile, so that others see this process live."""
-        done = threading.Event()
-
-        def renew() -> None:
-            while not done.wait(self._lease_s / RENEWALS_PER_LEASE):
-                try:
-                    self._claims.renew(number, self._parts.claim)
-                except OSError as error:  # tried again soon; a stale claim has its part computed twice
-                    log.debug("the claim of part %d is not renewed: %s", number, error)
-
-        thread = threading.Thread(target=renew, name="claim of a part", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
 
 
 def _of_files(operation: Callable[[], T]) -> T:
