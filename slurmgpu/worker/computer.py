@@ -499,9 +499,7 @@ class Computer:
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
-            if self.kept:
-                row = {**row, **self._kept_of[item.index]}
-            return convert_row(self.columns, row)
+            return convert_row(self.columns, {**row, **self._kept_of[item.index]} if self.kept else row)
         except Exception as error:  # a row or a value of a user's class may raise any
             is_misfit = isinstance(error, ValueError)
             said = message_of(error) if is_misfit else described(error)

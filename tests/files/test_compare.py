@@ -51,6 +51,14 @@ def test_equal_runs_are_equal_however_their_shards_lie(slurmgpu, tmp_path, one):
     assert package.compare(one, other).equal
 
 
+def test_of_runs_without_a_common_row_none_is_said_to_be_equal(slurmgpu, tmp_path, one):
+    other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)])
+    for path in (other / "merged.h5", *(other / "shards").glob("*.h5")):
+        path.unlink()
+    done = slurmgpu("compare", one, other, expect=1)
+    assert "No row is in both." in done.stdout
+
+
 def test_rows_that_differ_are_named_with_both_values(slurmgpu, tmp_path, one):
     changed = {
         3: row(3, score=0.75 + 1e-7),

@@ -493,6 +493,16 @@ def test_lines_that_begin_objects_are_read_once(text):
     assert time.process_time() - started < 3
 
 
+def test_what_a_program_writes_beside_the_columns_is_explained_unless_a_name_may_be_mistyped():
+    command = Command(run=["program", "{text}"], columns={"n": "int32"})
+    told = command.explain_misfit({"n": 1, "words": ["a"], "loss": 0.5})
+    assert told == (
+        'Do not write it, or add "words" = "json", "loss" = "float64" to the columns and submit again, into another '
+        "run directory."
+    )
+    assert command.explain_misfit({"m": 1}) == command.explain_misfit({"n": "one"}) == ""
+
+
 def test_the_row_of_a_long_call_is_in_the_log_as_it_may_not_fit_the_columns(one, capfd, monkeypatch):
     monkeypatch.setattr(workload, "LONG_CALL_S", 0.0)
     assert one("print('{\"n\": null}')")(items("a")) == [{"n": None}]

@@ -371,6 +371,13 @@ def test_a_wrong_row_names_workload_column_and_item(rows, said):
     assert re.search(said, message)
 
 
+def test_a_workload_explains_a_row_as_it_returned_it_without_kept_fields():
+    workload = Recorder(lambda items: [{"x": 1.0, "z": 2}])
+    workload.explain_misfit = lambda row: f"it has {', '.join(row)}"
+    computed = compute(workload, n=1, columns={**COLUMNS, "given": Json()}, kept={"given": "x"})
+    assert failures(computed)[0].message.endswith("column 'z' is not declared. Known: given, x. it has x, z")
+
+
 def test_a_wrong_number_of_rows_fails_the_whole_batch_and_hides_in_no_smaller_one():
     workload = Recorder(lambda items: [{"x": 1.0}])
     computed = compute(workload, n=8)

@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+from rich.console import Console
 
 from slurmgpu.cli.views.state_words import failure_words
 from slurmgpu.cli.views.tables import show_report, show_status
@@ -342,3 +343,16 @@ def test_every_command_does_without_damaged_records(project, slurmgpu):
     assert json.loads((run / "report.json").read_text())["damaged_records"] == [path.stem, "torn_0.0"]
     slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
     assert json.loads((run / "report.json").read_text())["complete"]
+
+
+def test_a_terminal_that_is_too_narrow_for_a_table_shows_each_attempt_as_a_line(tmp_path, monkeypatch, capsys):
+    run = pretend_run(tmp_path / "run", 600)
+    report, cells = reported(run), [f"{name} " for name in ("attempt", "node", "GPUs", "items", "host GB", "end")]
+    for width in (200, 80, 50, 20):
+        monkeypatch.setattr("slurmgpu.cli.views.tables.wide_console", lambda width=width: Console(width=width))
+        show_report(report)
+        told = capsys.readouterr().out
+        assert all(row["attempt"] in told and row["node"] in told for row in report["attempts"])
+        lines = [line for line in told.splitlines() if line.startswith(f"attempt {report['attempts'][0]['attempt']}, ")]
+        assert all(cell in line for line in lines for cell in cells)
+        assert len(lines) == (width < 80)

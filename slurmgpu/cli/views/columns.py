@@ -32,7 +32,7 @@ def show_table(console: Console, names: Columns, columns: Columns, more: Columns
     """Print `columns`, `more` and `end` as one table; in a narrow terminal `more` becomes a second table."""
     names, columns, more, end = map(_plain, (names, columns, more, end or {}))
     whole = {**columns, **more, **end}
-    if not more or _width(whole, 1) <= console.width:
+    if not more or _width(whole, 1) <= console.width or _is_too_wide(console, {**columns, **end}):
         _print(console, whole)
         return
     _print(console, {**columns, **end})
@@ -83,12 +83,22 @@ def _known(*columns: tuple[str, Sequence[Any], Callable[[Sequence[Any]], list[st
 
 
 def _print(console: Console, columns: Columns) -> None:
-    """Print a table without cutting anything: in a narrow terminal, text folds."""
+    """Print a table without cutting anything: in a narrow terminal, text folds; in a narrower one, rows are lines."""
     for gap in (2, 1):
         if _width(columns, gap) <= console.width:
             console.print(_unfolded(columns, gap))
             return
-    console.print(_folded(columns))
+    if not _is_too_wide(console, columns):
+        console.print(_folded(columns))
+        return
+    for row in zip(*columns.values(), strict=True):
+        told = [f"{name} {cell}" for name, cell in zip(columns, row, strict=True) if cell]
+        console.print(", ".join(told), markup=False, soft_wrap=True)
+
+
+def _is_too_wide(console: Console, columns: Columns) -> bool:
+    """Whether a table would have to cut cells though its text folds."""
+    return _width({name: [] if name in FOLDING else cells for name, cells in columns.items()}, 1) > console.width
 
 
 def _plain(columns: Columns) -> Columns:

@@ -36,6 +36,8 @@ def show_comparison(found: Comparison) -> None:
         f"\n{of_rows} {'differs' if found.n_different == 1 else 'differ'}."
         if found.n_different
         else f"\nNo row of {found.n_common:,} in both differs."
+        if found.n_common
+        else "\nNo row is in both."
     )
     if list(found.columns) == ["error"] and (found.a.only_columns or found.b.only_columns):
         result("No column is in both: only errors were compared.")

@@ -6,6 +6,7 @@ The placeholders in `run` say how it is called: for one item, for a slice of the
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from slurmgpu.code import importer
 from slurmgpu.code.locator import is_others
 from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
-from slurmgpu.shards.column_types import columns_of
+from slurmgpu.shards.column_types import columns_of, types_of_rows
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.exit_codes import is_self_inflicted
@@ -195,6 +196,20 @@ class Command:
                 self._stream.start()
             except (CallFailedError, WorkloadError) as error:
                 raise SlurmGPUError(str(error)) from error
+
+    def explain_misfit(self, row: Mapping[str, object]) -> str:
+        """A sentence for a row with names that are no columns: how they become some."""
+        if not self.columns.keys() <= row.keys():
+            return ""  # one of the names may be mistyped
+        unknown = {name: value for name, value in row.items() if name not in self.columns}
+        try:
+            types = {name: kind or "json" for name, kind in types_of_rows([unknown]).items()}
+        except SlurmGPUError:
+            return ""
+        if not types:
+            return ""
+        line = ", ".join(f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(kind)}" for name, kind in types.items())
+        return f"Do not write it, or add {line} to the columns and submit again, into another run directory."
 
     def __call__(self, items: Sequence[Item]) -> list[Answer]:
         """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
