@@ -569,7 +569,7 @@ def _packed(
         )
     loads = load is not None or plan.settings.get("load") is not None
     code_functions.check(function, load, loads=loads)
-    return code_functions.pack(given, Path(plan.search_path))
+    return code_functions.pack(given, Path(plan.search_path), plan.settings.get("argv"))
 
 
 def _nothing_to_compute(run: Run, failed: bool) -> SlurmGPUError:

@@ -29,6 +29,7 @@ from typing import Any
 from slurmgpu.code import pickling
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.pickling import CannotPickleError
+from slurmgpu.code.value_digest import digest_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Pickled
@@ -68,8 +69,9 @@ class Packed:
 
     @property
     def record(self) -> Pickled:
-        """The digest of the pickle, and the version of Python that can read it."""
-        return {"sha256": hashlib.sha256(self.content).hexdigest(), "python": minor_version()}
+        """The digests of the pickle and of the functions, and the version of Python that can read it."""
+        pickle_digest = hashlib.sha256(self.content).hexdigest()
+        return {"sha256": pickle_digest, "python": minor_version(), "same": self.digest}
 
 
 def minor_version() -> str:
@@ -157,17 +159,19 @@ def _refuse_secrets(arguments: Sequence[str], file: str) -> None:
             )
 
 
-def pack(functions: Mapping[str, Callable[..., Any] | None], folder: Path) -> Packed:
-    """A pickle of functions by their roles, which a fresh process has read.
+def pack(
+    functions: Mapping[str, Callable[..., Any] | None], folder: Path, arguments: Sequence[str] | None = None
+) -> Packed:
+    """A pickle of functions by their roles, which a fresh process has read, with the command line that tasks have.
 
     SlurmGPUError names the variable that is too large, on a GPU, or that cannot be pickled.
     """
     try:
         pickled = pickling.dumps(dict(functions))
-        digest = pickling.digest_of(dict(functions))
+        digest = digest_of(dict(functions))
     except CannotPickleError as error:
         raise SlurmGPUError(_why_not(functions, error)) from error
-    modules = {*_read_in_fresh_process(pickled.content, folder), *pickled.imports}
+    modules = {*_read_in_fresh_process(pickled.content, folder, arguments), *pickled.imports}
     first = next(iter(functions.values()))
     try:
         source = inspect.getsource(first)  # type: ignore[arg-type]  # TypeError is caught
@@ -254,9 +258,9 @@ def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPi
     )
 
 
-def _read_in_fresh_process(content: bytes, folder: Path) -> list[str]:
+def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str] | None) -> list[str]:
     """The user's modules that unpickling imports; SlurmGPUError if a fresh process cannot unpickle."""
-    given = [json.dumps(each) for each in ([str(folder), *sys.path], arguments_read())]
+    given = [json.dumps(each) for each in ([str(folder), *sys.path], arguments)]
     command = [sys.executable, "-m", "slurmgpu.code.functions", *given]
     environ = {**os.environ, "PYTHONPATH": own_python_path(), "PYTHONSAFEPATH": "1"}
     try:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
-import hashlib
 import importlib.util
 import io
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NewType, ParamSpec, TypeVar
+from typing import Any, NewType, ParamSpec
 
 from slurmgpu.util.exceptions import described
 
@@ -24,12 +22,9 @@ if sys.version_info >= (3, 12):
 MOST_BYTES = 10_000_000
 """The largest pickle of a function with the values that it uses: it is read by each worker."""
 _CACHED = type(functools.lru_cache(lambda: None))
-_TRACKER = re.compile(r"[0-9a-f]{32}")
-"""The random number that cloudpickle gives to each class."""
+_PROTOCOL = 4
+"""Of the parts that `reducer` takes objects into: arrays are bytes, where protocol 5 may have buffers."""
 _WITH_VARIABLES = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
-_SIMPLE = (str, bytes, int, float, complex, bool, type(None))
-_OF_PLACE = ("__firstlineno__", "__static_attributes__")
-"""What Python 3.13 adds to a class: its line, and names in the order of a set."""
 
 
 class CannotPickleError(Exception):
@@ -49,15 +44,20 @@ class Pickled:
     imports: frozenset[str]
 
 
-class _Bounded(io.BytesIO):
-    """A file in memory that refuses to grow beyond MOST_BYTES, less what was `spent` on others."""
+@dataclass(frozen=True)
+class _Seen:
+    """What a pickler meets: code, the modules that it imports, and the packages of code by its id."""
 
-    def __init__(self, spent: int = 0) -> None:
-        super().__init__()
-        self._spent = spent
+    codes: list[CodeType]
+    imports: set[str]
+    packages: dict[int, str | None]
+
+
+class _Bounded(io.BytesIO):
+    """A file in memory that refuses to grow beyond MOST_BYTES."""
 
     def write(self, data: Any) -> int:
-        if self._spent + self.tell() + memoryview(data).nbytes > MOST_BYTES:
+        if self.tell() + memoryview(data).nbytes > MOST_BYTES:
             raise _TooLargeError(f"has more than {MOST_BYTES // 10**6} MB")
         return super().write(data)
 
@@ -77,43 +77,46 @@ def name_of(function: Callable[..., Any]) -> str | None:
 
 def dumps(value: Any) -> Pickled:
     """A pickle of a value; CannotPickleError if there is none."""
-    return _dumped(value, without_places=False)
-
-
-def digest_of(value: Any) -> str:
-    """A digest of a value that its pickle has: equal in all processes, wherever its code lies in files.
-
-    File names, line numbers, the random numbers of classes and type variables, and the orders of sets do not count.
-    Where the values in sets have more than MOST_BYTES, each with all that it refers to, no other process has an equal
-    one.
-    """
+    file, seen = _Bounded(), _Seen([], set(), {})
     try:
-        content = _dumped(value, without_places=True).content
-    except _TooLargeError:
-        content = dumps(value).content
-    return hashlib.sha256(content).hexdigest()
+        _pickler(file, seen).dump(value)
+    except CannotPickleError:
+        raise
+    except Exception as error:  # any that the user's objects raise
+        raise CannotPickleError(f"cannot be pickled ({described(error)})") from error
+    return Pickled(file.getvalue(), seen.codes, frozenset(seen.imports - {"__main__", "__mp_main__"}))
 
 
-def _dumped(value: Any, *, without_places: bool) -> Pickled:
+def reducer() -> Callable[[Any], Any]:
+    """A function that says how an object which is no plain value is pickled: as `__reduce__`, or its global name."""
+    pickler = _pickler(io.BytesIO(), _Seen([], set(), {}))
+
+    def take_apart(obj: Any) -> Any:
+        if (found := pickler.reducer_override(obj)) is not NotImplemented:
+            return found
+        if (by_kind := pickler.dispatch_table.get(type(obj))) is not None:
+            return by_kind(obj)
+        return obj.__qualname__ if isinstance(obj, type | FunctionType) else obj.__reduce_ex__(_PROTOCOL)
+
+    return take_apart
+
+
+def _pickler(file: io.BytesIO, seen: _Seen) -> Any:
     import cloudpickle  # takes long
 
-    codes: list[CodeType] = []
-    packages: dict[int, str | None] = {}
-    """The packages of code by its id, for relative imports."""
-    imports: set[str] = set()
     if (main := sys.modules.get("__mp_main__")) is not None:  # the script, in a process that it spawned
         cloudpickle.register_pickle_by_value(main)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's is not typed
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, CodeType):
-                codes.append(obj)
-                imports.update(_imported_in(obj, packages.get(id(obj))))
-                made, arguments = self.dispatch_table[CodeType](_placeless(obj) if without_places else obj)
+                seen.codes.append(obj)
+                seen.imports.update(_imported_in(obj, seen.packages.get(id(obj))))
+                made, arguments = self.dispatch_table[CodeType](obj)
                 # cloudpickle 3.1.3 leaves the file's name out, by which errors tell their place.
-                return _code_of_file, (made, arguments, "" if without_places else obj.co_filename)
+                return _code_of_file, (made, arguments, obj.co_filename)
             if isinstance(obj, FunctionType):
-                packages.update(dict.fromkeys(map(id, codes_of(obj)), obj.__globals__.get("__package__")))
+                seen.packages.update(dict.fromkeys(map(id, codes_of(obj)), obj.__globals__.get("__package__")))
             elif isinstance(obj, _CACHED) and name_of(obj) is None:
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
             elif (by_value := _typing_by_value(obj)) is not None:
@@ -126,44 +129,13 @@ def _dumped(value: Any, *, without_places: bool) -> Pickled:
             if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
                 raise CannotPickleError(f"is a tensor on {obj.device}")
             reduced = super().reducer_override(obj)
-            if without_places and isinstance(obj, TypeVar):
-                reduced = self.dispatch_table[TypeVar](obj)
             if isinstance(obj, ModuleType):
-                imports.add(obj.__name__)
+                seen.imports.add(obj.__name__)
             elif reduced is NotImplemented and isinstance(obj, FunctionType | type):  # it is imported by its name
-                imports.add(str(obj.__module__))
-            return _canonical(obj, reduced) if without_places and isinstance(reduced, tuple) else reduced
+                seen.imports.add(str(obj.__module__))
+            return reduced
 
-    class Canonical(Pickler):
-        """Writes of a set its values in an order that does not differ from process to process."""
-
-        def __init__(self, file: _Bounded, within: frozenset[int] = frozenset()) -> None:
-            super().__init__(file)
-            self._within, self._spent = within, 0
-
-        def persistent_id(self, obj: Any) -> Any:
-            if type(obj) not in (set, frozenset):
-                return None
-            # A set that is in a value of its own is not gone through again.
-            keys = [] if id(obj) in self._within else sorted(self._key(each, id(obj)) for each in obj)
-            return type(obj).__name__, keys
-
-        def _key(self, value: Any, owner: int) -> str:
-            if type(value) in _SIMPLE:
-                return f"{type(value).__name__} {value!r}"
-            file = _Bounded(self._spent)
-            type(self)(file, self._within | {owner}).dump(value)
-            self._spent += file.tell()
-            return hashlib.sha256(file.getvalue()).hexdigest()
-
-    file = _Bounded()
-    try:
-        (Canonical if without_places else Pickler)(file).dump(value)
-    except CannotPickleError:
-        raise
-    except Exception as error:  # any that the user's objects raise
-        raise CannotPickleError(f"cannot be pickled ({described(error)})") from error
-    return Pickled(file.getvalue(), codes, frozenset(imports - {"__main__", "__mp_main__"}))
+    return Pickler(file)
 
 
 def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], filename: str) -> CodeType:
@@ -216,23 +188,6 @@ def _typing_by_value(obj: Any) -> tuple[Any, ...] | None:
 def _is_importable(obj: Any) -> bool:
     module = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
     return getattr(module, obj.__name__, None) is obj
-
-
-def _placeless(code: CodeType) -> CodeType:
-    """Code without its file and its lines."""
-    return code.replace(co_filename="", co_firstlineno=1, co_linetable=b"")
-
-
-def _canonical(obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """How a class or a type variable is pickled, without what differs from process to process; others as they are."""
-    if not isinstance(obj, type | TypeVar):
-        return reduced
-    make, arguments, *rest = reduced
-    arguments = tuple("" if isinstance(each, str) and _TRACKER.fullmatch(each) else each for each in arguments)
-    if rest:
-        members, slots = rest[0]
-        rest[0] = {name: value for name, value in members.items() if name not in _OF_PLACE}, slots
-    return (make, arguments, *rest)
 
 
 def to_blame(function: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import TypedDict, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.owners import is_trusted, name_of
-from slurmgpu.run.submissions import Code, CodeAbout, SubmissionLine
+from slurmgpu.run.submissions import Code, CodeAbout, Pickled, SubmissionLine
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
@@ -85,7 +85,7 @@ class Snapshot:
     def digest(self) -> str:
         """The digest of names and syntax trees, which ignores comments and layout, and of functions given since."""
         parts = sorted((file.name, file.digest) for file in self.files)
-        parts += sorted((f"{role}()", each["sha256"]) for role, each in self.about.get("functions", {}).items())
+        parts += sorted((f"{role}()", _known_by(each)) for role, each in self.about.get("functions", {}).items())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
 
     def line(self) -> Code:
@@ -103,6 +103,10 @@ class Snapshot:
         return replace_fields(self, files=tuple(files))
 
 
+def _known_by(given: Pickled) -> str:
+    return given.get("same", given["sha256"])
+
+
 def write(run: Path, snapshot: Snapshot) -> None:
     """Write a snapshot into a run directory atomically; an existing one of the same digest stays."""
     folder = run / FOLDER
@@ -112,8 +116,11 @@ def write(run: Path, snapshot: Snapshot) -> None:
         moved = [
             replace_fields(file, path=places[file.name].path, inside=places[file.name].inside) for file in former.files
         ]
-        if moved != list(former.files):
-            _write_about(about, replace_fields(former, files=tuple(moved)))  # an editable install may have moved
+        given = snapshot.about.get("functions", {})
+        if moved != list(former.files) or given != former.about.get("functions", {}):
+            # An editable install may have moved, and equal functions have another pickle in each process.
+            known: CodeAbout = {**former.about, "functions": given} if given else former.about
+            _write_about(about, replace_fields(former, files=tuple(moved), about=known))
         return
     # This code runs as the user who computes: nobody else may write it, whatever the umask.
     make_folder(folder, 0o755)
@@ -240,7 +247,11 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     for name in sorted(then.keys() - today.keys()):
         found.append(f"{name} is {'gone' if name in gone else 'no longer imported'}")
     of_former, of_now = before.about.get("functions", {}), now.about.get("functions", {})
-    found += [f"`{role}` is another function" for role, each in of_now.items() if of_former.get(role) != each]
+    found += [
+        f"`{role}` is another function"
+        for role, each in of_now.items()
+        if role not in of_former or _known_by(of_former[role]) != _known_by(each)
+    ]
     return found + changed_versions(before.about, now.about)
 
 

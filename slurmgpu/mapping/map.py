@@ -53,9 +53,6 @@ FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
 PROBE_ENDS_S = 3
 """How long the job that merged the probe may take to end."""
 
-SAME = "same"
-"""The key, beside a pickle's SHA-256, of the digest by which a function is known in another process."""
-
 ARGUMENTS = {
     "input": "the argument `items`",
     "run_dir": "the arguments `run_dir` and `name`",
@@ -115,7 +112,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
             n_slots = allocate(asked, None).n_concurrent
             background = open_ones.enter_context(Background(asked.executor, n_slots, functions.MAPPED))
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
-        settings, files, modules = _function(function, load, scratch, base)
+        argv = functions.arguments_read()
+        settings, files, modules = _function(function, load, scratch, base, argv)
         made, settings["items"] = _written(items, scratch)
         if run_dir is not None:
             target = expanded(run_dir)
@@ -127,7 +125,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
             former = _before(target, stem)
         named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
-        settings |= {"argv": argv} if (argv := functions.arguments_read()) is not None else {}
+        settings |= {} if argv is None else {"argv": argv}
         given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
         draft = open_ones.enter_context(
             draft_run(
@@ -187,7 +185,11 @@ def _refuse_given_twice(values: Overrides) -> None:
 
 
 def _function(
-    function: Callable[..., Any], load: Callable[..., Any] | None, scratch: Path, base: Path
+    function: Callable[..., Any],
+    load: Callable[..., Any] | None,
+    scratch: Path,
+    base: Path,
+    argv: Sequence[str] | None,
 ) -> tuple[dict[str, Any], list[Path], Sequence[str]]:
     """The settings that name the functions, files with them for the run directory, and modules that they need."""
     functions.check(function, load, loads=load is not None)
@@ -195,14 +197,14 @@ def _function(
     if names[0] is not None and (load is None or names[1] is not None):
         named = [name.partition(":")[0] for name in names if name is not None]
         return {"function": names[0], "load": names[1]}, [], named
-    packed = functions.pack({"function": function, "load": load}, base)
+    packed = functions.pack({"function": function, "load": load}, base, argv)
     files = [scratch / functions.PICKLE]
     write_bytes(files[0], packed.content, mode=0o600)
     if packed.source is not None:
         files.append(scratch / functions.SOURCE)
         files[1].write_text(packed.source, "utf-8")
     shown = {"function": functions.shown_name(function), "load": None if load is None else functions.shown_name(load)}
-    return {**shown, "pickled": {**packed.record, SAME: packed.digest}}, files, packed.modules
+    return {**shown, "pickled": packed.record}, files, packed.modules
 
 
 def _refuse_other_python(draft: Draft) -> None:
@@ -278,7 +280,7 @@ def _about_former(folder: Path, draft: Draft) -> str:
 def _as_pickled_in(former: Plan, plan: Plan) -> Plan:
     """A plan with the pickle of a former one, if that has the same function: no two processes pickle it alike."""
     then, now = (each.settings.get("pickled", {}) for each in (former, plan))
-    known_by = SAME if SAME in then else "sha256"  # older runs have the digest of the pickle only
+    known_by = "same" if "same" in then else "sha256"  # older runs have the digest of the pickle only
     same = known_by in then and all(then[key] == now.get(key) for key in (known_by, "python"))
     return replace(plan, settings={**plan.settings, "pickled": then}) if same else plan
 

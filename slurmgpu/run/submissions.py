@@ -26,8 +26,16 @@ class Git(TypedDict):
     dirty: bool
 
 
-class Pickled(TypedDict):
-    """The digest of a pickle of functions, and the version of Python that can read it."""
+class _Known(TypedDict, total=False):
+    same: str
+
+
+class Pickled(_Known):
+    """The digest of a pickle of functions, and the version of Python that can read it.
+
+    `same` is the digest by which the functions are known in another process, which pickles them otherwise; older
+    records have none.
+    """
 
     sha256: str
     python: str

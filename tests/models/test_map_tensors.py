@@ -5,6 +5,7 @@ import torch
 
 from slurmgpu import SlurmGPUError
 from slurmgpu.code import functions
+from slurmgpu.code.value_digest import digest_of
 
 
 def by_value(function):
@@ -25,3 +26,11 @@ def test_tensors_on_the_cpu_travel(tmp_path):
     packed = functions.pack({"function": by_value(lambda item: int(weights[item])), "load": None}, tmp_path)
     (tmp_path / functions.PICKLE).write_bytes(packed.content)
     assert functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](2) == 2
+
+
+def test_a_tensor_is_known_by_its_content():
+    """PyTorch pickles the address of its storage, which no other process has."""
+    ones = [torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(2)]
+    assert digest_of(ones[0]) == digest_of(ones[1])
+    different = [ones[0], torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2), torch.zeros(2, 3), torch.tensor(1)]
+    assert len({digest_of(each) for each in different}) == len(different)

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 from slurmgpu import Array, Item, Json, Ragged, SlurmGPUError, TaskContext, Text
-from slurmgpu.code import functions, pickling
+from slurmgpu.code import functions, pickling, snapshots
+from slurmgpu.code.snapshots import Snapshot
+from slurmgpu.code.value_digest import digest_of
 from slurmgpu.inputs.lines import Jsonl
 from slurmgpu.inputs.python_items import UNWRAP, is_table, write_values
 from slurmgpu.mapping.annotations import annotated_types
+from slurmgpu.run.submissions import Pickled
 from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column, types_of_rows
 from slurmgpu.workloads.function.workload import Function
 
@@ -75,7 +78,8 @@ def test_a_module_that_parses_the_command_line_finds_that_of_the_script_in_tasks
 
     argv = functions.arguments_read()
     assert argv == ["train.py", "--k", "3"]
-    functions.pack({"function": by_value(lambda text: options_of_a_lab.scaled(text)), "load": None}, tmp_path)
+    packed = {"function": by_value(lambda text: options_of_a_lab.scaled(text)), "load": None}
+    functions.pack(packed, tmp_path, argv)
     del sys.modules["options_of_a_lab"]  # as in a worker
     monkeypatch.setattr(sys, "argv", ["main.py", "runs/scaled", "{}"])
     function = Function(function="options_of_a_lab:scaled", columns={"result": "int32"}, items="value", argv=argv)
@@ -163,11 +167,12 @@ def test_modules_are_named_that_helpers_and_methods_import_when_they_are_called(
 
 SCRIPT = """
 import dataclasses, enum, functools, pathlib, sys, typing
-from slurmgpu.code import pickling
+from slurmgpu.code.value_digest import digest_of
 
+T = typing.TypeVar("T")
 STOP = {"alpha", "beta", "gamma", "delta"}
 WITHIN = {"words": [{"eins", "zwei", "drei"}, {("a", 1), ("b", 2)}], "paths": {*map(pathlib.Path, "xyz")}}
-T = typing.TypeVar("T")
+MIXED = {("a", 1), None, b"c", frozenset({"x", "y", "z"})}
 
 class Box(typing.Generic[T]):
     def __init__(self, value: T) -> None:
@@ -179,6 +184,16 @@ class Row:
 
 class Kind(enum.Enum):
     ONE = 1
+    TWO = 2
+
+class Bag(typing.Generic[T]):
+    def __init__(self, kinds: set[T]) -> None:
+        self.kinds, self.bag = kinds, {"u", "v", "w"}
+
+    def has(self, kind: T) -> bool:
+        return kind in self.kinds
+
+BAG = Bag({Kind.ONE, Kind.TWO})
 
 @functools.cache
 def cached(item):
@@ -186,10 +201,11 @@ def cached(item):
 
 BOX = Box("red")
 
-def function(item, greens=frozenset(["lime", "olive", "moss"])) -> T:
-    return Row(FACTOR), Kind.ONE, item in STOP, cached(item), WITHIN, BOX
+def function(item, greens=frozenset(["lime", "olive", "moss"]), *, also={"o", "p", "q"}) -> T:
+    return Row(FACTOR), Kind.ONE, item in STOP, cached(item), WITHIN, MIXED, BOX, BAG.has(item)
 
-print(pickling.digest_of({"function": function}))
+bound = functools.partial(functools.partial(function, greens={"r", "s", "t"}), also=BAG.has)
+print(digest_of({"function": function, "load": bound}))
 """
 
 
@@ -205,7 +221,8 @@ def test_a_function_is_known_in_another_process_and_wherever_it_lies(tmp_path):
     """As after a restart of a kernel, whose number is in the names of its cells' files."""
     script = SCRIPT.replace("FACTOR", "2")
     known = digest_by(script, tmp_path / "one.py", "1")
-    assert digest_by("# A line more.\n" + script, tmp_path / "one.py", "2") == known
+    (tmp_path / "moved").mkdir()
+    assert digest_by("# A line more.\n" + script, tmp_path / "moved" / "two.py", "2") == known
     assert digest_by(SCRIPT.replace("FACTOR", "3"), tmp_path / "one.py", "1") != known
     assert digest_by(script.replace("beta", "beat"), tmp_path / "one.py", "1") != known
     for word in ("two", "zwei", "red", "lime"):
@@ -215,7 +232,7 @@ def test_a_function_is_known_in_another_process_and_wherever_it_lies(tmp_path):
 def test_a_set_of_values_that_are_long_to_order_costs_no_function():
     shared = bytes(1_000_000)
     members = {dataclasses.make_dataclass("Member", ["n", "data"], frozen=True)(n, shared) for n in range(20)}
-    assert pickling.digest_of({"function": lambda item: members})
+    assert digest_of({"function": lambda item: members})
 
 
 OF_TYPING = """
@@ -257,6 +274,30 @@ def test_a_function_with_names_of_typing_and_cached_properties_goes_by_value(tmp
         packed = functions.pack({"function": names["function"], "load": None}, tmp_path)
         (tmp_path / functions.PICKLE).write_bytes(packed.content)
         assert functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](2) == result
+
+
+def test_a_value_is_known_by_its_types_and_by_what_it_shares():
+    shared = [1]
+    lists = [[shared, shared], [shared, [1]], [shared, [True]], [shared, ["1"]], [[1, 1]], [(1,), (1,)], 10**5000]
+    assert len({digest_of(each) for each in lists}) == len(lists)
+    other = [1]
+    for each in (shared, other):
+        each.append(each)
+    assert digest_of(shared) == digest_of(other)
+
+
+def test_equal_functions_of_two_processes_are_one_version_of_the_code(tmp_path):
+    """As of a notebook that hands over the same correction after its kernel was started again."""
+    (tmp_path / "run.json").touch()
+    given = [Pickled(sha256=sha256, python="3.11", same="s") for sha256 in ("a", "b")]
+    first, second = (Snapshot((), {"functions": {"function": each}}) for each in given)
+    assert first.digest == second.digest
+    assert snapshots.changes(first, second) == []
+    for each in (first, second):
+        snapshots.write(tmp_path, each)
+        assert snapshots.read(tmp_path, each.digest).about["functions"] == each.about["functions"]
+    other = Pickled(sha256="b", python="3.11", same="t")
+    assert Snapshot((), {"functions": {"function": other}}).digest != first.digest
 
 
 @functools.lru_cache(maxsize=5)
