@@ -31,7 +31,7 @@ def code_now(run: Run, container: ContainerRecord | None, given: Packed | None =
     former = None
     if line is not None:
         try:
-            former = Snapshot(snapshots.read(run.folder, line["digest"], with_sources=False).files, line)
+            former = replace(snapshots.read(run.folder, line["digest"], with_sources=False), about=line)
         except SlurmGPUError as error:
             notes = [f"Changes in the code are unknown. {error}"]
     # The former snapshot also has modules that were imported by names computed at run time.
@@ -66,8 +66,10 @@ def changed_since(run: Run, now: Snapshot) -> str:
         former = snapshots.read(run.folder, digest, with_sources=False)
     except SlurmGPUError as error:
         return f"which files differ is unknown. {error}"
-    then = {file.name: file.digest for file in former.files}
-    names = sorted(file.name for file in now.named_as_in(former).files if then.get(file.name) != file.digest)
+    then = snapshots.digests_of(former)
+    names = sorted(
+        name for name, each in snapshots.digests_of(now.named_as_in(former)).items() if then.get(name) != each
+    )
     more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
     return f"{', '.join(names[:MANY_NAMED])}{more} changed since." if names else ""
 
@@ -89,8 +91,14 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
         raise SlurmGPUError(f"--code {named}: expected {FORMER!r}, or the digest of one of the snapshots: {words}.")
     number = chosen[-1]
     digest = known[number]["digest"]
-    snapshots.read(run.folder, digest)  # before anything is queued
-    return known[number], [f"It computes with the code of submission {number}, {_short(run, digest)}."]
+    found = snapshots.read(run.folder, digest)  # before anything is queued
+    notes = [f"It computes with the code of submission {number}, {_short(run, digest)}."]
+    if changed := snapshots.read_and_changed(found.read):
+        notes.append(
+            f"Its code reads {', '.join(changed[:MANY_NAMED])}, which changed since: put it back as it was, or these "
+            f"rows are by unknown code."
+        )
+    return known[number], notes
 
 
 def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:

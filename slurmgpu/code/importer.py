@@ -21,11 +21,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, SupportsIndex
+from typing import Any, BinaryIO, SupportsIndex
 
 import slurmgpu
 from slurmgpu.code import snapshots
-from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
+from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
@@ -87,6 +87,9 @@ class Finder(MetaPathFinder):
         self.functions = snapshot.about.get("functions", {})
         self._same: dict[str, Signature] = {}
         self._linked: set[Path] = set()
+        # In an image, files are seen that are bound into it.
+        self._read = [each for each in snapshot.read if image_name() is None or os.path.exists(each.path)]  # noqa: PTH110
+        self.read_and_changed: set[str] = set()
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         self._by_name = {name: file for file in files for name in file.modules}
@@ -171,6 +174,26 @@ class Finder(MetaPathFinder):
         now = {path for path in _files_of_modules().values() if path in self.by_path} - self._there
         return sorted(path for path in now if _imported.get(path) != self.by_path[path].digest)
 
+    def look_at_read_files(self) -> list[str]:
+        """The files that code reads where they lie, and that are seen to have changed for the first time."""
+        found = []
+        for each in self._read:
+            if each.path not in self.read_and_changed and not self._has_sha256(each):
+                self.read_and_changed.add(each.path)
+                found.append(each.path)
+        return found
+
+    def _has_sha256(self, file: ReadFile) -> bool:
+        try:
+            with open(file.path, "rb") as opened:
+                signature = _signature(opened)
+                same = self._same.get(file.path) == signature
+                if not same and hashlib.sha256(opened.read()).hexdigest() == file.sha256:
+                    self._same[file.path], same = signature, True
+        except OSError:
+            return False
+        return same
+
     def as_submitted(self, path: Path) -> Path:
         """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
         file = self.by_path.get(str(path))
@@ -185,13 +208,17 @@ class Finder(MetaPathFinder):
         """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
         try:
             with open(file.path, "rb") as opened:  # a network file system looks again as it opens
-                status = os.fstat(opened.fileno())
-                signature = status.st_ino, status.st_size, status.st_mtime_ns
+                signature = _signature(opened)
                 if self._same.get(file.path) != signature and opened.read() == file.source:
                     self._same[file.path] = signature
         except OSError:
             return False
         return self._same.get(file.path) == signature
+
+
+def _signature(opened: BinaryIO) -> Signature:
+    status = os.fstat(opened.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[SourceFile]) -> None:
@@ -336,6 +363,24 @@ def as_submitted(script: Path) -> Path:
     """Where a script of the user's is as it was submitted; `script` itself without a snapshot that has it."""
     finder = _in_use()
     return script if finder is None else finder.as_submitted(script)
+
+
+def look_at_read_files() -> None:
+    """Look whether the files that code reads where they lie are as they were when it was submitted, and log others.
+
+    It is called once code has read them: it may read another file later.
+    """
+    finder = _in_use()
+    if finder is not None and (changed := finder.look_at_read_files()):
+        log.warning(
+            "changed since it was submitted, and read as it is now: %s. Rows are by unknown code", ", ".join(changed)
+        )
+
+
+def has_read_others() -> bool:
+    """Whether a file that code reads where it lies was seen to have changed since the code was submitted."""
+    finder = _in_use()
+    return finder is not None and bool(finder.read_and_changed)
 
 
 def functions_given() -> Mapping[str, Pickled]:

@@ -85,6 +85,20 @@ class Locator:
                 self._places[name] = self._locate_below(above, name, tail) if above else None
         return self._places[name]
 
+    def look(self, top: str) -> Place | None:
+        """As `locate`, of a name that any text may have: what is not the user's is not counted as requested."""
+        if top in self._places:
+            return self._places[top]
+        is_elsewhere = top in self.elsewhere
+        place = self.locate(top)
+        if place is None:
+            del self._places[top]
+            self.foreign.discard(top)
+            self.bound_in.discard(top)
+            if not is_elsewhere:
+                self.elsewhere.pop(top, None)
+        return place
+
     def _locate_below(self, above: Place, name: str, tail: str) -> Place | None:
         found = search(above.folders, tail)
         if found is None and above.path is None and self._packages is None:

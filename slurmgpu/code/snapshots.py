@@ -31,7 +31,7 @@ SNAPSHOT_VERSION = 1
 FOLDER = "code"
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 """Redundant fields of syntax trees, and type comments."""
-_OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out", "namespaces"})
+_OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out", "namespaces", "read"})
 SHOWN_DIGITS = 4
 """The least number of digits of a shortened digest."""
 
@@ -70,22 +70,34 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class ReadFile:
+    """A file that code names, and reads where it lies: its name for people, its path, and the digest of its bytes."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The user's modules; `about` has Python, versions, commit and image. `left_out` says what is not included.
 
-    `namespaces` are the packages of these modules that have no `__init__.py`.
+    `namespaces` are the packages of these modules that have no `__init__.py`. `read` are files that are not kept, such
+    as configurations.
     """
 
     files: tuple[SourceFile, ...]
     about: CodeAbout
     left_out: tuple[str, ...] = ()
     namespaces: tuple[str, ...] = ()
+    read: tuple[ReadFile, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """The digest of names and syntax trees, which ignores comments and layout, and of functions given since."""
         parts = sorted((file.name, file.digest) for file in self.files)
         parts += sorted((f"{role}()", _known_by(each)) for role, each in self.about.get("functions", {}).items())
+        parts += sorted((f"{file.name}:read", file.sha256) for file in self.read)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
 
     def line(self) -> Code:
@@ -143,7 +155,8 @@ def _write_about(path: Path, snapshot: Snapshot) -> None:
     head = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "digest": snapshot.digest}
     left_out, files = list(snapshot.left_out), [file.to_json() for file in snapshot.files]
     spaces = {"namespaces": list(snapshot.namespaces)} if snapshot.namespaces else {}
-    told = {**head, **snapshot.about, "left_out": left_out, **spaces, "files": files}
+    read_files = {"read": [asdict(file) for file in snapshot.read]} if snapshot.read else {}
+    told = {**head, **snapshot.about, "left_out": left_out, **spaces, "files": files, **read_files}
     text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
     # A group with write permission by the umask may not choose what is imported.
     write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
@@ -174,7 +187,10 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
         about = cast(CodeAbout, {key: value[key] for key in value if key not in _OF_THE_FILE})
         left_out, namespaces = (tuple(map(str, value.get(key, ()))) for key in ("left_out", "namespaces"))
-        snapshot = Snapshot(files, about, left_out, namespaces)
+        reads = tuple(
+            ReadFile(*(str(each[key]) for key in ("name", "path", "sha256"))) for each in value.get("read", ())
+        )
+        snapshot = Snapshot(files, about, left_out, namespaces, reads)
         if snapshot.digest != digest:
             raise ValueError(f"its files are those of {snapshot.digest}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -230,6 +246,18 @@ def code_digest(lines: Sequence[SubmissionLine], submission: int | None = None) 
     return None if found is None else found["digest"]
 
 
+def read_and_changed(files: Iterable[ReadFile]) -> list[str]:
+    """The names of the files that have not the content that they had; one that cannot be read has another."""
+    return [file.name for file in files if _sha256_now(file.path) != file.sha256]
+
+
+def _sha256_now(path: str) -> str | None:
+    try:
+        return hashlib.sha256(read_bytes(Path(path))).hexdigest()
+    except OSError:
+        return None
+
+
 def short(digest: str, others: Iterable[str] = ()) -> str:
     """The first digits of a digest, enough to distinguish it from `others`."""
     n_digits = SHOWN_DIGITS
@@ -240,10 +268,11 @@ def short(digest: str, others: Iterable[str] = ()) -> str:
 
 def changes(before: Snapshot, now: Snapshot) -> list[str]:
     """Changes in files, versions and image: `a.py differs`, `torch is 2.5, was 2.4`."""
-    then, today = ({file.name: file.digest for file in each.files} for each in (before, now))
+    then, today = (digests_of(each) for each in (before, now))
     found = [f"{name} differs" for name in sorted(then.keys() & today.keys()) if then[name] != today[name]]
     found += [f"{name} is new" for name in sorted(today.keys() - then.keys())]
-    gone = {file.name for file in before.files if not os.path.exists(file.path)}  # noqa: PTH110  (no error for EACCES)
+    paths = {file.name: file.path for file in before.files} | {file.name: file.path for file in before.read}
+    gone = {name for name, path in paths.items() if not os.path.exists(path)}  # noqa: PTH110  (no error for EACCES)
     for name in sorted(then.keys() - today.keys()):
         found.append(f"{name} is {'gone' if name in gone else 'no longer imported'}")
     of_former, of_now = before.about.get("functions", {}), now.about.get("functions", {})
@@ -253,6 +282,11 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
         if role not in of_former or _known_by(of_former[role]) != _known_by(each)
     ]
     return found + changed_versions(before.about, now.about)
+
+
+def digests_of(snapshot: Snapshot) -> dict[str, str]:
+    """The digests of a snapshot's files, and of those that its code reads, by their names."""
+    return {file.name: file.digest for file in snapshot.files} | {file.name: file.sha256 for file in snapshot.read}
 
 
 def changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:

@@ -7,6 +7,7 @@ older version, and a login node may lack dependencies.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu import __version__
-from slurmgpu.code.locator import Locator
-from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
+from slurmgpu.code import names_in_shell
+from slurmgpu.code.locator import Locator, Place, is_others
+from slurmgpu.code.names_in_source import defines, names_in
+from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.frozen_plan import Plan
@@ -27,7 +30,7 @@ from slurmgpu.run.submissions import CodeAbout, Git
 from slurmgpu.util.env_info import PACKAGES
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.home import expanded
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
 
 MANY_FILES = 2000
 """A package with more files is not the user's own, such as PyTorch built from source."""
@@ -35,6 +38,20 @@ MANY_NAMED = 5
 LONG_TEXT = 4096
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_][\w.]*")
 """A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
+DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+"""A text that may name a module, a class or a function: Hydra's `_target_: models.nets.Net`."""
+_DOTTED_IN_TEXT = re.compile(rf"(?<![\w./-]){DOTTED.pattern}(?![\w/])")
+_OF_A_RUN_FILE = re.compile(rb"(?m)^\[workload\]")
+_CONFIGURATIONS = frozenset({".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".conf", ".gin"})
+_TEXTS = frozenset({".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".csv", ".tsv"})
+"""Prompts, lists of words, small tables."""
+_PROGRAMS = frozenset(
+    {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
+    | {".cu", ".cuh", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".pyx"}
+)
+LARGEST_READ = 1 << 20
+"""A larger file, in bytes, holds data."""
+MANY_CONFIGURATIONS = 1000
 _GIT_PATIENCE_S = 20
 
 
@@ -68,20 +85,24 @@ def snapshot_of(
     tracer = _Tracer(Path(plan.search_path), packages, former)
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
     for text in plan.texts():
-        if len(text) < LONG_TEXT and (found := NAMED.fullmatch(text)):
-            tracer.add_named(found[1], needed=False)
+        if len(text) < LONG_TEXT:
+            if found := NAMED.fullmatch(text):
+                tracer.add_named(found[1], needed=False)
+            # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
+            tracer.add_text(text.rpartition("=")[2], (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS)
     for script in plan.scripts:
         tracer.add_script(Path(script))
     for name in sorted({*also, *(name for file in former for name in file.modules)}):
         tracer.add_module(name, needed=False)
     files = tracer.follow()
+    read = tracer.read_files(files)
     about: CodeAbout = {
         "python": platform.python_version(),
         "distributions": _versions(tracer.where.bound_in if container else {*tracer.where.foreign, *PACKAGES}),
         "image": container["identity"].get("sha256") if container else None,
         "git": git,
     }
-    return Snapshot(files, about, tuple(tracer.sentences()), tracer.namespaces(files))
+    return Snapshot(files, about, tuple(tracer.sentences(read)), tracer.namespaces(files), read)
 
 
 def git_state(folder: Path) -> Git | None:
@@ -106,7 +127,7 @@ class _Tracer:
 
     def __init__(self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile]) -> None:
         self.where = Locator(folder, packages, former)
-        self._base = folder
+        self._base, self._packages = folder, packages
         self._left_out: list[str] = []
         self._compiled: set[str] = set()
         self._files: dict[str, _Found] = {}
@@ -114,15 +135,19 @@ class _Tracer:
         self._dropped: set[str] = set()
         self._spaces: set[str] = set()
         self._roots: list[Path] = []
+        self._read: dict[str, ReadFile] = {}
+        self._started: dict[str, ReadFile] = {}
+        """Files of programs that run where they lie, though they may be in the snapshot as well."""
+        self._programs: set[Path] = set()
+        self._shells: set[Path] = set()
+        self._no_modules: set[str] = set()
 
     def add_named(self, module: str, *, needed: bool) -> None:
         """Add a module or a file that the run file names."""
         if not module.endswith(".py"):
-            known = set(self.where.foreign)
-            if all(part.isidentifier() for part in module.split(".")):
+            is_name = all(part.isidentifier() for part in module.split("."))
+            if is_name and (needed or self._looked_for(module.partition(".")[0]) is not None):
                 self.add_module(module, needed=needed)
-            if not needed:
-                self.where.foreign = known  # any text may have a colon
             return
         path = (self._base / expanded(module)).resolve()
         if is_file(path, BRIEF_PATIENCE_S):
@@ -156,18 +181,97 @@ class _Tracer:
             else:
                 self._spaces.add(whole)
 
+    def add_text(self, text: str, folders: Sequence[Path], suffixes: frozenset[str]) -> None:
+        """Add what a text names, if anything: a file in one of the folders, or a module by a dotted name."""
+        if Path(text).suffix in suffixes:
+            for folder in folders:
+                if self._add_read(folder / text):
+                    return
+        named = NAMED.fullmatch(text)
+        if DOTTED.fullmatch(name := f"{named[1]}.{text[named.end(1) + 1 :]}" if named else text):
+            self._add_dotted(name)
+
+    def _add_dotted(self, name: str) -> None:
+        """Add the module of the user's that a dotted name is of, or that defines its last part."""
+        parts = name.split(".")
+        top = self._looked_for(parts[0])
+        if top is None:
+            return
+        module = parts[0]
+        for n_parts in range(2, len(parts) + 1):
+            if self.where.locate(".".join(parts[:n_parts])) is None:
+                break
+            module = ".".join(parts[:n_parts])
+        if module == parts[0]:
+            # Many a text has a dot, and is no name of Python's: `train.loss`.
+            if top.path is None or not top.path.endswith(".py"):
+                return
+            with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+                if defines(ast.parse(retried(Path(top.path).read_bytes, BRIEF_PATIENCE_S)), parts[1]):
+                    self.add_module(module, needed=False)
+            return
+        self.add_module(module, needed=False)
+
+    def _looked_for(self, top: str) -> Place | None:
+        """The place of a top module that a text may name; None leaves no trace."""
+        if top in self._no_modules:
+            return None
+        place = self.where.look(top)
+        if place is None:
+            self._no_modules.add(top)
+        return place
+
+    def _add_read(self, path: Path) -> bool:
+        """Note a file that code reads where it lies, and add the modules that it names; False if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            whole = str(path.resolve())
+            if whole in self._read or whole in self._files:
+                return True
+            if is_others(whole) or not is_file(path, BRIEF_PATIENCE_S) or path.stat().st_size > LARGEST_READ:
+                return False
+            content = retried(path.read_bytes, BRIEF_PATIENCE_S)
+            if path.suffix == ".toml" and _OF_A_RUN_FILE.search(content):
+                return True  # the plan has what it says
+            name = str(path.relative_to(self._base)) if path.is_relative_to(self._base) else whole
+            self._read[whole] = ReadFile(os.path.normpath(name), whole, hashlib.sha256(content).hexdigest())
+            if path.suffix == ".py":  # it is run, or executed as text
+                self._read |= self._program(path)
+            if path.suffix in _CONFIGURATIONS:
+                for found in sorted(set(_DOTTED_IN_TEXT.findall(content.decode("utf-8", "replace")))):
+                    self._add_dotted(found)
+            return True
+        return False
+
+    def _add_configurations(self, folder: Path) -> None:
+        if is_folder(folder, BRIEF_PATIENCE_S):
+            found = sorted(each for each in folder.rglob("*") if each.suffix in _CONFIGURATIONS)
+            for path in found[:MANY_CONFIGURATIONS]:
+                self._add_read(path)
+
+    def read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:
+        """The files that code names and reads where they lie, without those in the snapshot."""
+        kept = {file.path for file in files}
+        read = {path: file for path, file in self._read.items() if path not in kept}
+        return tuple(file for _, file in sorted((read | self._started).items()))
+
     def namespaces(self, files: Iterable[SourceFile]) -> tuple[str, ...]:
         """The packages without an `__init__.py` that have modules among the files."""
         names = [name for file in files for name in file.modules]
         return tuple(sorted(space for space in self._spaces if any(name.startswith(f"{space}.") for name in names)))
 
-    def sentences(self) -> list[str]:
-        """Sentences on imports that are not in the snapshot."""
+    def sentences(self, read: Sequence[ReadFile]) -> list[str]:
+        """Sentences on imports, and on files that are read, that are not in the snapshot."""
         found = list(self._left_out)
         if self._compiled:
             found.append(
                 f"Compiled modules are not in the snapshot of the code; tasks import the files on disk: "
                 f"{_some(self._compiled)}."
+            )
+        if read:
+            found.append(
+                f"The code names files that tasks read as they are by then, not as they are now: "
+                f"{_some(file.name for file in read)}. Rows that are computed after a change "
+                f"of one of them are by unknown code in the report."
             )
         if elsewhere := [f"{name} ({path})" for name, path in self.where.elsewhere.items()]:
             found.append(
@@ -186,6 +290,10 @@ class _Tracer:
                 continue
             try:
                 source = retried(Path(found.path).read_bytes, BRIEF_PATIENCE_S)
+                if found.is_script and names_in_shell.is_shell(source, Path(found.path).suffix):
+                    sources[found.path] = source, _digest_of_bytes(source)
+                    self._follow_shell(Path(found.path), source)
+                    continue
                 tree = ast.parse(source, found.path)
             except (SyntaxError, ValueError, RecursionError) as error:
                 if found.needed and not isinstance(error, RecursionError):
@@ -228,26 +336,69 @@ class _Tracer:
         module = found.modules[0] if found.modules else None
         is_package = Path(found.path).name == "__init__.py"
         package = None if module is None else module if is_package else module.rpartition(".")[0]
-        imports = _Imports(package or (self._package_of_script(Path(found.path)) if found.is_script else None))
-        imports.visit(tree)
+        path = Path(found.path)
+        imports = names_in(tree, package or (self._package_of_script(path) if found.is_script else None))
         for name, always in imports.names:
             self.add_module(name, needed=found.needed and always)
-            if found.needed and always and name in imports.modules and (path := self.where.vanished(name)):
+            if found.needed and always and name in imports.modules and (gone := self.where.vanished(name)):
                 raise SlurmGPUError(
-                    f"{found.path} imports {name}, whose file {path} no longer exists. Put it back, or compute "
+                    f"{found.path} imports {name}, whose file {gone} no longer exists. Put it back, or compute "
                     f"with the snapshot of the last submission: --code former."
                 )
         below = set(imports.below)
         if imports.made_up and package:
             # Any module of the package may be imported at run time.
             below.add(package.partition(".")[0])
-        elif imports.made_up:
+        elif imports.made_up and not imports.walks:
             self._left_out.append(
                 f"{found.path}, line {imports.made_up}, imports by a name that is computed at run time: such a module "
                 f"is not in the snapshot of the code, and tasks import the file on disk."
             )
         for name in sorted(name for each in below for name in self._modules_below(each)):
             self.add_module(name, needed=False)
+        above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
+        folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
+        for text in sorted(imports.texts):
+            self.add_text(text, folders, _CONFIGURATIONS | _PROGRAMS | _TEXTS)
+        for text in sorted(imports.config_folders):
+            self._add_configurations(path.parent / text)
+
+    def _follow_shell(self, script: Path, source: bytes) -> None:
+        """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
+        names = names_in_shell.names_in(source)
+        for name in sorted(names.beside):
+            path = script.parent / name
+            if path.suffix in _PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
+                self.add_script(path.resolve())
+            elif path.suffix in _CONFIGURATIONS:
+                self._add_read(path)
+        for name in sorted(names.here):
+            path = self._base / name
+            if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
+                self._started |= self._program(path)
+            elif path.suffix in _CONFIGURATIONS | _PROGRAMS and self._add_read(path):
+                with contextlib.suppress(OSError):
+                    content = retried(path.read_bytes, BRIEF_PATIENCE_S)
+                    if names_in_shell.is_shell(content, path.suffix) and path.resolve() not in self._shells:
+                        self._shells.add(path.resolve())
+                        self._follow_shell(path, content)
+        for name in sorted(names.modules):
+            path = self._base.joinpath(*name.split("."))
+            for file in (path.with_suffix(".py"), path / "__main__.py"):
+                if is_file(file, BRIEF_PATIENCE_S):
+                    self._started |= self._program(file)
+
+    def _program(self, path: Path) -> dict[str, ReadFile]:
+        """A program of Python's that runs where it lies, with the files that it imports and reads."""
+        if path.resolve() in self._programs:
+            return {}
+        self._programs.add(path.resolve())
+        tracer = _Tracer(self._base, self._packages, ())
+        tracer._programs = self._programs
+        tracer.add_script(path.resolve())
+        files = tracer.follow()
+        found = {file.path: ReadFile(file.name, file.path, file.sha256) for file in files}
+        return found | {file.path: file for file in tracer.read_files(files)}
 
     def _package_of_script(self, path: Path) -> str | None:
         """The package to which a script belongs that `python -m` runs in the run file's folder; None for others."""
@@ -318,93 +469,6 @@ def _root_of(script: Path) -> Path:
 
 def _digest_of_bytes(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:DIGITS]
-
-
-class _Imports(ast.NodeVisitor):
-    """The modules that a file imports, and whether each is imported unconditionally."""
-
-    def __init__(self, package: str | None) -> None:
-        self.names: list[tuple[str, bool]] = []
-        self.modules: set[str] = set()
-        """The names that must be modules."""
-        self.below: set[str] = set()
-        """Packages from which it imports modules by names computed at run time."""
-        self.made_up = 0
-        """The line of an import by an unknown name."""
-        self._package = package
-        self._depth = 0
-
-    def visit_Try(self, node: ast.Try) -> None:
-        """Imports within `try` may fail."""
-        self._depth += 1
-        self.generic_visit(node)
-        self._depth -= 1
-
-    def visit_If(self, node: ast.If) -> None:
-        """Skip imports for type checkers."""
-        test = node.test
-        name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
-        self._depth += 1
-        for each in node.orelse if name == "TYPE_CHECKING" else ast.iter_child_nodes(node):
-            self.visit(each)
-        self._depth -= 1
-
-    def visit_Import(self, node: ast.Import) -> None:
-        """`import a.b`."""
-        for alias in node.names:
-            self._add(alias.name)
-            self.modules.add(alias.name)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """`from a import b`, where b may be a module."""
-        base = node.module or ""
-        if node.level:
-            if not self._package:
-                return
-            above = self._package.split(".")
-            if node.level > len(above):
-                return
-            base = ".".join([*above[: len(above) - node.level + 1], *([base] if base else [])])
-        self._add(base)
-        self.modules.add(base)
-        for alias in node.names:
-            if alias.name != "*":
-                self._add(f"{base}.{alias.name}")
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """`importlib.import_module("a.b")`, `importlib.import_module(f"plugins.{name}")`."""
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if name in ("import_module", "__import__", "run_module") and node.args:
-            begin, is_whole = _beginning(node.args[0])
-            package, dot, _ = begin.rpartition(".")
-            if is_whole and not begin.startswith("."):
-                self.names.append((begin, False))
-            elif dot and not begin.startswith("."):
-                self.below.add(package)
-            else:
-                self.made_up = node.lineno
-        self.generic_visit(node)
-
-    def _add(self, name: str) -> None:
-        self.names.append((name, self._depth == 0))
-
-
-def _beginning(node: ast.expr) -> tuple[str, bool]:
-    """The known beginning of a text expression, and whether that is the whole text."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text, True
-        case (
-            ast.JoinedStr(values=[ast.Constant(value=str(text)), *_])
-            | ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Add())
-        ):
-            return text, False
-        case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
-            return text.partition("%")[0], False
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
-            return text.partition("{")[0], False
-    return "", False
 
 
 def _some(names: Iterable[str]) -> str:

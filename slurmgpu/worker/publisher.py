@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurmgpu.code import importer
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, class_of
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
@@ -64,6 +65,7 @@ class Publisher:
     _thread: SideThread = field(default_factory=lambda: SideThread("publish"))
     _synced: float = -math.inf
     _is_synced: bool = True
+    _has_looked: bool = False
 
     def read_former(self, shard: int, revision: int) -> None:
         """Read a shard's former revision, whose rows the new ones are put over; raises DamagedShardError."""
@@ -138,7 +140,10 @@ class Publisher:
             for index, row in one.computed.rows.items()
         )
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
-        made_by["code"] = self.assignment.code
+        if not self._has_looked:  # a first call may read files as well
+            importer.look_at_read_files()
+            self._has_looked = True
+        made_by["code"] = None if importer.has_read_others() else self.assignment.code
         if (former := self._former.get(one.shard)) is None:
             return list(computed), one.computed.notes(), made_by
         start, _ = self.run.plan.bounds(one.shard)

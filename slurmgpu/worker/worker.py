@@ -132,6 +132,7 @@ class Worker:
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._log_outside()
+            importer.look_at_read_files()
             self._resumes, self._takes_one = workload.resumes, workload.takes_one
             columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             self._publisher = Publisher(

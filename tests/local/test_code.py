@@ -21,7 +21,7 @@ from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run
-from tests.support.runs import kill_workers, let_go, report, start, wait_until_held
+from tests.support.runs import kill_workers, let_go, report, start, wait_until, wait_until_held
 
 WORKLOAD = """
 import time
@@ -61,6 +61,7 @@ def said():
 """
 
 
+READ = "The code names files that tasks read as they are by then, not as they are now: words.txt."
 NAMES = ["helpers/__init__.py", "helpers/signs.py", "late.py", "signed.py"]
 
 
@@ -397,7 +398,7 @@ def names_in(folder, **more):
     with draft_run(folder / "slurmgpu.toml") as draft:
         importer.forget_changed()
         code = snapshot_of(draft.plan, None, None, **more)
-    return [file.name for file in code.files], list(code.left_out)
+    return [file.name for file in code.files], [sentence for sentence in code.left_out if READ not in sentence]
 
 
 def test_all_distributions_are_read_only_for_a_package_that_none_is_named_after(signed, monkeypatch):
@@ -432,18 +433,100 @@ def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):
     assert f"{folder / 'signed.py'}, line {line}, imports by a name that is computed at run time" in said
 
 
+TEXTS = """
+import importlib, json, pkgutil
+from pathlib import Path
+
+import plugs
+from walked import registry
+
+TARGETS = {"net": "nets.deep.Net", "head": "heads:Head", "metric": "scores.loss", "other": "scores.txt", "numpy.sum": 1}
+
+for each in pkgutil.walk_packages(plugs.__path__, "plugs."):
+    importlib.import_module(each.name)
+
+
+@hydra.main(version_base=None, config_path="conf")
+def main(conf):
+    exec(open("set_up.py").read())
+    json.dump(conf, open("seen.json", "w"))
+    Path("made.yaml").write_text("")
+    return (Path(__file__).parent / "prompts" / "short.txt").read_text()
+"""
+
+
+def test_what_only_texts_name_is_in_it_or_told(signed):
+    folder = signed()
+    empty = """nets/__init__.py nets/deep.py nets/other.py scores.py plugs/__init__.py plugs/one.py walked/two.py
+        layers/__init__.py layers/of_conf.py set_up.py scores.txt prompts/short.txt seen.json made.yaml other.json"""
+    files = dict.fromkeys(empty.split(), "")
+    files["heads.py"] = "def Head(): return 1\n"
+    files["walked/registry.py"] = (
+        "import pkgutil\nmodules = list(pkgutil.iter_modules([__file__.rpartition('/')[0]]))\n"
+    )
+    files["conf/net/small.yaml"] = "net:\n  _target_: layers.of_conf.Layer\n  name: scores.loss\n"
+    files["walked/__init__.py"] = "RUN, OTHER = 'run.toml', 'other.json'\n"
+    files["run.toml"] = "[workload]\nuse = 'signed.py:Signed'\n"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "texts.py").write_text(TEXTS)
+    (folder / "signed.py").write_text("def later(): import texts\n" + WORKLOAD)
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        names = {file.name for file in draft.code.files}
+        read = {file.name for file in draft.code.read}
+    importer.forget_changed()
+    assert names - {*NAMES, "texts.py"} == {
+        *("nets/__init__.py", "nets/deep.py", "heads.py", "plugs/__init__.py", "plugs/one.py"),
+        *("walked/__init__.py", "walked/registry.py", "walked/two.py", "layers/__init__.py", "layers/of_conf.py"),
+    }
+    assert read == {*("set_up.py", "scores.txt", "prompts/short.txt", "conf/net/small.yaml", "other.json", "words.txt")}
+
+
+LATE_CONFIG = """
+        while self.held and Path(self.held).exists():
+            time.sleep(0.05)
+        self.sign = SIGN * int(Path("conf.yaml").read_text())
+"""
+
+
+def test_rows_by_a_file_that_has_changed_since_it_was_submitted_are_by_unknown_code(signed, slurmgpu):
+    """As of a configuration that the workload reads when it is loaded."""
+    folder = signed()
+    (folder / "conf.yaml").write_text("1")
+    text = WORKLOAD.replace("        pass\n", LATE_CONFIG).replace('"x": SIGN', '"x": self.sign')
+    (folder / "signed.py").write_text(text)
+    held(folder)
+    process = start("submit", cwd=folder)
+    wait_until((folder / "run" / "run.json").exists, "a run")
+    (folder / "conf.yaml").write_text("2")
+    let_go(folder)
+    process.communicate(timeout=200)
+    assert values(folder) == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(None, 8)]
+    log = "".join(path.read_text() for path in (folder / "run" / "logs").rglob("*.log"))
+    assert f"changed since it was submitted, and read as it is now: {folder / 'conf.yaml'}" in log
+    lack(folder, 0)
+    said = slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0).stderr
+    assert "Its code reads conf.yaml, which changed since" in said
+    said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0).stderr
+    assert "The code has changed since submission 2: conf.yaml differs." in said
+    assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(codes(folder)[-1], 8)]
+
+
 def test_what_cannot_be_taken_is_told_at_submit_and_in_the_report(signed, slurmgpu):
     folder = signed("debug")
     (folder / f"fast{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library at all")
     text = "try:\n    import fast\nexcept ImportError:\n    fast = None\n" + WORKLOAD
     (folder / "signed.py").write_text(text)
     said = slurmgpu("submit", cwd=folder, expect=0).stderr
-    [sentence] = report(folder)["code"][0]["left_out"]
+    sentence, read = report(folder)["code"][0]["left_out"]
+    assert READ in read
     assert "Compiled modules are not in the snapshot" in sentence
     assert str(folder / f"fast{EXTENSION_SUFFIXES[0]}") in sentence
     assert sentence in said
     [digest] = codes(folder)
-    assert json.loads((folder / "run" / "code" / f"{digest}.json").read_text())["left_out"] == [sentence]
+    assert json.loads((folder / "run" / "code" / f"{digest}.json").read_text())["left_out"] == [sentence, read]
 
 
 def test_a_folder_that_code_puts_on_the_path_is_known_to_a_resubmission(signed, slurmgpu, tmp_path):
@@ -504,6 +587,7 @@ def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypa
         assert [file.name for file in code.files] == NAMES
         assert code.left_out == (
             f"{folder / 'secret.py'} cannot be read and is not in the snapshot: Permission denied.",
+            draft.code.left_out[0],  # a file that is read
         )
         (folder / "signed.py").write_text("import secret\n" + WORKLOAD)
         with pytest.raises(SlurmGPUError, match=r"secret\.py, which the workload imports, cannot be read: Permission"):

@@ -170,6 +170,28 @@ def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_o
         assert (merged.errors, merged["shout"][:]) == ({}, ["A", "B"])
 
 
+@pytest.mark.parametrize(
+    ("line", "kept", "read"),
+    [
+        ('exec PYTHON "$(dirname "$0")/one.py" "$1"', ["one.py", "run.sh", "words.py"], ["conf.yaml"]),
+        ('HERE=.\nPYTHON ${HERE}/one.py "$1"', ["one.py", "run.sh", "words.py"], ["conf.yaml"]),
+        ('cd "$(dirname "$0")"\n PYTHON one.py "$1"', ["one.py", "run.sh", "words.py"], ["conf.yaml"]),
+        ('# other.py\nPYTHON one.py "$1" --set=conf.yaml >made.json', ["run.sh"], ["conf.yaml", "one.py", "words.py"]),
+        ('PYTHON -m one "$1"', ["run.sh"], ["conf.yaml", "one.py", "words.py"]),
+    ],
+)
+def test_what_a_script_of_a_shell_starts_is_code_of_the_run_or_told(tmp_path, line, kept, read):
+    folder = make(tmp_path / "project", "one.py", run=["sh", "run.sh", "{text}"], texts=["a"])
+    (folder / "run.sh").write_text(line.replace("PYTHON", sys.executable) + "\n")
+    for name in ("other.py", "made.json", "conf.yaml"):
+        (folder / name).touch()
+    (folder / "words.py").write_text("CONF = 'conf.yaml'\n")
+    (folder / "one.py").write_text("import words\n" + (folder / "one.py").read_text())
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        assert [file.name for file in draft.code.files] == kept
+        assert [file.name for file in draft.code.read] == read
+
+
 def test_a_module_that_python_runs_by_name_is_code_of_the_run(slurmgpu, tmp_path):
     run = [sys.executable, "-S", "-m", "tool.one", "{text}"]
     folder = make(tmp_path / "project", "one.py", run=run, texts=["a", "bad"])

@@ -21,7 +21,7 @@ from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, outputs, placeholders, printed, process, workload
+from slurmgpu.workloads.command import Command, outputs, placeholders, printed, process, programs, workload
 from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
@@ -804,6 +804,32 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     monkeypatch.setattr(workload.importer, "as_submitted", lambda path: kept / path.relative_to(now))
     command._scripts = {}
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("python -m tool.run -m slow", 2),
+        ("env A=1 python3.11 -X dev -Werror -W error -m tool.run", 9),
+        ("torchrun --nproc-per-node 2 -m tool.run", 4),
+        ("torchrun --standalone --module tool.run", 3),
+        ("accelerate launch --num_processes 2 -m tool.run", 5),
+        ("python -m torch.distributed.run --nproc-per-node=2 -m tool.run", 5),
+        ("deepspeed --module tool.run", 2),
+        ("python score.py -m tool.run", None),
+        ("torchrun --nproc-per-node 2 score.py -m tool.run", None),
+        ("python -c pass -m tool.run", None),
+        ("python -m pytest tests", None),
+        ("grep -m tool.run", None),
+        ("python -m ../tool.run", None),
+    ],
+)
+def test_the_module_that_an_interpreter_or_a_launcher_runs_is_found(tmp_path, monkeypatch, line, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "run.py").touch()
+    found = programs.module_of(dict(enumerate(line.split())))
+    assert found == (None if place is None else (place, "tool.run"))
 
 
 def test_a_program_that_is_gone_is_the_workloads_fault_and_no_items_error(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Whether a program and its script can be started on this machine, and which file `python -m` runs."""
+"""Whether a program and its script can be started on this machine, and which module of the user's it runs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numa
 _ANOTHER_FOLDER = ("-C", "--chdir")
 _OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
 """Options before a program as text, or the name of a module."""
-RUN_MODULE = (
-    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-"""What `python -c` is given, with FOLDER and MODULE, to do as `python -m MODULE`, with the modules of FOLDER first."""
+_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
+"""Options of Python's whose value may be the next argument."""
+_OF_MODULE = frozenset({"-m", "--module"})
+_LAUNCHING = re.compile(r"torchrun|accelerate|deepspeed")
+RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
+"""The script that, with FOLDER and MODULE, does as `-m MODULE`, with the modules of FOLDER first."""
 
 
 def check_program(program: str, path: str | None) -> None:
@@ -155,17 +156,35 @@ def _keeps_place(arguments: Sequence[str | None]) -> bool:
 
 
 def module_of(texts: Mapping[int, str]) -> tuple[int, str] | None:
-    """The place and the name of the module in `python -m NAME` among the arguments; None without one."""
-    place = next((number for number in sorted(texts) if _PYTHON.fullmatch(Path(texts[number]).name)), None)
-    if place is None:
-        return None
-    place += 1
-    while texts.get(place, "").startswith("-") and texts[place] not in ("-m", "-c"):
-        place += 1
-    return (place + 1, texts[place + 1]) if texts.get(place) == "-m" and place + 1 in texts else None
+    """The place and the name of the module below the working folder that the arguments run; None without one.
+
+    It is that of `python -m NAME`, or what a launcher is given, as in `torchrun -m NAME`, `accelerate launch -m NAME`,
+    `deepspeed --module NAME` and `python -m torch.distributed.run -m NAME`.
+    """
+    places = iter(sorted(texts))
+    is_launched = False
+    for place in places:
+        text = texts[place]
+        if _PYTHON.fullmatch(Path(text).name) or _LAUNCHING.fullmatch(Path(text).name):
+            is_launched = bool(_LAUNCHING.fullmatch(Path(text).name))
+            break
+    for place in places:
+        text = texts[place]
+        if text in _OF_MODULE and (name := texts.get(place + 1)) is not None:
+            if file_of_module(name) is not None:
+                return place + 1, name
+            next(places, None)
+            is_launched = True  # torch.distributed.run, say
+        elif text in _WITH_VALUE and not is_launched:
+            next(places, None)
+        elif text == "-c" or (not text.startswith("-") and (not is_launched or Path(text).suffix in _RUNS)):
+            return None  # a script: what follows is its own
+    return None
 
 
 def file_of_module(name: str) -> Path | None:
     """The file that `python -m NAME` runs, relative to the working folder; None if it is not below that."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
     path = Path(*name.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)

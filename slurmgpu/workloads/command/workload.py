@@ -140,7 +140,8 @@ class Command:
         """The scripts among the arguments.
 
         These are files below the working folder, which is that of the run file, and elsewhere those that are code by
-        their names and not installed; of `python -m package.module` the module's file, and those of its packages.
+        their names and not installed; of `-m package.module` of Python or a launcher the module's file, and those of
+        its packages.
         """
         here = Path.cwd().resolve()
         found = [Path(text) for text in self._line.texts.values()]
@@ -270,7 +271,7 @@ class Command:
             number, module = self._module
             if (kept := self._as_submitted(number, file.resolve())) is not None:
                 folder = str(kept).removesuffix(str(file))
-                arguments[number - 1 : number + 1] = map(os.fsencode, ("-c", RUN_MODULE, folder, module))
+                arguments[number - 1 : number + 1] = map(os.fsencode, (RUN_MODULE, folder, module))
         return arguments
 
     def _as_submitted(self, number: int, path: Path) -> Path | None:
@@ -359,6 +360,7 @@ class Command:
         child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
             child.finish(self._timeout_s)
+            importer.look_at_read_files()
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
                 return _only_row(row, requests)

@@ -1,0 +1,41 @@
+"""What a script of a shell names: files beside it, files of the folder in which it runs, and modules of Python."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_SUFFIXES = frozenset({".sh", ".bash", ".zsh"})
+_FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
+_COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
+_REDIRECTED = re.compile(r">[>|]?\s*[^\s;&|]+")
+_WORD = re.compile(r"[^\s\"'`;|&()<>]+")
+_TO_ITS_FOLDER = re.compile(r"\bcd\s[^\n;&]*(?:dirname|BASH_SOURCE|\$\{?0|%/\*)")
+_MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
+
+
+@dataclass(frozen=True)
+class NamesInShell:
+    """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules."""
+
+    beside: frozenset[str]
+    here: frozenset[str]
+    modules: frozenset[str]
+
+
+def is_shell(source: bytes, suffix: str) -> bool:
+    """Whether a file is a script of a shell, by its suffix or its first line."""
+    return suffix in _SUFFIXES or _FIRST_LINE.match(source) is not None
+
+
+def names_in(source: bytes) -> NamesInShell:
+    """The words of a script that may be names. `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside."""
+    text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
+    text = _REDIRECTED.sub(" ", text)  # what it writes
+    words = {word.rpartition("=")[2] for word in _WORD.findall(text)}
+    beside = {word.partition("/")[2].lstrip("/") for word in words if word.startswith(("$", "/"))} - {""}
+    here = {word for word in words if not word.startswith(("$", "/"))}
+    modules = frozenset(_MODULE.findall(text))
+    if _TO_ITS_FOLDER.search(text):
+        return NamesInShell(frozenset(beside | here), frozenset(), modules)
+    return NamesInShell(frozenset(beside), frozenset(here), modules)

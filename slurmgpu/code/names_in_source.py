@@ -1,0 +1,208 @@
+"""What a file of Python's names: the modules that it imports, and texts that may name modules and files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+_LONGEST_NAME = 256
+_CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
+"""Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""
+_WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
+
+
+class NamesInSource(ast.NodeVisitor):
+    """The modules that a file imports, whether each is imported unconditionally, and texts that may name others."""
+
+    def __init__(self, package: str | None) -> None:
+        self.names: list[tuple[str, bool]] = []
+        self.modules: set[str] = set()
+        """The names that must be modules."""
+        self.below: set[str] = set()
+        """Packages from which it imports modules by names computed at run time."""
+        self.made_up = 0
+        """The line of an import by an unknown name."""
+        self.walks = False
+        """Whether it goes through the modules of a package that is in `below`."""
+        self.texts: set[str] = set()
+        """Texts, and paths that are joined of texts, which may name a module, a class or a file that it reads."""
+        self.config_folders: set[str] = set()
+        """Folders of configurations, as Hydra is given."""
+        self._package = package
+        self._aliases: dict[str, str] = {}
+        self.written: set[str] = set()
+        """Texts in calls that write files, which are names of what it makes."""
+        self._depth = 0
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """Imports within `try` may fail."""
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+
+    def visit_If(self, node: ast.If) -> None:
+        """Skip imports for type checkers."""
+        test = node.test
+        name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+        self._depth += 1
+        for each in node.orelse if name == "TYPE_CHECKING" else ast.iter_child_nodes(node):
+            self.visit(each)
+        self._depth -= 1
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """`import a.b`."""
+        for alias in node.names:
+            self._add(alias.name)
+            self.modules.add(alias.name)
+            self._aliases[alias.asname or alias.name.partition(".")[0]] = (
+                alias.name if alias.asname else alias.name.partition(".")[0]
+            )
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """`from a import b`, where b may be a module."""
+        base = node.module or ""
+        if node.level:
+            if not self._package:
+                return
+            above = self._package.split(".")
+            if node.level > len(above):
+                return
+            base = ".".join([*above[: len(above) - node.level + 1], *([base] if base else [])])
+        self._add(base)
+        self.modules.add(base)
+        for alias in node.names:
+            if alias.name != "*":
+                self._add(f"{base}.{alias.name}")
+                self._aliases[alias.asname or alias.name] = f"{base}.{alias.name}"
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """`importlib.import_module("a.b")`, `importlib.import_module(f"plugins.{name}")`."""
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name in ("import_module", "__import__", "run_module") and node.args:
+            begin, is_whole = _beginning(node.args[0])
+            package, dot, _ = begin.rpartition(".")
+            if is_whole and not begin.startswith("."):
+                self.names.append((begin, False))
+            elif dot and not begin.startswith("."):
+                self.below.add(package)
+            else:
+                self.made_up = node.lineno
+        elif name in ("iter_modules", "walk_packages") and node.args:
+            if (walked := self._walked(node.args[0])) is not None:
+                self.below.add(walked)
+                self.walks = True
+        elif name == "join":
+            self._add_path(node.args)
+        elif _writes(name, node):
+            self.written |= {
+                each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            }
+        self.config_folders |= {
+            each.value.value
+            for each in node.keywords
+            if each.arg in _CONFIG_FOLDER and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
+        }
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        """`Path(__file__).parent / "configs" / "small.yaml"`."""
+        parts: list[ast.expr] = []
+        left: ast.expr = node
+        while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Div):
+            parts.insert(0, left.right)
+            left = left.left
+        self._add_path([left, *parts] if parts else ())
+        self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """The parts of an f-string are no names."""
+        for each in node.values:
+            if isinstance(each, ast.FormattedValue):
+                self.visit(each.value)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        """A text that may be a name or a path."""
+        if isinstance(node.value, str) and len(node.value) <= _LONGEST_NAME and node.value.isprintable():
+            self.texts.add(node.value)
+
+    def _add_path(self, parts: Sequence[ast.expr]) -> None:
+        """Add the texts at the end of the parts of a path, joined."""
+        found: list[str] = []
+        for part in reversed(parts):
+            if not (isinstance(part, ast.Constant) and isinstance(part.value, str)):
+                break
+            found.insert(0, part.value)
+        if len(found) > 1:
+            self.texts.add("/".join(found))
+
+    def _walked(self, path: ast.expr) -> str | None:
+        """The package whose `__path__` it is, or that the folder of this file is; None if it is another."""
+        if isinstance(path, ast.Attribute) and path.attr == "__path__":
+            first, *rest = ast.unparse(path.value).split(".")
+            return ".".join((self._aliases[first], *rest)) if first in self._aliases else None
+        is_here = any(isinstance(each, ast.Name) and each.id in ("__path__", "__file__") for each in ast.walk(path))
+        return (self._package or None) if is_here else None
+
+    def _add(self, name: str) -> None:
+        self.names.append((name, self._depth == 0))
+
+
+def _beginning(node: ast.expr) -> tuple[str, bool]:
+    """The known beginning of a text expression, and whether that is the whole text."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text, True
+        case (
+            ast.JoinedStr(values=[ast.Constant(value=str(text)), *_])
+            | ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Add())
+        ):
+            return text, False
+        case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
+            return text.partition("%")[0], False
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
+            return text.partition("{")[0], False
+    return "", False
+
+
+def names_in(tree: ast.Module, package: str | None) -> NamesInSource:
+    """The names in a syntax tree of a module of `package`."""
+    found = NamesInSource(package)
+    found.visit(tree)
+    found.texts -= found.written
+    return found
+
+
+def defines(tree: ast.Module, name: str) -> bool:
+    """Whether a module has a name, as far as its source says: it is defined, or any name may be."""
+    todo: list[ast.stmt] = [*tree.body]
+    while todo:
+        node = todo.pop()
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                if node.name in (name, "__getattr__"):
+                    return True
+            case ast.Import() | ast.ImportFrom():
+                if any((alias.asname or alias.name) in (name, "*") for alias in node.names):
+                    return True
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(
+                    isinstance(each, ast.Name) and each.id == name for target in targets for each in ast.walk(target)
+                ):
+                    return True
+            case ast.If() | ast.Try() | ast.With():
+                todo += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+                if isinstance(node, ast.Try):
+                    todo += [each for handler in node.handlers for each in handler.body]
+    return False
+
+
+def _writes(name: str, call: ast.Call) -> bool:
+    """Whether a call writes a file, whose name is then none of a file that it reads."""
+    if name == "open":
+        modes = [*call.args[1:2], *(each.value for each in call.keywords if each.arg == "mode")]
+        if isinstance(call.func, ast.Attribute):
+            modes += call.args[:1]
+        return any(isinstance(each, ast.Constant) and str(each.value)[:1] in "wax" for each in modes)
+    return name.startswith(_WRITES)
