@@ -197,12 +197,27 @@ class Finder(MetaPathFinder):
     def as_submitted(self, path: Path) -> Path:
         """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
         file = self.by_path.get(str(path))
-        if file is None or all(self._is_same(each) for each in self.by_path.values()):
+        if file is None or self._is_as_submitted():
             return path
         if path not in self._linked:
             self._linked.add(path)
             _link_what_is_beside(file, self._folder, self.by_path.values())
         return self._folder / file.name
+
+    def python_path(self) -> list[str]:
+        """The folders in which programs find the copies of modules, once a file of the snapshot has changed.
+
+        Python puts the folder of a script on the path by itself.
+        """
+        if self._is_as_submitted():
+            return []
+        files = self.by_path.values()
+        scripts = {(self._folder / file.name).parent for file in files if not file.modules}
+        roots = {(self._folder / file.name).parents[_depth(file)]: None for file in files if file.modules}
+        return [str(root) for root in roots if root not in scripts]
+
+    def _is_as_submitted(self) -> bool:
+        return all(self._is_same(each) for each in self.by_path.values())
 
     def _is_same(self, file: SourceFile) -> bool:
         """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
@@ -224,21 +239,32 @@ def _signature(opened: BinaryIO) -> Signature:
 def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[SourceFile]) -> None:
     """Link what lies beside the files of a snapshot into it, so that the copy of a script finds it by its own place.
 
-    Whoever may not write there goes without.
+    So do modules of packages from elsewhere. Whoever may not write there goes without.
     """
-    if not script.path.endswith(f"{os.sep}{script.name}"):
-        return
-    base = Path(script.path.removesuffix(script.name))
-    names = [Path(file.name) for file in files if file.path == str(base / file.name)]
+    pairs: dict[Path, Path] = {}
+    is_of_base = script.path.endswith(f"{os.sep}{script.name}")
+    base = Path(script.path.removesuffix(script.name)) if is_of_base else None
+    for file in files:
+        name, path = Path(file.name), Path(file.path)
+        if base is not None and path == base / name:
+            pairs |= {parent: base / parent for parent in name.parents}
+        else:
+            pairs |= {name.parents[above]: path.parents[above] for above in range(_depth(file))}
     here = snapshot.resolve()
-    with contextlib.suppress(OSError):
-        for folder in sorted({parent for name in names for parent in name.parents}):
-            with os.scandir(base / folder) as entries:
+    for folder, original in sorted(pairs.items()):
+        with contextlib.suppress(OSError):
+            with os.scandir(original) as entries:
                 found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
             for path in found if len(found) <= MANY_BESIDE else ():
                 if not here.is_relative_to(path.resolve()):  # what walks along links would walk for ever
                     with contextlib.suppress(FileExistsError):
                         (snapshot / folder / path.name).symlink_to(path)
+
+
+def _depth(file: SourceFile) -> int:
+    """How many folders above a module's file, its own included, are packages."""
+    dots = min((name.count(".") for name in file.modules), default=0)
+    return dots + (1 if file.modules and Path(file.path).name == "__init__.py" else 0)
 
 
 def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
@@ -363,6 +389,12 @@ def as_submitted(script: Path) -> Path:
     """Where a script of the user's is as it was submitted; `script` itself without a snapshot that has it."""
     finder = _in_use()
     return script if finder is None else finder.as_submitted(script)
+
+
+def python_path_as_submitted() -> list[str]:
+    """What programs need on PYTHONPATH to import the user's modules as they were submitted; empty if all are so."""
+    finder = _in_use()
+    return [] if finder is None else finder.python_path()
 
 
 def look_at_read_files() -> None:

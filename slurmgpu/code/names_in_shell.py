@@ -11,16 +11,21 @@ _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _REDIRECTED = re.compile(r">[>|]?\s*[^\s;&|]+")
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
 _TO_ITS_FOLDER = re.compile(r"\bcd\s[^\n;&]*(?:dirname|BASH_SOURCE|\$\{?0|%/\*)")
+_PYTHON_PATH = re.compile(r"\bPYTHONPATH=[\"']?([^\s\"';]+)")
 _MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
 
 
 @dataclass(frozen=True)
 class NamesInShell:
-    """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules."""
+    """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules.
+
+    `path` are the folders, of the latter kind, that it puts on PYTHONPATH.
+    """
 
     beside: frozenset[str]
     here: frozenset[str]
     modules: frozenset[str]
+    path: tuple[str, ...] = ()
 
 
 def is_shell(source: bytes, suffix: str) -> bool:
@@ -36,6 +41,12 @@ def names_in(source: bytes) -> NamesInShell:
     beside = {word.partition("/")[2].lstrip("/") for word in words if word.startswith(("$", "/"))} - {""}
     here = {word for word in words if not word.startswith(("$", "/"))}
     modules = frozenset(_MODULE.findall(text))
+    path = tuple(folder for found in _PYTHON_PATH.findall(text) for folder in folders_in(found))
     if _TO_ITS_FOLDER.search(text):
-        return NamesInShell(frozenset(beside | here), frozenset(), modules)
-    return NamesInShell(frozenset(beside), frozenset(here), modules)
+        return NamesInShell(frozenset(beside | here), frozenset(), modules, path)
+    return NamesInShell(frozenset(beside), frozenset(here), modules, path)
+
+
+def folders_in(python_path: str) -> list[str]:
+    """The folders of a PYTHONPATH that are no variables."""
+    return [folder for folder in python_path.split(":") if folder and "$" not in folder]

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _LONGEST_NAME = 256
 _CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
 """Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
+
+
+@dataclass(frozen=True)
+class PathFolder:
+    """A folder, relative to the one that is `n_up` above the file, 1 that of the file; None is the working folder."""
+
+    n_up: int | None
+    name: str
+    is_first: bool
+    """Whether it is put before the others."""
 
 
 class NamesInSource(ast.NodeVisitor):
@@ -30,6 +41,10 @@ class NamesInSource(ast.NodeVisitor):
         """Folders of configurations, as Hydra is given."""
         self._package = package
         self._aliases: dict[str, str] = {}
+        self.path_folders: list[PathFolder] = []
+        """Folders that it puts on `sys.path`."""
+        self.stars: set[str] = set()
+        """Packages of which it imports all names, and so the modules in their `__all__`."""
         self.written: set[str] = set()
         """Texts in calls that write files, which are names of what it makes."""
         self._depth = 0
@@ -71,7 +86,9 @@ class NamesInSource(ast.NodeVisitor):
         self._add(base)
         self.modules.add(base)
         for alias in node.names:
-            if alias.name != "*":
+            if alias.name == "*":
+                self.stars.add(base)
+            else:
                 self._add(f"{base}.{alias.name}")
                 self._aliases[alias.asname or alias.name] = f"{base}.{alias.name}"
 
@@ -92,7 +109,9 @@ class NamesInSource(ast.NodeVisitor):
             if (walked := self._walked(node.args[0])) is not None:
                 self.below.add(walked)
                 self.walks = True
-        elif name == "join":
+        elif name in ("append", "insert") and node.args and ast.unparse(function).startswith("sys.path."):
+            self.path_folders.append(_folder_in(node.args[-1], is_first=name == "insert"))
+        elif name in ("join", "joinpath"):
             self._add_path(node.args)
         elif _writes(name, node):
             self.written |= {
@@ -171,6 +190,36 @@ def names_in(tree: ast.Module, package: str | None) -> NamesInSource:
     found.visit(tree)
     found.texts -= found.written
     return found
+
+
+def all_in(tree: ast.Module) -> list[str]:
+    """The texts that a module has in `__all__`."""
+    found = []
+    for node in tree.body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id="__all__"), *_])
+                | ast.AnnAssign(target=ast.Name(id="__all__"))
+                | ast.AugAssign(target=ast.Name(id="__all__"))
+            ):
+                found += [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+    return [name for name in found if isinstance(name, str)]
+
+
+def _folder_in(path: ast.expr, *, is_first: bool) -> PathFolder:
+    """The folder of `Path(__file__).parents[1] / "src"`, `join(dirname(__file__), "src")` or `"src"`."""
+    n_up, of_file, names = 0, False, []
+    for node in ast.walk(path):
+        match node:
+            case ast.Name(id="__file__"):
+                of_file = True
+            case ast.Attribute(attr="parent") | ast.Call(func=ast.Attribute(attr="dirname") | ast.Name(id="dirname")):
+                n_up += 1
+            case ast.Subscript(value=ast.Attribute(attr="parents"), slice=ast.Constant(value=int(number))):
+                n_up += 1 + number
+            case ast.Constant(value=str(name)):
+                names.append((node.lineno, node.col_offset, name))
+    return PathFolder(n_up if of_file else None, "/".join(name for _, _, name in sorted(names)), is_first)
 
 
 def defines(tree: ast.Module, name: str) -> bool:

@@ -14,14 +14,14 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.locator import Locator, Place, is_others
-from slurmgpu.code.names_in_source import defines, names_in
+from slurmgpu.code.names_in_source import PathFolder, all_in, defines, names_in
 from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
@@ -49,6 +49,7 @@ _PROGRAMS = frozenset(
     {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
     | {".cu", ".cuh", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".pyx"}
 )
+LARGEST_COMPILED = 1 << 26
 LARGEST_READ = 1 << 20
 """A larger file, in bytes, holds data."""
 MANY_CONFIGURATIONS = 1000
@@ -90,6 +91,10 @@ def snapshot_of(
                 tracer.add_named(found[1], needed=False)
             # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
             tracer.add_text(text.rpartition("=")[2], (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS)
+            if text.startswith("PYTHONPATH="):  # of `env`
+                tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
+    if isinstance(environ := plan.settings.get("env"), Mapping):
+        tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
     for script in plan.scripts:
         tracer.add_script(Path(script))
     for name in sorted({*also, *(name for file in former for name in file.modules)}):
@@ -140,6 +145,7 @@ class _Tracer:
         """Files of programs that run where they lie, though they may be in the snapshot as well."""
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
+        self._first: set[Path] = set()
         self._no_modules: set[str] = set()
 
     def add_named(self, module: str, *, needed: bool) -> None:
@@ -167,6 +173,17 @@ class _Tracer:
         if not path.is_relative_to(self._base):
             self._roots.append(_root_of(path))
         self._take(str(path), None, needed=False, is_script=True)
+
+    def add_folders(self, names: Iterable[str], *, is_first: bool) -> None:
+        """Look for modules in folders as well; if they are the first on a program's path, it does not find copies."""
+        for name in names:
+            with contextlib.suppress(OSError, ValueError):
+                folder = (self._base / expanded(name)).resolve()
+                if is_folder(folder, BRIEF_PATIENCE_S) and not is_others(f"{folder}/"):
+                    if str(folder) not in self.where.folders:
+                        self.where.folders.append(str(folder))
+                    if is_first:
+                        self._first.add(folder)
 
     def add_module(self, name: str, *, needed: bool) -> None:
         """Add a module and its parent packages, if they are the user's own."""
@@ -232,8 +249,7 @@ class _Tracer:
             content = retried(path.read_bytes, BRIEF_PATIENCE_S)
             if path.suffix == ".toml" and _OF_A_RUN_FILE.search(content):
                 return True  # the plan has what it says
-            name = str(path.relative_to(self._base)) if path.is_relative_to(self._base) else whole
-            self._read[whole] = ReadFile(os.path.normpath(name), whole, hashlib.sha256(content).hexdigest())
+            self._read[whole] = ReadFile(self._shown(path), whole, hashlib.sha256(content).hexdigest())
             if path.suffix == ".py":  # it is run, or executed as text
                 self._read |= self._program(path)
             if path.suffix in _CONFIGURATIONS:
@@ -241,6 +257,10 @@ class _Tracer:
                     self._add_dotted(found)
             return True
         return False
+
+    def _shown(self, path: Path) -> str:
+        whole = os.path.normpath(path)
+        return str(Path(whole).relative_to(self._base)) if Path(whole).is_relative_to(self._base) else whole
 
     def _add_configurations(self, folder: Path) -> None:
         if is_folder(folder, BRIEF_PATIENCE_S):
@@ -251,6 +271,14 @@ class _Tracer:
     def read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:
         """The files that code names and reads where they lie, without those in the snapshot."""
         kept = {file.path for file in files}
+        for file in files:
+            if file.modules and any(Path(file.path).is_relative_to(folder) for folder in self._first):
+                self._started[file.path] = ReadFile(file.name, file.path, file.sha256)
+        for path in sorted(self._compiled):
+            with contextlib.suppress(OSError):
+                if Path(path).stat().st_size <= LARGEST_COMPILED:
+                    content = retried(Path(path).read_bytes, BRIEF_PATIENCE_S)
+                    self._started[path] = ReadFile(self._shown(Path(path)), path, hashlib.sha256(content).hexdigest())
         read = {path: file for path, file in self._read.items() if path not in kept}
         return tuple(file for _, file in sorted((read | self._started).items()))
 
@@ -267,7 +295,7 @@ class _Tracer:
                 f"Compiled modules are not in the snapshot of the code; tasks import the files on disk: "
                 f"{_some(self._compiled)}."
             )
-        if read:
+        if read := [file for file in read if file.path not in self._compiled]:
             found.append(
                 f"The code names files that tasks read as they are by then, not as they are now: "
                 f"{_some(file.name for file in read)}. Rows that are computed after a change "
@@ -338,6 +366,10 @@ class _Tracer:
         package = None if module is None else module if is_package else module.rpartition(".")[0]
         path = Path(found.path)
         imports = names_in(tree, package or (self._package_of_script(path) if found.is_script else None))
+        for each in imports.path_folders:
+            self._add_path_folder(each, path, is_script=found.is_script)
+        for name in sorted(imports.stars):
+            self._add_all_of(name)
         for name, always in imports.names:
             self.add_module(name, needed=found.needed and always)
             if found.needed and always and name in imports.modules and (gone := self.where.vanished(name)):
@@ -363,9 +395,28 @@ class _Tracer:
         for text in sorted(imports.config_folders):
             self._add_configurations(path.parent / text)
 
+    def _add_path_folder(self, each: PathFolder, path: Path, *, is_script: bool) -> None:
+        if each.n_up is None:
+            names = [each.name] if each.name else []
+            self.add_folders(names, is_first=is_script and each.is_first)
+        elif 1 <= each.n_up <= len(path.parents):
+            self.add_folders([str(path.parents[each.n_up - 1] / each.name)], is_first=False)
+
+    def _add_all_of(self, package: str) -> None:
+        """Add the modules that `from package import *` imports."""
+        self.add_module(package, needed=False)
+        place = self.where.locate(package)
+        if place is None or place.path is None or not place.path.endswith(".py"):
+            return
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+            for name in all_in(ast.parse(retried(Path(place.path).read_bytes, BRIEF_PATIENCE_S))):
+                if name.isidentifier():
+                    self.add_module(f"{package}.{name}", needed=False)
+
     def _follow_shell(self, script: Path, source: bytes) -> None:
         """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
         names = names_in_shell.names_in(source)
+        self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
             path = script.parent / name
             if path.suffix in _PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
@@ -395,6 +446,7 @@ class _Tracer:
         self._programs.add(path.resolve())
         tracer = _Tracer(self._base, self._packages, ())
         tracer._programs = self._programs
+        tracer.where.folders += self.where.folders
         tracer.add_script(path.resolve())
         files = tracer.follow()
         found = {file.path: ReadFile(file.name, file.path, file.sha256) for file in files}

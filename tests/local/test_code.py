@@ -483,6 +483,25 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
     assert read == {*("set_up.py", "scores.txt", "prompts/short.txt", "conf/net/small.yaml", "other.json", "words.txt")}
 
 
+def test_modules_by_a_star_and_compiled_ones_are_in_it_or_told(signed):
+    folder = signed()
+    (folder / "stars").mkdir()
+    (folder / "stars" / "__init__.py").write_text("nothing = 1\n__all__ = ['one', 'nothing']\n")
+    (folder / "stars" / "one.py").touch()
+    (folder / "stars" / "two.py").touch()
+    fast = folder / f"fast{EXTENSION_SUFFIXES[0]}"
+    fast.write_bytes(b"no library at all")
+    text = "from stars import *\ntry:\n    import fast\nexcept ImportError:\n    pass\n"
+    (folder / "signed.py").write_text(text + WORKLOAD)
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        code = draft.code
+    importer.forget_changed()
+    assert {file.name for file in code.files} == {*NAMES, "stars/__init__.py", "stars/one.py"}
+    assert [file.name for file in code.read] == [fast.name, "words.txt"]
+    fast.write_bytes(b"another one")
+    assert snapshots.read_and_changed(code.read) == [fast.name]
+
+
 LATE_CONFIG = """
         while self.held and Path(self.held).exists():
             time.sleep(0.05)

@@ -170,6 +170,55 @@ def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_o
         assert (merged.errors, merged["shout"][:]) == ({}, ["A", "B"])
 
 
+def test_a_package_that_a_script_finds_on_its_path_is_as_it_was_submitted(slurmgpu, tmp_path):
+    """As a package that is installed editable, or on PYTHONPATH, and a script in a folder of its own."""
+    run, columns = [sys.executable, "scripts/run.py", "{text}"], {"n": "int32"}
+    folder = make(tmp_path / "project", "one.py", run=run, columns=columns, env={"PYTHONPATH": "src"}, texts=["a"])
+    (folder / "scripts").mkdir()
+    (folder / "src" / "of_project").mkdir(parents=True)
+    (folder / "scripts" / "run.py").write_text("from of_project.core import number\nprint('{\"n\": %d}' % number())\n")
+    (folder / "src" / "of_project" / "__init__.py").touch()
+    core = folder / "src" / "of_project" / "core.py"
+    core.write_text(
+        "from pathlib import Path\ndef number(): return int((Path(__file__).parent / 'data.txt').read_text())\n"
+    )
+    (core.parent / "data.txt").write_text("1")
+    slurmgpu("submit", cwd=folder, expect=0)
+    [code] = (folder / "run" / "code").glob("*.json")
+    assert [file["name"] for file in json.loads(code.read_text())["read"]] == ["src/of_project/data.txt"]
+    core.write_text("def number(): return 2\n")
+    for path in ((folder / "run" / "merged.h5"), folder / "run" / "shards" / "00000.h5"):
+        path.unlink()
+    slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0)
+    with package.open(folder / "run" / "merged.h5") as merged:
+        assert merged["n"][:] == [1]
+        assert merged.code.tolist() == [code.stem]
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("sys.path.insert(0, 'lib')", True),
+        ("sys.path.append('lib')", False),
+        ("sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'lib'))", False),
+        ("sys.path.insert(0, str(Path(__file__).parent.parent / 'lib'))", False),
+        ("sys.path.insert(0, os.path.join(os.path.dirname(__file__), '..', 'lib'))", False),
+        ("env PYTHONPATH=lib", True),
+    ],
+)
+def test_a_folder_that_a_script_puts_on_its_path_is_searched(tmp_path, line, first):
+    """A folder of the working folder that is the first has no copies: modules of it are told."""
+    env = line.split() if line.startswith("env ") else []
+    folder = make(tmp_path / "project", "one.py", run=[*env, sys.executable, "bin/run.py", "{text}"], texts=["a"])
+    for name in ("bin", "lib"):
+        (folder / name).mkdir()
+    (folder / "lib" / "of_lib.py").touch()
+    (folder / "bin" / "run.py").write_text(f"{'' if env else line}\nimport of_lib\n")
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        assert [file.name for file in draft.code.files] == ["bin/run.py", "lib/of_lib.py"]
+        assert [file.name for file in draft.code.read] == ["lib/of_lib.py"] * first
+
+
 @pytest.mark.parametrize(
     ("line", "kept", "read"),
     [

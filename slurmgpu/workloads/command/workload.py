@@ -190,7 +190,7 @@ class Command:
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
-            start = functools.partial(_start_stream, self._arguments, self._environ, self._guard)
+            start = functools.partial(_start_stream, self._arguments, self._environment, self._guard)
             self._stream = Stream(start, self._timeout_s, task.tell)
             weakref.finalize(self, self._stream.close)
             try:
@@ -274,6 +274,13 @@ class Command:
                 arguments[number - 1 : number + 1] = map(os.fsencode, (RUN_MODULE, folder, module))
         return arguments
 
+    def _environment(self) -> dict[str, str]:
+        """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
+        if folders := importer.python_path_as_submitted():
+            given = self._environ.get("PYTHONPATH")
+            return {**self._environ, "PYTHONPATH": os.pathsep.join([*folders, *([given] if given else [])])}
+        return self._environ
+
     def _as_submitted(self, number: int, path: Path) -> Path | None:
         """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
         kept = importer.as_submitted(path)
@@ -355,7 +362,7 @@ class Command:
         temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
         out, err = (ToLog(mark, temporary if folder else None) for _ in range(2))
         printed = Printed(self.columns, out)
-        arguments, environ = self._arguments(values, data or {}), {**self._environ, **(about or {})}
+        arguments, environ = self._arguments(values, data or {}), {**self._environment(), **(about or {})}
         started = time.monotonic()
         child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
@@ -388,12 +395,12 @@ def _inherited() -> dict[str, str]:
 
 def _start_stream(
     arguments: Callable[[Mapping[str, str], Mapping[str, object]], list[bytes]],
-    environ: Mapping[str, str],
+    environ: Callable[[], Mapping[str, str]],
     guard: Guard,
     out: Lines,
     err: ToLog,
 ) -> Child:
-    return Child(arguments({}, {}), environ, out, err, guard, has_stdin=True)
+    return Child(arguments({}, {}), environ(), out, err, guard, has_stdin=True)
 
 
 def _write(text: str | None) -> str:
