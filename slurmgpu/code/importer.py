@@ -86,7 +86,7 @@ class Finder(MetaPathFinder):
         self._folder = folder
         self.functions = snapshot.about.get("functions", {})
         self._same: dict[str, Signature] = {}
-        self._linked: set[Path] = set()
+        self._linked: set[str] = set()
         # In an image, files are seen that are bound into it.
         self._read = [each for each in snapshot.read if image_name() is None or os.path.exists(each.path)]  # noqa: PTH110
         self.read_and_changed: set[str] = set()
@@ -199,9 +199,7 @@ class Finder(MetaPathFinder):
         file = self.by_path.get(str(path))
         if file is None or self._is_as_submitted():
             return path
-        if path not in self._linked:
-            self._linked.add(path)
-            _link_what_is_beside(file, self._folder, self.by_path.values())
+        self._link_beside(file)
         return self._folder / file.name
 
     def python_path(self) -> list[str]:
@@ -213,8 +211,15 @@ class Finder(MetaPathFinder):
             return []
         files = self.by_path.values()
         scripts = {(self._folder / file.name).parent for file in files if not file.modules}
+        for file in [file for file in files if not file.modules]:
+            self._link_beside(file)
         roots = {(self._folder / file.name).parents[_depth(file)]: None for file in files if file.modules}
         return [str(root) for root in roots if root not in scripts]
+
+    def _link_beside(self, script: SourceFile) -> None:
+        if script.path not in self._linked:
+            self._linked.add(script.path)
+            _link_what_is_beside(script, self._folder, self.by_path.values())
 
     def _is_as_submitted(self) -> bool:
         return all(self._is_same(each) for each in self.by_path.values())

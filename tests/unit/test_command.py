@@ -806,6 +806,17 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
 
 
+def test_the_script_of_an_entry_point_is_code_if_it_imports_modules_of_the_users(tmp_path, monkeypatch):
+    (tmp_path / "of_a_lab.py").touch()
+    for name, module in (("mine", "of_a_lab"), ("theirs", "numpy")):
+        (tmp_path / name).write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import main\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert programs.entry_script("mine", str(tmp_path)) == tmp_path / "mine"
+    assert [programs.entry_script(name, str(tmp_path)) for name in ("theirs", "none", "./mine")] == [None] * 3
+    assert programs.entry_script("sh", None) is None
+
+
 @pytest.mark.parametrize(
     ("line", "place"),
     [

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 
+from slurmgpu.code.locator import Locator
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 
 _FIRST_BYTES = 256
@@ -36,6 +37,8 @@ _BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numa
 _ANOTHER_FOLDER = ("-C", "--chdir")
 _OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
 """Options before a program as text, or the name of a module."""
+_LONGEST_ENTRY = 1 << 12
+_IMPORTED = re.compile(rb"(?m)^[ \t]*(?:from|import)[ \t]+([A-Za-z_]\w*)")
 _WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 """Options of Python's whose value may be the next argument."""
 _OF_MODULE = frozenset({"-m", "--module"})
@@ -137,6 +140,26 @@ def check_script(texts: Mapping[int, str]) -> None:
         f"command: there is no script {script!r} for {Path(texts[launcher]).name} at {path.absolute()}."
         f"{did_you_mean(script, beside)}"
     )
+
+
+def entry_script(program: str, path: str | None) -> Path | None:
+    """The script of a program on `path` that imports modules of the user's; None for any other program.
+
+    It is what pip writes for an entry point, `from of_a_lab.cli import main`, also of an editable install.
+    """
+    found = None if "/" in program else shutil.which(program, path=path)
+    if found is None:
+        return None
+    try:
+        with open(found, "rb") as file:
+            source = file.read(_LONGEST_ENTRY)
+    except OSError:
+        return None
+    if not source.startswith(b"#!") or b"\0" in source:
+        return None
+    where = Locator(Path.cwd(), None)
+    tops = {name.decode() for name in _IMPORTED.findall(source)}
+    return Path(found) if any((place := where.look(top)) and place.path for top in sorted(tops)) else None
 
 
 def _keeps_place(arguments: Sequence[str | None]) -> bool:

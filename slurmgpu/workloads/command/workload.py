@@ -42,7 +42,14 @@ from slurmgpu.workloads.command.process import (
     OutputError,
     ToLog,
 )
-from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, check_script, file_of_module, module_of
+from slurmgpu.workloads.command.programs import (
+    RUN_MODULE,
+    check_program,
+    check_script,
+    entry_script,
+    file_of_module,
+    module_of,
+)
 from slurmgpu.workloads.command.slices import request_of, write_items
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.temporary import why_unusable
@@ -141,7 +148,7 @@ class Command:
 
         These are files below the working folder, which is that of the run file, and elsewhere those that are code by
         their names and not installed; of `-m package.module` of Python or a launcher the module's file, and those of
-        its packages.
+        its packages. So is the script of a program that imports modules of the user's.
         """
         here = Path.cwd().resolve()
         found = [Path(text) for text in self._line.texts.values()]
@@ -149,12 +156,13 @@ class Command:
             packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
             found += [*(path for path in packages if path.is_file()), file]
         places = [(path, path.resolve()) for path in found]
+        entry = entry_script(self._program, {**os.environ, **self._env}.get("PATH"))
         return [
             path
             for path, place in places
             if (place.is_relative_to(here) or (place.suffix in SCRIPTS and not is_others(str(place))))
             and _is_script(path)
-        ]
+        ] + ([] if entry is None else [entry])
 
     def check_here(self) -> None:
         """Refuse a program that this machine does not have, or cannot start, and a script that is not there."""
