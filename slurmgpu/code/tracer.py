@@ -84,6 +84,7 @@ def snapshot_of(
     packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
     former = list(former)
     tracer = _Tracer(Path(plan.search_path), packages, former)
+    tracer.inputs = {str((file.get("source") or file)["path"]) for file in plan.input.get("files", ())}
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
     for text in plan.texts():
         if len(text) < LONG_TEXT:
@@ -133,6 +134,8 @@ class _Tracer:
     def __init__(self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile]) -> None:
         self.where = Locator(folder, packages, former)
         self._base, self._packages = folder, packages
+        self.inputs: set[str] = set()
+        """Files whose digests the plan has: a task refuses others."""
         self._left_out: list[str] = []
         self._compiled: set[str] = set()
         self._files: dict[str, _Found] = {}
@@ -242,7 +245,7 @@ class _Tracer:
         """Note a file that code reads where it lies, and add the modules that it names; False if there is none."""
         with contextlib.suppress(OSError, ValueError):
             whole = str(path.resolve())
-            if whole in self._read or whole in self._files:
+            if whole in self._read or whole in self._files or {whole, os.path.abspath(path)} & self.inputs:  # noqa: PTH100
                 return True
             if is_others(whole) or not is_file(path, BRIEF_PATIENCE_S) or path.stat().st_size > LARGEST_READ:
                 return False
@@ -445,7 +448,7 @@ class _Tracer:
             return {}
         self._programs.add(path.resolve())
         tracer = _Tracer(self._base, self._packages, ())
-        tracer._programs = self._programs
+        tracer._programs, tracer.inputs = self._programs, self.inputs
         tracer.where.folders += self.where.folders
         tracer.add_script(path.resolve())
         files = tracer.follow()

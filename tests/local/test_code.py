@@ -470,7 +470,10 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    (folder / "texts.py").write_text(TEXTS)
+    (folder / "texts.py").write_text(TEXTS + "INPUT = 'items.txt'\n")
+    (folder / "items.txt").write_text("an item\n")
+    top = (folder / "slurmgpu.toml").read_text()
+    (folder / "slurmgpu.toml").write_text(top.replace("items.jsonl", "items.txt"))
     (folder / "signed.py").write_text("def later(): import texts\n" + WORKLOAD)
     with draft_run(folder / "slurmgpu.toml") as draft:
         names = {file.name for file in draft.code.files}
