@@ -266,10 +266,10 @@ class _Tracer:
         return str(Path(whole).relative_to(self._base)) if Path(whole).is_relative_to(self._base) else whole
 
     def _add_configurations(self, folder: Path) -> None:
-        if is_folder(folder, BRIEF_PATIENCE_S):
-            found = sorted(each for each in folder.rglob("*") if each.suffix in _CONFIGURATIONS)
-            for path in found[:MANY_CONFIGURATIONS]:
-                self._add_read(path)
+        walked = os.walk(folder, onerror=self._leave_out)
+        found = sorted(Path(where, name) for where, _, names in walked for name in names)
+        for path in [each for each in found if each.suffix in _CONFIGURATIONS][:MANY_CONFIGURATIONS]:
+            self._add_read(path)
 
     def read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:
         """The files that code names and reads where they lie, without those in the snapshot."""
