@@ -49,13 +49,12 @@ class Sight:
     """What an executor sees of a run: `at_work` is what is queued or alive, in words.
 
     The rest is about tasks that it does not see, and whose heartbeats are watched: `hides` if tasks may work here
-    unseen, `is_old` if an older slurmgpu may have submitted them, `elsewhere` the other clusters in whose queues jobs
-    may wait. `has_ended` says whether the task of a heartbeat is known to have ended.
+    unseen, `elsewhere` the other clusters in whose queues jobs may wait. `has_ended` says whether the task of a
+    heartbeat is known to have ended.
     """
 
     at_work: str | None = None
     hides: bool = False
-    is_old: bool = False
     elsewhere: Sequence[str] = ()
     has_ended: Callable[[Sign], bool] = lambda sign: False
 

@@ -199,7 +199,7 @@ def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes:
     )
 
 
-def run_merge(folder: Path, submission: int | None = None) -> None:
+def run_merge(folder: Path, submission: int) -> None:
     """The merge job of a submission; exits with 3 while the run is incomplete.
 
     A signal, except SIGUSR2, ends it at once and leaves the run as it was; SIGTERM gives exit code 143.

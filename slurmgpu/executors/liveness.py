@@ -42,8 +42,7 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
     """
     patience_s, observer = patience(run.plan.lease_s), _observer(run)
     elsewhere = [name for sight in sights for name in sight.elsewhere]
-    is_old = any(sight.is_old for sight in sights)
-    is_hidden, written = is_old or any(s.hides for s in sights), _written_by_living(run) if is_old else {}
+    is_hidden = any(sight.hides for sight in sights)
     leases, begun, is_told = Watch(run.plan.lease_s), time.monotonic(), False
     while True:
         signs = [sign for sign in observer.look() if not any(s.has_ended(sign) for s in sights)]
@@ -54,10 +53,6 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
             return f"jobs of it may wait in the queue of the cluster {elsewhere[0]}, which is not seen here"
         if time.monotonic() - begun <= patience_s:
             doubts += [f"a task of a job on the cluster {name}" for name in elsewhere[:1]]
-            doubts += ["a task of a submission by an older slurmgpu"] * is_old
-        changed = _written_by_living(run).items() - written.items() if is_old else ()
-        if changed:
-            return f"task {min(changed)[0]} writes of itself"
         if is_hidden:
             states = [leases.look(shard, claim) for shard, claim in run.claims.held() if not claim.parked]
             if "alive" in states:
@@ -77,11 +72,6 @@ _OBSERVERS: dict[Path, Observer] = {}
 
 def _observer(run: Run) -> Observer:
     return _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience(run.plan.lease_s)))
-
-
-def _written_by_living(run: Run) -> dict[str, float]:
-    """When each attempt that has not ended wrote its record, by its own clock; older versions have no heartbeats."""
-    return {record["attempt"]: record["updated"] for record in run.attempts() if record["state"] != "ended"}
 
 
 def others_alive(run: Run, own_array: str | None) -> str | None:

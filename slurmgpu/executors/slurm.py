@@ -121,8 +121,6 @@ class Slurm(Executor):
         open_ones = [line for line in lines if line["state"] in ("submitting", "queued")]
         clusters = [line.get("cluster") for line in open_ones if not line.get("cancelled")]
         return Sight(
-            # An older slurmgpu recorded no user and no cluster, which may be others.
-            is_old=any(not line.keys() >= {"uid", "cluster"} for line in open_ones),
             elsewhere=[name for name in clusters if name and name != cluster],
             has_ended=lambda sign: _is_over(sign, cluster, queued),
         )

@@ -255,15 +255,14 @@ def merge_orphaned(run: Run, number: int) -> None:
         _tell_end(run, report)
 
 
-def merge_behind(run: Run, submission: int | None = None) -> int:
+def merge_behind(run: Run, submission: int) -> int:
     """The merge job of a submission whose tasks have ended; 0 if the run is complete, else 3.
 
-    It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says. Merge jobs that an older
-    slurmgpu has queued do not say their `submission`; it is the last one with this merge job.
+    It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says.
 
     A merge job may be requeued after it has resubmitted. It hands over to that submission then, and makes no other.
     """
-    last = _submission_of(run, submission)
+    last = next(line for line in run.submissions() if line["submission"] == submission)
     over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
         report = merge.merge(run, lives_of(run, settled=True), lock.check)
@@ -325,16 +324,6 @@ def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
     """
     newest = [each for each in run.submissions() if not each.get("by_hand") and each["state"] != "refused"][-1]
     return newest if newest["submission"] > line["submission"] else None
-
-
-def _submission_of(run: Run, number: int | None) -> SubmissionLine:
-    lines = [line for line in run.submissions() if not line.get("by_hand")]
-    if number is None:
-        job, here = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME")
-        own = [line for line in lines if job and line.get("merge_job") == job and line.get("cluster", here) == here]
-    else:
-        own = [line for line in lines if line["submission"] == number]
-    return (own or lines)[-1]
 
 
 def _in_words(report: Report) -> str:

@@ -274,18 +274,11 @@ def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Join
 
 
 def _take_back(run: Run, check: Check) -> None:
-    """Publish shards that an earlier merge set aside and that are intact now: the reading was at fault.
-
-    Also those that `resubmit --failed` of an older slurmgpu set aside, as NNNNN.failed.
-    """
+    """Publish shards that an earlier merge set aside and that are intact now: the reading was at fault."""
     for name in checked(list_names(run.shards), check):
-        stem, dot, kind = name.rpartition(".")
+        stem = name.removesuffix(".damaged")
         target = run.shards / f"{stem}.h5"
-        if not dot or kind not in ("damaged", "failed") or (revision := run.revision_of(target.name)) is None:
-            continue
-        if exists(target):
-            if kind == "failed":
-                remove(run.shards / name)
+        if stem == name or (revision := run.revision_of(target.name)) is None or exists(target):
             continue
         start, stop = run.plan.bounds(revision[0])
         try:

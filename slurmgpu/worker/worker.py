@@ -155,8 +155,7 @@ class Worker:
                 retries=plan.retries,
                 pause=self._pause,
                 share=self.group.broadcast,
-                # Plans of an older slurmgpu have no `keep`, but settings of the workload that say so.
-                kept=plan.keep or {field: field for field in workload.kept_fields},
+                kept=plan.keep,
                 key=plan.key,
             )
             is_one = self._parts is None and self.group.world_size == 1

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -161,23 +160,6 @@ def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes
     assert liveness.alive(run, "8") is None
     run.record_submission({"submission": 2, "cancelled": True})
     liveness.refuse_alive(run, "resubmit")
-
-
-def test_of_a_submission_that_names_no_user_or_cluster_records_are_watched(run, monkeypatch):
-    queued_on(run, monkeypatch, cluster="here")
-    begun = time.monotonic()
-    assert liveness.alive(run) is None
-    assert time.monotonic() - begun > 0.4
-    path = next(run.tasks.glob("*.json"))
-    record = {**json.loads(path.read_text()), "state": "loading", "updated": 1.0}
-    path.write_text(json.dumps(record))
-    writes = iter(range(2, 10**6))
-
-    def pause(seconds):
-        path.write_text(json.dumps({**record, "updated": float(next(writes))}))
-
-    monkeypatch.setattr(liveness.time, "sleep", pause)
-    assert liveness.alive(run) == f"task {record['attempt']} writes of itself"
 
 
 def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, monkeypatch):

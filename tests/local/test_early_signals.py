@@ -146,7 +146,6 @@ def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(ru
 
 
 def test_a_merge_job_ends_the_submission_of_its_own_cluster(run, tmp_path, monkeypatch):
-    """As an older slurmgpu queued it: without the number of its submission."""
     for number, cluster in enumerate(("there", "here", "elsewhere"), 1):
         line = run.submissions()[0] | {"submission": number, "cluster": cluster, "merge_job": "9"}
         run.record_submission(line)
@@ -154,7 +153,7 @@ def test_a_merge_job_ends_the_submission_of_its_own_cluster(run, tmp_path, monke
     (tmp_path / "squeue").chmod(0o755)
     for name, value in {"PATH": str(tmp_path), "SLURM_JOB_ID": "9", "SLURM_CLUSTER_NAME": "here"}.items():
         monkeypatch.setenv(name, value)
-    assert merge_behind(run) == 3
+    assert merge_behind(run, 2) == 3
     assert [line["state"] for line in run.submissions()] == ["queued", "ended", "queued"]
 
 

@@ -80,7 +80,7 @@ SUBMITIT = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core
 def test_a_merge_job_heeds_what_ends_it_and_passes_the_notice_over(run, tmp_path, moment, signum, code):
     publish_all(run)
     run.record_submission({"submission": 1, "round": 0})
-    DelayedSubmission(job_entry.run_merge, run.folder).dump(run.logs / "1_submitted.pkl")
+    DelayedSubmission(job_entry.run_merge, run.folder, 1).dump(run.logs / "1_submitted.pkl")
     env = environment(tmp_path, signum, moment, **JOB)
     done = subprocess.run([*SUBMITIT, str(run.logs)], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stderr

@@ -23,7 +23,7 @@ def made(folder, n_items=2, digest="d" * 64, keep=("question", "id")):
     rows = [row] * (n_items - 1) + [ItemError("too dark")]
     part = write(folder / "part.h5", 0, n_items, columns=COLUMNS, rows=rows)
     join_parts([(0, part, 0, n_items)], folder / "merged.h5", columns=COLUMNS)
-    plan = {"input_digest": digest, "settings": {"keep": list(keep)} if keep else {}}
+    plan = {"input_digest": digest, "keep": {name: name for name in keep}}
     (folder / "run.json").write_text(json.dumps(plan))
     return folder
 

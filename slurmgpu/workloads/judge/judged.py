@@ -13,7 +13,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.final_answers import number_of
 from slurmgpu.llm.prompts.templates import take, text_of
 from slurmgpu.shards.columns import Json, columns_from_json
-from slurmgpu.workloads.judge.opponents import kept_columns, plan_beside
+from slurmgpu.workloads.judge.opponents import plan_beside
 from slurmgpu.workloads.judge.rubrics import Rubric
 
 TEXTS = frozenset(("text", "text_a", "text_b"))
@@ -47,7 +47,7 @@ def check_texts(path: Path, fields: Collection[str]) -> None:
 def _has_lists(path: Path, field: str) -> bool:
     if not path.exists():  # an unfinished run: its plan has the columns
         plan = plan_beside(path)
-        is_kept = field in kept_columns(plan)
+        is_kept = field in plan.get("keep", {})
         return not is_kept and isinstance(columns_from_json(plan.get("columns", {})).get(field), Json)
     try:
         merged = results.open(path)

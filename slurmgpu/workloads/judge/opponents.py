@@ -35,8 +35,8 @@ class Opponent:
         opponent = cls(path / "merged.h5" if path.is_dir() else path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
-            found = kept_columns(plan_beside(opponent.path))
-            opponent.keep = tuple(name for name in found if name in merged.columns)
+            kept = plan_beside(opponent.path).get("keep", ())
+            opponent.keep = tuple(name for name in kept if name in merged.columns)
         return opponent
 
     def to_json(self) -> dict[str, Any]:
@@ -97,11 +97,6 @@ class Opponent:
             merged.close()
             raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it.")
         return merged
-
-
-def kept_columns(plan: Mapping[str, Any]) -> list[str]:
-    """The columns of a run that have fields of its items; plans of an older slurmgpu have them in the settings."""
-    return list(dict.fromkeys([*plan.get("keep", {}), *plan.get("settings", {}).get("keep", ())]))
 
 
 def plan_beside(path: Path) -> Mapping[str, Any]:
