@@ -152,7 +152,7 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{start}", "{out}"]}, "nothing says which items are meant"),
         ({"run": ["wc", "{in}", "{out:xml}"]}, "no format 'xml'"),
         ({"run": ["wc", "{in}", "{out}", "{out:csv}"]}, "two formats, csv and jsonl"),
-        ({"run": ["wc", "{in:csv}", "{in}", "{out}"]}, "run has {in} in two formats, csv and jsonl"),
+        ({"run": ["wc", "{in:csv}", "{in}", "{out}"]}, "run has {in} in two formats, csv and items"),
         ({"run": ["wc", "{in:npz}", "{out}"]}, "run has {in:npz}; {in} is in no format 'npz'"),
         ({"run": ["wc", "{in}"], "stream": True}, "leave out one of the two"),
         ({"run": ["wc", "a\0", "{in}"]}, "NUL"),
@@ -1104,11 +1104,36 @@ def test_a_script_that_reads_a_table_and_writes_it_back_with_a_column_more_is_ta
     assert (first["n"], eval(first["seen"])) == (8, ["5", 'a "b",\nc', "", "2026-11-26"])
     assert (second["n"], eval(second["seen"])) == (5, ["7", path, "[1, true]", ""])
     assert str(third) == (
-        "it has a field 'error', and in {in:csv} the column of that name is the item's own. Use {in}, JSON lines."
+        "it has a field 'error', and in {in:csv} what has that name is the item's own. Use {in}, whose lines have the "
+        "fields under data."
     )
     assert "it has a field 'index'" in str(fourth)
     [row] = command([Item(5, {"text": "\ud800"})])
     assert row["seen"] == ascii(["5", "\\ud800"])
+
+
+LINES = """
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+with open(sys.argv[2], "w") as file:
+    for row in reversed(rows):
+        print(json.dumps({**row, "n": len(row["text"]), "seen": [*row, sys.argv[1][-9:]]}), file=file)
+"""
+
+
+def test_a_script_that_reads_json_lines_and_writes_them_back_with_a_field_more_is_taken_in(tmp_path, monkeypatch):
+    (tmp_path / "lines.py").write_text(LINES)
+    run = [sys.executable, "-S", "lines.py", "{in:jsonl}", "{out}"]
+    command = loaded(tmp_path, monkeypatch, run=run, columns={"n": "int32", "seen": "json", "x": "json"})
+    asked = [
+        Item(5, {"text": "a\nß", "x": {"y": [None]}, "data": 1}),
+        Item(7, {"text": "\udcff", "x": 1.5}),
+        Item(8, {"text": "a", "index": 3}),
+    ]
+    first, second, third = command(asked)
+    assert first == {"n": 3, "seen": ["index", "text", "x", "data", "/in.jsonl"], "x": {"y": [None]}}
+    assert second == {"n": 1, "seen": ["index", "text", "x", "/in.jsonl"], "x": 1.5}
+    assert str(third).startswith("it has a field 'index', and in {in:jsonl} what has that name is the item's own. Use")
 
 
 def test_an_integer_in_csv_is_what_it_is_in_json(score):

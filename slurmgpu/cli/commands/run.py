@@ -82,7 +82,8 @@ def run(
       slurmgpu run --each a.jsonl --col n:int64 -- python count.py --in {in} --out {out}
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
-    slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each.
+    slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each. For a program that reads the fields as JSON
+    lines or a table, and writes them back with the columns, {in:jsonl} or {in:csv} has the index beside the fields.
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result

@@ -90,8 +90,8 @@ def read_output(
 ) -> dict[int, Values]:
     """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format.
 
-    A table that the program got as CSV may come back whole: of what it was `given`, and of the column without a name
-    that pandas writes, only declared columns are taken.
+    A program may write back what it got: of the fields that it was `given`, and of the column without a name that
+    pandas writes, only declared columns are taken.
     """
     collected = Collected(wanted, is_one=is_one)
     passed = {*given, ""} - columns.keys() if given else frozenset[str]()

@@ -14,8 +14,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 FORMATS = ("jsonl", "csv", "npz")
 """The formats of `{out}`; the first is the default."""
-IN_FORMATS = ("jsonl", "csv")
-"""Those of `{in}`."""
+IN_FORMATS = ("items", "jsonl", "csv")
+"""Those of `{in}`: lines with index, seed and data; JSON lines, or a table, of the index and the fields."""
 
 MAX_ARGUMENT_BYTES = 128 * 1024
 """The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""

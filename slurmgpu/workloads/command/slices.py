@@ -1,4 +1,4 @@
-"""The items of a call in the file that stands for `{in}`: JSON lines, or CSV."""
+"""The items of a call in the file that stands for `{in}`: lines with their data, or fields as JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slurmgpu.errors import ItemError
 from slurmgpu.workloads.command.placeholders import as_json
 
 OF_ROWS = ("index", "error")
-"""Columns of CSV that are about the item itself, and so are no names of its fields there."""
+"""Names that are about the item itself, and so are no fields' where these stand beside them."""
 
 
-def request_of(index: int, seed: int, data: Mapping[str, object], form: str = "jsonl") -> bytes:
-    """The line of an item in JSON lines; ItemError if JSON cannot hold its data, or `form` not its fields."""
-    if form == "csv" and (taken := next((name for name in OF_ROWS if name in data), None)):
+def request_of(index: int, seed: int, data: Mapping[str, object], form: str = "items") -> bytes:
+    """The line of an item with its data; ItemError if JSON cannot hold that, or `form` not its fields."""
+    if form != "items" and (taken := next((name for name in OF_ROWS if name in data), None)):
         raise ItemError(
-            f"it has a field {taken!r}, and in {{in:csv}} the column of that name is the item's own. Use {{in}}, JSON "
-            f"lines."
+            f"it has a field {taken!r}, and in {{in:{form}}} what has that name is the item's own. Use {{in}}, whose "
+            f"lines have the fields under data."
         )
     try:
         return as_json({"index": index, "seed": seed, "data": dict(data)}).encode() + b"\n"
@@ -30,12 +30,15 @@ def request_of(index: int, seed: int, data: Mapping[str, object], form: str = "j
 
 
 def write_items(path: Path, form: str, requests: Mapping[int, bytes]) -> frozenset[str]:
-    """Write the items of a call; of CSV the names of their fields, as a program may write back the whole table."""
-    if form == "jsonl":
+    """Write the items of a call; the names of fields that a program may write back beside the columns."""
+    if form == "items":
         path.write_bytes(b"".join(requests.values()))
         return frozenset()
     items = [json.loads(line) for line in requests.values()]
     names = list(dict.fromkeys(name for item in items for name in item["data"]))
+    if form == "jsonl":
+        path.write_text("".join(as_json({"index": item["index"], **item["data"]}) + "\n" for item in items), "ascii")
+        return frozenset(names)
     written = io.StringIO(newline="")
     writer = csv.writer(written, lineterminator="\n")
     writer.writerow(["index", *names])

@@ -360,7 +360,8 @@ class Command:
         about: Mapping[str, str] | None,
     ) -> dict[int, Values]:
         line, mark = self._line, mark_of(min(requests), max(requests))
-        in_path, out_path = Path(folder, f"in.{line.items}"), Path(folder, f"out.{line.out}")
+        in_path = Path(folder, "in.csv" if line.items == "csv" else "in.jsonl")
+        out_path = Path(folder, f"out.{line.out}")
         given = write_items(in_path, line.items, requests) if IN in line else frozenset()
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
         for number, name in enumerate(line.in_files):
