@@ -48,8 +48,6 @@ def code_now(run: Run, container: ContainerRecord | None, given: Packed | None =
         in_use |= dict.fromkeys(given.roles, functions.keep(run.folder, given))
     if in_use:
         now = replace(now, about={**now.about, "functions": in_use})
-    if former is not None:
-        now = now.named_as_in(former)
     snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 
@@ -67,9 +65,7 @@ def changed_since(run: Run, now: Snapshot) -> str:
     except SlurmGPUError as error:
         return f"which files differ is unknown. {error}"
     then = snapshots.digests_of(former)
-    names = sorted(
-        name for name, each in snapshots.digests_of(now.named_as_in(former)).items() if then.get(name) != each
-    )
+    names = sorted(name for name, each in snapshots.digests_of(now).items() if then.get(name) != each)
     more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
     return f"{', '.join(names[:MANY_NAMED])}{more} changed since." if names else ""
 

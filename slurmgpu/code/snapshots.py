@@ -104,16 +104,6 @@ class Snapshot:
         """The record of the snapshot in a submission's line."""
         return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
 
-    def named_as_in(self, former: Snapshot) -> Snapshot:
-        """The snapshot with the digests of a former one for the files whose bytes are the same.
-
-        An older slurmgpu took the digests of scripts from their syntax trees: files that have not changed keep them.
-        """
-        known = {(file.name, file.sha256): file.digest for file in former.files}
-        digests = [known.get((file.name, file.sha256), file.digest) for file in self.files]
-        files = [replace_fields(file, digest=digest) for file, digest in zip(self.files, digests, strict=True)]
-        return replace_fields(self, files=tuple(files))
-
 
 def _known_by(given: Pickled) -> str:
     return given.get("same", given["sha256"])

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ import pytest
 import slurmgpu as package
 from slurmgpu.cli.commands.run import as_toml, whole_run_file
 from slurmgpu.cli.completion import complete_folder
-from slurmgpu.code import former, importer, snapshots
-from slurmgpu.code.snapshots import tree_digest
+from slurmgpu.code import importer, snapshots
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
@@ -278,27 +276,6 @@ def test_a_script_elsewhere_and_what_it_imports_are_code_of_the_run(tmp_path):
     run = [sys.executable, os.__file__, "{text}"]
     with draft_run(make(tmp_path / "other", "one.py", run=run) / "slurmgpu.toml") as draft:
         assert draft.code.files == ()  # of Python itself
-
-
-def test_a_script_of_an_older_run_is_the_same_code_until_a_byte_of_it_changes(tmp_path):
-    """An older slurmgpu took the digest of a script from its syntax tree, and the same files have to keep it."""
-    folder = make(tmp_path / "project", "one.py", texts=["a"])
-    with draft_run(folder / "slurmgpu.toml") as draft:
-        [script] = draft.code.files
-        older = replace(draft.code, files=(replace(script, digest=tree_digest(script.source, script.path)),))
-        assert older.digest != draft.code.digest
-        run = create_run(draft.run_dir, draft.plan, draft.items.files)
-        snapshots.write(run.folder, older)
-        run.record_submission({"submission": 1, "executor": "debug", "state": "ended", "code": older.line()})
-        assert former.changed_since(run, draft.code) == ""
-        code, notes = former.code_now(run, None)
-        assert (code["digest"], notes) == (older.digest, [])
-        (folder / "one.py").write_bytes(b"# A comment\n" + script.source)
-        code, notes = former.code_now(run, None)
-        assert code["digest"] not in (older.digest, draft.code.digest)
-        assert "one.py differs" in notes[0]
-    with draft_run(folder / "slurmgpu.toml", run_dir=folder / "again") as draft:
-        assert former.changed_since(run, draft.code) == "one.py changed since."
 
 
 def test_a_script_and_a_package_of_its_name_are_both_in_the_snapshot(slurmgpu, tmp_path):
