@@ -76,6 +76,11 @@ def rows_by_code(stretches: Iterable[Stretch]) -> dict[str | None, int]:
     return dict(found)
 
 
+def are_told(versions: Sequence[RowsByCode]) -> bool:
+    """Whether it says more than that all rows are by the code that was submitted."""
+    return len(versions) > 1 or any(version["digest"] is None for version in versions)
+
+
 def in_words(versions: Sequence[RowsByCode]) -> str:
     """The numbers of rows by code as `1,920 rows by 9f2c, 80 by 77ab`."""
     digests = [version["digest"] for version in versions if version["digest"]]

@@ -523,7 +523,8 @@ def test_rows_by_a_file_that_has_changed_since_it_was_submitted_are_by_unknown_c
     wait_until((folder / "run" / "run.json").exists, "a run")
     (folder / "conf.yaml").write_text("2")
     let_go(folder)
-    process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=200)
+    assert "code: 8 rows by unknown code" in said
     assert values(folder) == [2, 4, 6, 8, 10, 12, 14, 16]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(None, 8)]
     log = "".join(path.read_text() for path in (folder / "run" / "logs").rglob("*.log"))

@@ -20,6 +20,7 @@ from slurmgpu.cli.views.state_words import (
     state_of,
     unknown_words,
 )
+from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import (
     IDLE_PERCENT,
@@ -64,7 +65,7 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
     going = [pace_words(status), if_words(status)] if knows_pace else []
     if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
         result("; ".join(told))
-    if len(versions := status.get("code") or ()) > 1:
+    if are_told(versions := status.get("code") or ()):
         result(f"code: {in_words_of(versions)}")
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
@@ -144,7 +145,7 @@ def show_report(report: Report) -> None:
         result(f"computed with: {plain(versions)}")
     if odd := report.get("not_finite"):
         result(f"not finite: {_not_finite(odd)}")
-    if len(code := report.get("code") or ()) > 1:
+    if are_told(code := report.get("code") or ()):
         result(f"code: {in_words_of(code)}")
     if n_retried := sum(a.get("n_retried", 0) for a in report["attempts"]):
         waited_s = sum(a.get("waited_s", 0.0) for a in report["attempts"])
