@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from slurmgpu.code.importer import without_dots
-from slurmgpu.code.locator import is_others, own_modules, search
+from slurmgpu.code.locator import archive_of, is_others, own_modules, search
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import process_wide
@@ -30,7 +31,14 @@ def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], fol
                 f"This process has imported {name} from {here}, and tasks would import {path}, as they look into "
                 f"{folder} first. Rename one of the two, or call from another folder."
             )
+    on_path = {os.path.realpath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each}
     for name in sorted({*needed} - there.keys()):
+        archive = archive_of(getattr(sys.modules.get(name), "__spec__", None))
+        if archive is not None and archive not in on_path:
+            raise SlurmGPUError(
+                f"This process has imported {name} from {archive}, and tasks would not find it: the archive is not on "
+                f"PYTHONPATH. Unpack it into {folder}, or set PYTHONPATH={archive} before Python starts."
+            )
         if (here := _own_file_of(name)) is not None and PathFinder.find_spec(top := name.partition(".")[0]) is None:
             outer = _folder_of(top) or Path(here).parent
             raise SlurmGPUError(

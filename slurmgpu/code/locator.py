@@ -13,9 +13,10 @@ import os
 import site
 import sys
 import sysconfig
+import zipimport
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
+from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from pathlib import Path
 
 import slurmgpu
@@ -41,6 +42,7 @@ class Locator:
 
     `folders` are searched first. `foreign` are requested packages that are not the user's; `bound_in` are installed
     distributions that are bound into the image; `elsewhere` are the user's packages outside of the image, with paths.
+    `archives` are those from which requested modules come, and that are not installed.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Locator:
         self.foreign: set[str] = set()
         self.bound_in: set[str] = set()
         self.elsewhere: dict[str, str] = {}
+        self.archives: set[str] = set()
         self._packages = packages
         self._formerly = {name: file.path for file in former for name in file.modules}
         self._places: dict[str, Place | None] = {}
@@ -114,6 +117,8 @@ class Locator:
         if here is not None and here.path is not None:
             return here
         there = _installed(name)
+        if there is False and (archive := archive_of(PathFinder.find_spec(name))) is not None:
+            self.archives.add(archive)
         if there is None:
             there = self._where_it_was(name)
         if self._packages is not None:
@@ -207,6 +212,14 @@ def _installed(name: str, above: Place | None = None) -> Place | bool | None:
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
         return False  # for example in a zip archive
     return Place(path, inner)
+
+
+def archive_of(spec: ModuleSpec | None) -> str | None:
+    """The archive that a module is imported from, if that is not installed."""
+    loader = None if spec is None else spec.loader
+    if not isinstance(loader, zipimport.zipimporter) or is_others(loader.archive):
+        return None
+    return os.path.realpath(loader.archive)
 
 
 def is_others(path: str) -> bool:

@@ -277,7 +277,7 @@ class _Tracer:
         for file in files:
             if file.modules and any(Path(file.path).is_relative_to(folder) for folder in self._first):
                 self._started[file.path] = ReadFile(file.name, file.path, file.sha256)
-        for path in sorted(self._compiled):
+        for path in sorted(self._compiled | self.where.archives):
             with contextlib.suppress(OSError):
                 if Path(path).stat().st_size <= LARGEST_COMPILED:
                     content = retried(Path(path).read_bytes, BRIEF_PATIENCE_S)

@@ -15,6 +15,7 @@ import pytest
 
 from slurmgpu import open as slurmgpu_open
 from slurmgpu.code import importer, snapshots
+from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.code.tracer import snapshot_of
 from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
@@ -582,14 +583,25 @@ def test_a_folder_that_is_on_the_path_by_dots_is_in_the_snapshot(signed, slurmgp
     assert str(shared / "outside.py") in {file["path"] for file in about["files"]}
 
 
-def test_a_module_in_an_archive_on_the_path_is_no_error(signed, tmp_path, monkeypatch):
+def test_a_module_in_an_archive_on_the_path_is_told_and_refused_where_tasks_would_not_find_it(
+    signed, tmp_path, monkeypatch
+):
     with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
         archive.writestr("zipped.py", "x = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path / "zipped.zip"))
     folder = signed()
     (folder / "signed.py").write_text("import zipped\n" + WORKLOAD)
-    names, left_out = names_in(folder)
-    assert (names, left_out) == (NAMES, [])
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        code = draft.code
+    importer.forget_changed()
+    assert [file.name for file in code.files] == NAMES
+    assert [file.path for file in code.read] == [str(folder / "words.txt"), str(tmp_path / "zipped.zip")]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "zipped.zip"))
+    refuse_other_modules(code.files, ["zipped"], folder)
+    monkeypatch.delenv("PYTHONPATH")
+    importlib.import_module("zipped")
+    with pytest.raises(SlurmGPUError, match=r"imported zipped from .*zipped\.zip, and tasks would not find it"):
+        refuse_other_modules(code.files, ["zipped"], folder)
 
 
 def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypatch):
