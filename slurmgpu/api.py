@@ -171,7 +171,10 @@ class RunHandle:
 
 
 def open_run(folder: str | Path) -> RunHandle:
-    """The run in a run directory, whoever submitted it: for rows, status and results, also while it works."""
+    """The run in a run directory, whoever submitted it: for rows, status and results, also while it works.
+
+    SlurmGPUError if there is none, or one of a newer slurmgpu.
+    """
     return RunHandle(Run.open(Path(folder)))
 
 
@@ -195,13 +198,15 @@ def submit(
 
     `run_file` is the path of one, or a mapping with its keys and tables, whose relative paths start at the working
     directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
-    [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the run file, as in
+    [resources]: gpus, array, gpus_per_task and so on; `settings` are those of [settings], and `image` that of
+    [container]. `overrides` are values of any keys of the run file, as in
     `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
     `items`, such as "10:20,35", it is a run of these items only, in RUN-look, in place of an earlier one. `extend`
-    is a run of an input that has more items since, of which only these are computed. With the executors local and
-    debug, the run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
-    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload,
-    are logged as warnings.
+    is a run of an input that has more items since, of which only these are computed. `after` is a run that has
+    to be complete before tasks start. With the executors local and debug, the run is computed and merged when this
+    returns; local calls `on_tick(run)` meanwhile. `inject` are faults on demand, such as `crash@17`;
+    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
+    logged as warnings.
     """
     refuse_if_importing("slurmgpu.submit")
     other = Run.open(Path(after)) if after is not None else None

@@ -49,6 +49,7 @@ def find_batch_size(
     If several processes search together, `agree(fitted)` returns whether all of them fitted.
 
     Raises MemoryError if the smallest size does not fit; if only its margin is missing, it is returned with a warning.
+    ValueError if there is no size to try.
     Other exceptions of `fn` pass through.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from slurmgpu.errors import SlurmGPUError
+
 _TERAFLOPS = """
     gb200 2500 1250 80, b300 2250 1120 75, b200 2250 1120 75,
     gh200 990 494 67, h200 989 494 67, h200_nvl 835 417 60, h100 989 494 67, h100_pcie 756 378 51, h100_nvl 835 417 60,
@@ -38,8 +40,10 @@ _PARTS = ("mig", "laptop", "max")
 def peak_flops(gpu: str, precision: str) -> float | None:
     """Peak FLOP/s of a GPU by its name from torch.cuda.get_device_name; None if unknown.
 
-    `precision` is "fp32", "tf32", "bf16" or "fp16". MIG slices and CPUs are unknown.
+    `precision` is "fp32", "tf32", "bf16" or "fp16", else SlurmGPUError. MIG slices and CPUs are unknown.
     """
+    if precision not in _COLUMN:
+        raise SlurmGPUError(f"precision is {precision!r}; expected one of {', '.join(map(repr, _COLUMN))}.")
     name = re.sub(r"[^a-z0-9]+", "_", gpu.lower())
     known = [key for key in PEAK_TERAFLOPS if all(_has(name, word) for word in key.split("_"))]
     if not known or any(_has(name, word) for word in _PARTS):

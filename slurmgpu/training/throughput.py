@@ -54,8 +54,8 @@ def throughput(
     """A meter for a loop that trains `model`; the loop marks its parts with `data()` and `step()`.
 
     A DistributedDataParallel `model` reports its waiting. `device` defaults to the model's. `precision` is "fp32",
-    "tf32", "bf16" or "fp16", for `mfu`. The first `warmup` steps, which compile, choose kernels and allocate, are left
-    out.
+    "tf32", "bf16" or "fp16", for `mfu`; SlurmGPUError for another. The first `warmup` steps, which compile, choose
+    kernels and allocate, are left out.
     """
     parameter = next(model.parameters(), None) if model is not None else None
     found = torch.device(device or (parameter.device if parameter is not None else "cpu"))

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from slurmgpu import throughput
+from slurmgpu import SlurmGPUError, throughput
 from slurmgpu.training.flops import count_flops, peak_flops
 from tests.support.speed_ranks import LATE_S, N_STEPS
 
@@ -232,6 +232,11 @@ def test_two_processes_tell_what_they_wait_for_each_other_and_fit_the_same_batch
 def test_what_a_gpu_could_do_is_known_by_its_name(gpu, precision, teraflops):
     found = peak_flops(gpu, precision)
     assert found == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_an_unknown_precision_is_refused_on_every_device():
+    with pytest.raises(SlurmGPUError, match="precision is 'bfloat16'; expected one of 'bf16', 'fp16', 'tf32', 'fp32'"):
+        throughput(precision="bfloat16")
 
 
 def test_flops_are_those_of_forward_and_backward_compiled_or_not(one_thread):
