@@ -86,8 +86,10 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
             raise SlurmGPUError(f"{each!r} is no function; expected one that takes an item.")
     if function is None:
         return
-    if inspect.iscoroutinefunction(function):
-        raise SlurmGPUError(f"{shown_name(function)} is a coroutine: expected a plain function.")
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise SlurmGPUError(
+            f"{shown_name(function)} is a coroutine: expected a plain function. Call it in one, by asyncio.run."
+        )
     arguments = ("item", "loaded") if loads else ("item",)
     try:
         inspect.signature(function).bind(*arguments)

@@ -84,7 +84,8 @@ def _of_numbers(value: Any, *, is_list: bool) -> str:
     except ValueError as error:
         if isinstance(value, int) or is_list:
             return "json"  # integers of more than 64 bits
-        raise SlurmGPUError(f"{error}; expected text, a number, an array of numbers, or what JSON can hold") from error
+        what = str(error).partition(", expected")[0]
+        raise SlurmGPUError(f"{what}; expected text, a number, an array of numbers, or what JSON can hold") from error
     if found.dtype.kind == "S":
         raise SlurmGPUError(f"found {type(value).__name__}; expected text, numbers, arrays, or what JSON can hold")
     return f"{found.dtype.name}[]" if is_list else _as_text(found.dtype, found.shape)

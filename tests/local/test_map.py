@@ -312,10 +312,14 @@ def test_a_row_of_a_table_is_an_item():
 def test_what_is_refused_leaves_nothing_behind(tmp_path):
     async def coroutine(item): ...
 
+    class Asks:
+        async def __call__(self, item): ...
+
     one = {"function": len, "items": ["a"], "columns": "int64"}
     held = [
         ({"function": "text", "items": [1]}, "is no function"),
-        ({"function": coroutine, "items": [1]}, "is a coroutine"),
+        ({"function": coroutine, "items": [1]}, r"is a coroutine: .* by asyncio\.run"),
+        ({"function": Asks(), "items": [1]}, "Asks is a coroutine"),
         ({"function": len, "items": [1], "load": dict}, r"len cannot be called as function\(item, loaded\): too many"),
         ({"function": len, "items": {"a": 1}}, "items has the type dict; expected a list"),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
