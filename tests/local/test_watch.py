@@ -349,7 +349,7 @@ def test_a_thousand_tasks_are_scrolled_and_a_terminal_resized(tmp_path, run_of_n
         ]
         assert "host_oom: memory: all of it" in terminal.text
         terminal.send(b"q")
-        assert terminal.end() == 0
+        assert terminal.end() == 3
         assert termios.tcgetattr(terminal._its) == terminal.modes
         assert "Traceback" not in terminal.text
 
@@ -390,7 +390,7 @@ def test_ctrl_z_gives_the_terminal_back_to_the_shell_until_the_job_goes_on(tmp_p
         terminal.send(b"\n")
         terminal.see(lambda t: t.written.count(b"\x1b[?1049h") == 2 and "tasks 1–8 of 8" in t.text)
         terminal.send(b"q")
-        assert terminal.end() == 0
+        assert terminal.end() == 3
 
 
 def test_ctrl_z_stops_nothing_where_nobody_could_continue_it(tmp_path, run_of_now):
@@ -400,7 +400,7 @@ def test_ctrl_z_stops_nothing_where_nobody_could_continue_it(tmp_path, run_of_no
         terminal.send(b"\x1a")
         terminal.see(lambda t: t.written.count(b"\x1b[?1049h") == 2 and "tasks 1–8 of 8" in t.text)
         terminal.send(b"q")
-        assert terminal.end() == 0
+        assert terminal.end() == 3
 
 
 def test_a_real_run_is_watched_to_its_end_and_left_alone_by_who_looks_away(project):
@@ -607,7 +607,7 @@ def test_the_queue_of_a_real_slurm_tells_tasks_and_start_times(project, slurmgpu
             terminal.see(lambda t: "40 pending (BeginTime), start about" in t.text)
             assert "no task has started yet" in terminal.text
             terminal.send(b"q")
-            assert terminal.end() == 0
+            assert terminal.end() == 3
     finally:
         with contextlib.suppress(subprocess.CalledProcessError):
             slurmgpu("cancel", "run", cwd=folder)

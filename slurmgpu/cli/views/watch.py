@@ -59,7 +59,7 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
         say(f"the run continues. To see it: slurmgpu status --watch {run.typed}")
         raise
     if status is None:
-        return 0
+        return 3  # what is to follow the run's completion does not follow `q`
     return 3 if status["state"] in ("incomplete", "ended") else 0
 
 
