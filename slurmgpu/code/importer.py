@@ -87,9 +87,11 @@ class Finder(MetaPathFinder):
         self.functions = snapshot.about.get("functions", {})
         self._same: dict[str, Signature] = {}
         self._linked: set[str] = set()
+        self._has_changed = False
         # In an image, files are seen that are bound into it.
         self._read = [each for each in snapshot.read if image_name() is None or os.path.exists(each.path)]  # noqa: PTH110
         self.read_and_changed: set[str] = set()
+        self.reads_again = False
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         self._by_name = {name: file for file in files for name in file.modules}
@@ -222,7 +224,9 @@ class Finder(MetaPathFinder):
             _link_what_is_beside(script, self._folder, self.by_path.values())
 
     def _is_as_submitted(self) -> bool:
-        return all(self._is_same(each) for each in self.by_path.values())
+        """Whether all files are as they were; once one was not, copies are used, whatever comes later."""
+        self._has_changed = self._has_changed or not all(self._is_same(each) for each in self.by_path.values())
+        return not self._has_changed
 
     def _is_same(self, file: SourceFile) -> bool:
         """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
@@ -412,6 +416,19 @@ def look_at_read_files() -> None:
         log.warning(
             "changed since it was submitted, and read as it is now: %s. Rows are by unknown code", ", ".join(changed)
         )
+
+
+def expect_reads_again() -> None:
+    """Have the files that code reads looked at before each shard is published: it starts programs that read them."""
+    finder = _in_use()
+    if finder is not None:
+        finder.reads_again = True
+
+
+def reads_again() -> bool:
+    """Whether code reads its files with each call, as far as it has said so."""
+    finder = _in_use()
+    return finder is not None and finder.reads_again
 
 
 def has_read_others() -> bool:

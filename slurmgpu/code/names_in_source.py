@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _LONGEST_NAME = 256
 _CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
 """Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""
+_MAKE_PATHS = frozenset({"Path", "join", "joinpath", "str", "resolve", "absolute", "abspath", "expanduser"})
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
 
 
@@ -47,6 +48,8 @@ class NamesInSource(ast.NodeVisitor):
         """Packages of which it imports all names, and so the modules in their `__all__`."""
         self.written: set[str] = set()
         """Texts in calls that write files, which are names of what it makes."""
+        self._assigned: list[tuple[str, set[str]]] = []
+        self._written_names: set[str] = set()
         self._depth = 0
 
     def visit_Try(self, node: ast.Try) -> None:
@@ -114,15 +117,28 @@ class NamesInSource(ast.NodeVisitor):
         elif name in ("join", "joinpath"):
             self._add_path(node.args)
         elif _writes(name, node):
-            self.written |= {
-                each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
-            }
+            receiver = [function.value] if isinstance(function, ast.Attribute) else []
+            for path in (*receiver, *node.args, *(each.value for each in node.keywords)):
+                texts, variable = _path_in(path)
+                self.written |= texts
+                self._written_names |= {variable} - {""}
         self.config_folders |= {
             each.value.value
             for each in node.keywords
             if each.arg in _CONFIG_FOLDER and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
         }
         self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """`CACHE = "cache.json"`, which a later call may write."""
+        texts, _ = _path_in(node.value)
+        self._assigned += [(variable, texts) for _, variable in map(_path_in, node.targets) if variable and texts]
+        self.generic_visit(node)
+
+    def read_texts(self) -> set[str]:
+        """The texts that may name modules and files that it reads, without those of what it writes."""
+        written = self.written.union(*(texts for name, texts in self._assigned if name in self._written_names))
+        return {text for text in self.texts if text.rpartition("/")[2] not in written}
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """`Path(__file__).parent / "configs" / "small.yaml"`."""
@@ -188,7 +204,6 @@ def names_in(tree: ast.Module, package: str | None) -> NamesInSource:
     """The names in a syntax tree of a module of `package`."""
     found = NamesInSource(package)
     found.visit(tree)
-    found.texts -= found.written
     return found
 
 
@@ -245,6 +260,21 @@ def defines(tree: ast.Module, name: str) -> bool:
                 if isinstance(node, ast.Try):
                     todo += [each for handler in node.handlers for each in handler.body]
     return False
+
+
+def _path_in(node: ast.expr) -> tuple[set[str], str]:
+    """The texts of which an expression makes a path, and the variable or the attribute that it is; else "" or none."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return {text}, ""
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name != "parent":
+            return set(), name
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return _path_in(left)[0] | _path_in(right)[0], ""
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=arguments) if name in _MAKE_PATHS:
+            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            return {text for each in (*receiver, *arguments) for text in _path_in(each)[0]}, ""
+    return set(), ""
 
 
 def _writes(name: str, call: ast.Call) -> bool:

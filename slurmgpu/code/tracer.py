@@ -49,6 +49,7 @@ _PROGRAMS = frozenset(
     {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
     | {".cu", ".cuh", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".pyx"}
 )
+_OF_THE_SYSTEM = ("/etc/", "/proc/", "/sys/", "/dev/", "/usr/", "/run/", "/var/", "/lib/", "/lib64/")
 LARGEST_COMPILED = 1 << 26
 LARGEST_READ = 1 << 20
 """A larger file, in bytes, holds data."""
@@ -247,7 +248,9 @@ class _Tracer:
             whole = str(path.resolve())
             if whole in self._read or whole in self._files or {whole, os.path.abspath(path)} & self.inputs:  # noqa: PTH100
                 return True
-            if is_others(whole) or not is_file(path, BRIEF_PATIENCE_S) or path.stat().st_size > LARGEST_READ:
+            if is_others(whole) or whole.startswith(_OF_THE_SYSTEM):
+                return False
+            if not is_file(path, BRIEF_PATIENCE_S) or path.stat().st_size > LARGEST_READ:
                 return False
             content = retried(path.read_bytes, BRIEF_PATIENCE_S)
             if path.suffix == ".toml" and _OF_A_RUN_FILE.search(content):
@@ -393,7 +396,7 @@ class _Tracer:
             self.add_module(name, needed=False)
         above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
-        for text in sorted(imports.texts):
+        for text in sorted(imports.read_texts()):
             self.add_text(text, folders, _CONFIGURATIONS | _PROGRAMS | _TEXTS)
         for text in sorted(imports.config_folders):
             self._add_configurations(path.parent / text)

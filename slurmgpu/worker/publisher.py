@@ -140,7 +140,7 @@ class Publisher:
             for index, row in one.computed.rows.items()
         )
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
-        if not self._has_looked:  # a first call may read files as well
+        if not self._has_looked or importer.reads_again():  # a first call may read files as well
             importer.look_at_read_files()
             self._has_looked = True
         made_by["code"] = None if importer.has_read_others() else self.assignment.code

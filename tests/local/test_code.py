@@ -441,6 +441,8 @@ from pathlib import Path
 import plugs
 from walked import registry
 
+SHOWN = Path("shown.yaml").read_text()
+CACHE = Path(__file__).parent / "kept" / "cache.json"
 TARGETS = {"net": "nets.deep.Net", "head": "heads:Head", "metric": "scores.loss", "other": "scores.txt", "numpy.sum": 1}
 
 for each in pkgutil.walk_packages(plugs.__path__, "plugs."):
@@ -451,6 +453,9 @@ for each in pkgutil.walk_packages(plugs.__path__, "plugs."):
 def main(conf):
     exec(open("set_up.py").read())
     json.dump(conf, open("seen.json", "w"))
+    CACHE.parent.joinpath("state.json").touch()
+    with CACHE.open("w") as file:
+        file.write(str(SHOWN) + open("other.json").read())
     Path("made.yaml").write_text("")
     return (Path(__file__).parent / "prompts" / "short.txt").read_text()
 """
@@ -459,7 +464,8 @@ def main(conf):
 def test_what_only_texts_name_is_in_it_or_told(signed):
     folder = signed()
     empty = """nets/__init__.py nets/deep.py nets/other.py scores.py plugs/__init__.py plugs/one.py walked/two.py
-        layers/__init__.py layers/of_conf.py set_up.py scores.txt prompts/short.txt seen.json made.yaml other.json"""
+        layers/__init__.py layers/of_conf.py set_up.py scores.txt prompts/short.txt seen.json made.yaml other.json
+        kept/cache.json state.json shown.yaml"""
     files = dict.fromkeys(empty.split(), "")
     files["heads.py"] = "def Head(): return 1\n"
     files["walked/registry.py"] = (
@@ -484,7 +490,8 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
         *("nets/__init__.py", "nets/deep.py", "heads.py", "plugs/__init__.py", "plugs/one.py"),
         *("walked/__init__.py", "walked/registry.py", "walked/two.py", "layers/__init__.py", "layers/of_conf.py"),
     }
-    assert read == {*("set_up.py", "scores.txt", "prompts/short.txt", "conf/net/small.yaml", "other.json", "words.txt")}
+    found = "set_up.py scores.txt prompts/short.txt conf/net/small.yaml other.json words.txt shown.yaml"
+    assert read == {*found.split()}
 
 
 def test_modules_by_a_star_and_compiled_ones_are_in_it_or_told(signed):

@@ -193,6 +193,27 @@ def test_a_package_that_a_script_finds_on_its_path_is_as_it_was_submitted(slurmg
         assert merged.code.tolist() == [code.stem]
 
 
+READS = """
+import sys
+factor = open("conf.yaml").read()
+if sys.argv[1] == "edit":
+    with open("conf" + ".yaml", "w") as file:
+        file.write("2")
+print('{"n": %s}' % factor)
+"""
+
+
+def test_rows_of_calls_that_may_have_read_an_edited_configuration_are_by_unknown_code(slurmgpu, tmp_path):
+    run, texts = [sys.executable, "run.py", "{text}"], 8 * ["a"] + ["edit"]
+    folder = make(tmp_path / "project", "one.py", run=run, columns={"n": "int32"}, texts=texts)
+    (folder / "run.py").write_text(READS)
+    (folder / "conf.yaml").write_text("1")
+    said = slurmgpu("submit", cwd=folder, expect=0)
+    assert "tasks read as they are by then, not as they are now: conf.yaml." in said.stderr
+    [code] = (folder / "run" / "code").glob("*.json")
+    assert f"code: 8 rows by {code.stem[:4]}, 1 by unknown code" in said.stdout
+
+
 @pytest.mark.parametrize(
     ("line", "first"),
     [

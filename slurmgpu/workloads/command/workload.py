@@ -192,6 +192,10 @@ class Command:
         self._file_of_module = file_of_module(self._module[1]) if self._module else None
         kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
         check_program(self._program if kept == self._scripts[0] else str(kept), self._environ.get("PATH"))
+        self._is_entry = entry_script(self._program, self._environ.get("PATH")) is not None
+        self._runs_copies = False
+        if self._mode != STREAM:
+            importer.expect_reads_again()
         self._told: set[int] = set()
         self._n_gpus = task.gpus
         self._n_oom_kills = cgroups.oom_kills()
@@ -284,7 +288,8 @@ class Command:
 
     def _environment(self) -> dict[str, str]:
         """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
-        if folders := importer.python_path_as_submitted():
+        folders = importer.python_path_as_submitted() if self._runs_copies or self._is_entry else []
+        if folders:
             given = self._environ.get("PYTHONPATH")
             return {**self._environ, "PYTHONPATH": os.pathsep.join([*folders, *([given] if given else [])])}
         return self._environ
@@ -294,6 +299,7 @@ class Command:
         kept = importer.as_submitted(path)
         if kept == path:
             return None
+        self._runs_copies = True
         if number not in self._told:
             self._told.add(number)
             log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
@@ -376,7 +382,6 @@ class Command:
         child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
             child.finish(self._timeout_s)
-            importer.look_at_read_files()
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
                 return _only_row(row, requests)
