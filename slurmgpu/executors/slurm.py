@@ -46,11 +46,12 @@ class Slurm(Executor):
         refuse_other_cluster()
 
     def describe(self, container: ContainerRecord | None) -> str:
-        """Its version and MaxArraySize."""
+        """Its version and the limits of arrays."""
         version = commands.run("sbatch", "--version").strip()
         if found := hazards(container):
             raise SlurmGPUError(found[0])
-        return f"{version}, MaxArraySize {commands.max_array_size(commands.configuration())}"
+        limits_of_arrays = commands.array_limits(commands.configuration())
+        return ", ".join([version, *(f"{name} {n_tasks}" for name, n_tasks in limits_of_arrays.items())])
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
         """Refuse all."""
@@ -78,6 +79,8 @@ class Slurm(Executor):
             self._ask(seen, run_dir, container)
         except commands.SlurmUnavailableError as error:
             seen.notes.append(f"Limits and scripts cannot be shown. {error}")
+            seen.walltime_s = submission.walltime_s
+            seen.bound_gpu_hours = limits.bound_gpu_hours(submission, seen.walltime_s)
         return seen
 
     def _ask(self, seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
@@ -213,8 +216,8 @@ def respect_limits(
         known = facts.read_facts(commands.configuration(), account, with_gpus=False)
         for note in known.notes:
             log.info("%s", note)
-    size = commands.max_array_size(known.config)
-    most = {"MaxArraySize": size if is_array else max(1, size)}
+    sizes = commands.array_limits(known.config)
+    most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
     for name, n_jobs in limits.most_jobs(asked, known).items():
         most[f"{name} (one is for the merge job)"] = n_jobs - 1
     name, limit = min(most.items(), key=lambda item: item[1])

@@ -75,7 +75,9 @@ def run(*command: str) -> str:
         raise SlurmUnavailableError(NOT_SET_UP.format(command[0]), is_absent=True)
     if done.returncode:
         said = f"{' '.join(command[:2])} failed: {done.stderr.strip()}"
-        raise SlurmUnavailableError(said, is_silent=is_silence(done.stderr))
+        if is_silence(said):
+            raise SlurmUnavailableError(f"{said.rstrip('.')}. Try again later.", is_silent=True)
+        raise SlurmUnavailableError(said)
     return done.stdout
 
 
@@ -215,6 +217,12 @@ def other_cluster() -> str | None:
     return None
 
 
-def max_array_size(config: Mapping[str, str]) -> int:
-    """MaxArraySize of the cluster; indices run to one less, and of 0 there are no arrays."""
-    return int(config.get("MaxArraySize", "1001"))  # Slurm's default
+def array_limits(config: Mapping[str, str]) -> dict[str, int]:
+    """How many tasks an array may have, by the names of the cluster's limits; of MaxArraySize 0 there are no arrays.
+
+    Indices run to MaxArraySize - 1.
+    """
+    limits = {"MaxArraySize": int(config.get("MaxArraySize", "1001"))}  # Slurm's default
+    if found := re.search(r"\bmax_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
+        limits["max_array_tasks"] = int(found[1])
+    return limits

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurmgpu.run.submissions import Submission, seconds_of
+from slurmgpu.slurm.commands import array_limits
 from slurmgpu.slurm.facts import Facts, Row
 from slurmgpu.util.gpus import number_of
 
@@ -255,10 +256,10 @@ def _of_rule(asked: Submission, held: Held) -> Limit:
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:
     n_tasks, n_jobs = asked.n_tasks, asked.n_tasks + 1  # the merge job
-    if (most := config.get("MaxArraySize", "")).isdecimal():
+    for name, size in array_limits(config).items() if "MaxArraySize" in config else ():
         # One task is a plain job; of 0 there are no arrays.
-        then = REFUSED if n_tasks > max(1, int(most)) else ""
-        yield Limit("MaxArraySize", most, f"{n_tasks} task{'' if n_tasks == 1 else 's'}", then)
+        then = REFUSED if n_tasks > max(1, size) else ""
+        yield Limit(name, str(size), f"{n_tasks} task{'' if n_tasks == 1 else 's'}", then)
     if (most := config.get("MaxJobCount", "")).isdecimal():
         yield Limit("MaxJobCount, of all users", most, str(n_jobs), REFUSED if n_jobs > int(most) else "")
 

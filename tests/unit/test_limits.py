@@ -306,6 +306,15 @@ def test_where_there_are_no_arrays_one_task_is_a_plain_job():
         respect_limits(one, known, is_array=True)
 
 
+def test_an_array_has_no_more_tasks_than_the_scheduler_takes_in_one():
+    known = cluster_of(MaxArraySize="1001", SchedulerParameters="bf_interval=1,max_array_tasks=3,bf_continue")
+    less, notes = respect_limits(submission(n_tasks=8), known)
+    assert less.n_tasks == 3
+    assert notes == ["8 tasks were asked for; max_array_tasks is 3, so 3 will take all the shards."]
+    assert what_happens(less, known)["max_array_tasks"] == ""
+    assert what_happens(submission(n_tasks=8), known)["max_array_tasks"] == "sbatch refuses it"
+
+
 def test_a_partition_without_nodes_is_told():
     known = cluster_of()
     known.partitions = {**known.partitions, "empty": {**PARTITION, "PartitionName": "empty", "Default": "NO"}}
