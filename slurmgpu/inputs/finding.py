@@ -20,6 +20,7 @@ from slurmgpu.util.plurals import count_of
 FILES = "files:"
 """Before a path, a glob or a folder: every file is an item, whatever its suffix."""
 
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -65,6 +66,11 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     """The paths of a pattern; a file with exactly this name takes precedence over a glob."""
     if pattern.startswith(hub.PREFIX):
         return hub.download(pattern)
+    if _URL.match(pattern) and not os.path.lexists(base / pattern):
+        raise SlurmGPUError(
+            f"Input {pattern!r} is a URL: expected files of this machine, or of the hub by {hub.PREFIX}. Download it, "
+            f"and name the file."
+        )
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         path = base / pattern
