@@ -199,3 +199,9 @@ def format_of(paths: Sequence[Path]) -> Format:
         raise SlurmGPUError(f"The input mixes formats, {mixed}: expected one format. Convert one, or plan two runs.")
     [(_, found)] = formats.values()
     return found
+
+
+def refuse_doubled(columns: Sequence[str], where: str) -> None:
+    """Raise SlurmGPUError if two columns have one name."""
+    if doubled := sorted({name for name in columns if columns.count(name) > 1}):
+        raise SlurmGPUError(f"{where}: {doubled[0]!r} names two columns: expected a name of its own for each.")

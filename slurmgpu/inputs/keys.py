@@ -23,7 +23,7 @@ READ_AT_ONCE = 1024
 def name_by(key: str, data: Mapping[str, Any]) -> str | None:
     """The name of an item by its field `key`, in one line; None if that is missing or null."""
     text = _text(data.get(key))
-    return None if text is None else _cut(text)
+    return None if text is None else cut(text)
 
 
 def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
@@ -61,7 +61,7 @@ def items_named(spec: InputSpec, index: Path, key: str, name: str) -> list[int]:
     """The items with this name, at most two."""
     found: list[int] = []
     for number, text in _names(spec, index, key):
-        if text is not None and name in (text, _cut(text)):
+        if text is not None and name in (text, cut(text)):
             found.append(number)
             if len(found) == 2:
                 break
@@ -75,7 +75,8 @@ def _names(spec: InputSpec, index: Path, key: str) -> Iterator[tuple[int, str | 
                 yield number, None if isinstance(data, ItemError) else _text(data.get(key))
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """The name of an item, cut at LENGTH characters."""
     return text if len(text) <= LENGTH else f"{text[: LENGTH - 1]}…"
 
 

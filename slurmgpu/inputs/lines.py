@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
-from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
+from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows, refuse_doubled
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
@@ -171,11 +171,7 @@ class Csv(Lines, format="csv"):
             columns = tuple(_csv_fields(record.removesuffix(b"\r")))
         except ItemError as error:
             raise _refused(f"{path}, header: {error}") from error
-        doubled = sorted({name for name in columns if columns.count(name) > 1})
-        if doubled:
-            raise SlurmGPUError(
-                f"{path}, header: {doubled[0]!r} names two columns: expected a name of its own for each."
-            )
+        refuse_doubled(columns, f"{path}, header")
         if len(columns) == 1 and (marks := [mark for mark in ";\t" if mark in columns[0]]):
             raise SlurmGPUError(
                 f"{path}, header: expected names separated by commas, found {columns[0]!r}. Write it with commas, in "

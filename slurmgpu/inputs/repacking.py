@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
-from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed
+from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed, refuse_doubled
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import LineParser, Lines, sampling_distance
 from slurmgpu.inputs.records import MAX_RECORD_BYTES, RecordFinder, split
@@ -160,9 +160,7 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
     except (ValueError, TypeError, NotImplementedError, OverflowError) as error:  # Arrow's own are of these classes
         raise _not_of_arrow(table, error) from error
     columns = tuple(reader.schema.names)
-    doubled = sorted({name for name in columns if columns.count(name) > 1})
-    if doubled:
-        raise SlurmGPUError(f"{doubled[0]!r} names two columns of the table: expected a name of its own for each.")
+    refuse_doubled(columns, "The table")
     return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
 
 

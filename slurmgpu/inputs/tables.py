@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.formats import Find, Format, Preview, Rows
+from slurmgpu.inputs.formats import Find, Format, Preview, Rows, refuse_doubled
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import check_pyarrow
 
@@ -174,9 +174,7 @@ class Tables(Format):
         """The columns, and the number of rows as `end`."""
         with closing(self.table(found.path, verify=True)) as table:
             columns, n_items = table.columns, len(table)
-        doubled = sorted({name for name in columns if columns.count(name) > 1})
-        if doubled:
-            raise SlurmGPUError(f"{found.path}: {doubled[0]!r} names two columns: expected a name of its own for each.")
+        refuse_doubled(columns, found.path)
         return replace(found, columns=columns, end=n_items)
 
     def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, listing, open_items, sweeps
-from slurmgpu.inputs.keys import items_named, name_by
+from slurmgpu.inputs.keys import cut, items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
@@ -24,7 +24,6 @@ MAX_S = 5.0
 N_FIELDS = 3
 MOST_DIGITS = 18
 """A text of more digits is no number of an item."""
-LENGTH = 160
 
 
 def name_items(run: Run, items: Sequence[FailedItem]) -> None:
@@ -88,4 +87,4 @@ def name_of(data: Mapping[str, Any], n_fields: int | None = None) -> str | None:
     """The first fields of an item's data, or all, as one line; None if it has none."""
     fields = dict(list(data.items())[:n_fields])
     text = " ".join(sweeps.describe(fields).split()) if fields else ""
-    return (text if len(text) <= LENGTH else f"{text[: LENGTH - 1]}…") or None
+    return cut(text) or None

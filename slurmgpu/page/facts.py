@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from slurmgpu.page.spans import Life, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
-from slurmgpu.report.attempts import AttemptRow, node_of
+from slurmgpu.report.attempts import AttemptRow, node_of, outcome_of
 from slurmgpu.report.build import MESSAGE_CHARACTERS, Report
 from slurmgpu.report.ledger import energy_in_words, in_words, unit_of
 from slurmgpu.run.failures import POLICIES
@@ -226,7 +226,7 @@ def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
         (Column("W", True), lambda a, u: _whole(u.get("power_mean_w"))),
         (Column("°C", True), lambda a, u: _whole(u.get("temperature_max_c"))),
         (Column(f"host {unit}", True), lambda a, u: _sized(u.get("host_memory_peak_bytes"), size)),
-        (Column("end"), lambda a, u: a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok")),
+        (Column("end"), lambda a, u: outcome_of(a)),
     ]
     rows = []
     for attempt in report["attempts"]:

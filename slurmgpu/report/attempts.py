@@ -212,6 +212,11 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
     return found
 
 
+def outcome_of(attempt: AttemptRow) -> str:
+    """How an attempt ended, in words: its failure class, or `ok`, with the reason if one is recorded."""
+    return attempt["failure"] or (f"ok ({attempt['reason']})" if attempt["reason"] else "ok")
+
+
 def in_task_order(attempts: Iterable[NamedT]) -> list[NamedT]:
     """Attempts sorted by job, task and restart, as numbers."""
     return sorted(attempts, key=lambda attempt: _numbers(attempt["attempt"]))

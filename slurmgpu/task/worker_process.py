@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from slurmgpu.util.early_signals import SIGNUMS, recall
+from slurmgpu.util.early_signals import listened, recall
 from slurmgpu.util.forks import Fork
 from slurmgpu.util.process_tree import living
 from slurmgpu.util.shared_files import open_file, open_to_append, retried
@@ -68,9 +68,7 @@ class StopSignals:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for signum in SIGNUMS:
-            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
-                continue  # nohup: the run goes on without its terminal
+        for signum in listened():
             self._former[signum] = signal.signal(signum, self._put)
         for came in recall():  # before this task could listen
             self._put(came, None)

@@ -83,6 +83,11 @@ def size_of(size: int) -> str:
     return f"{value:.3g} TB"
 
 
+def gb(size_bytes: float) -> str:
+    """A number of bytes in GB, or in MB if there are few."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+
+
 def gigabytes(size: float | None) -> str:
     """A number of bytes in GB."""
     return "–" if size is None else f"{size / 1e9:.1f}"

@@ -38,10 +38,14 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 def remember() -> None:
     """Remember signals from now on instead of ending."""
-    for signum in SIGNUMS:
-        if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
-            continue  # nohup: the run goes on without its terminal
+    for signum in listened():
         signal.signal(signum, _note)
+
+
+def listened() -> list[int]:
+    """The signals that a task listens for: SIGNUMS, without a SIGHUP that nohup has ignored."""
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signum for signum in SIGNUMS if not (is_nohup and signum == signal.SIGHUP)]
 
 
 def end_by_exception() -> None:

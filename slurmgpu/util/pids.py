@@ -35,6 +35,14 @@ class ProcessId(Numbering):
     ticks: int | None
 
 
+def has_ended(child: int) -> bool:
+    """Whether a child of this process has ended; it is not waited for, so that no other gets its number."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
 def numbering() -> Numbering:
     """The boot and the PID namespace of this process."""
     return _numbering_of(os.getpid())

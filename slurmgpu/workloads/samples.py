@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import ratio, wilson_interval
+from slurmgpu.llm.answers.metrics import ratio, weights_of, wilson_interval
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import take
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
@@ -150,8 +150,7 @@ class Samples:
             for part, text, row, is_cut in zip(parts, texts, rows, cut, strict=True)
         ]
         shares = _shares(item.data, len(parts))
-        highest = max((score for score in scores if not math.isnan(score)), default=0.0)
-        worth = [0.0 if math.isnan(s) else math.exp(s - highest) if self.is_raw else s for s in scores]
+        worth = weights_of(scores, is_raw=self.is_raw)
         normal = [None if answer is None else checker.normal(answer) for answer in answers]
         vote = _winner(normal, shares)
         weighted = _winner(normal, [share * weight for share, weight in zip(shares, worth, strict=True)])

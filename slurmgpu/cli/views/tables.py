@@ -28,6 +28,7 @@ from slurmgpu.report.attempts import (
     in_task_order,
     node_of,
     of_last_submission,
+    outcome_of,
     versions_in_words,
 )
 from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, last_death
@@ -263,7 +264,7 @@ def _show_attempts(console: Console, report: Report) -> None:
         "time": [wide_clock(a["seconds"]) for a in shown],
         **counts_of(shown, [(len(a["deaths"]), last_death(a["deaths"])) for a in shown]),
     }
-    end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in shown]}
+    end = {"end": list(map(outcome_of, shown))}
     used = used_by([a.get("usage") or {} for a in shown])
     console.print("\n[bold]attempts[/]")
     show_table(console, names, columns, used, end)

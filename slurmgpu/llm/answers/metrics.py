@@ -35,6 +35,13 @@ def ratio(part: float, whole: int) -> float | None:
     return part / whole if whole else None
 
 
+def weights_of(scores: Sequence[float], *, is_raw: bool) -> list[float]:
+    """What texts weigh in a vote by their scores, 0 for NaN; raw scores by their exponentials, at most 1."""
+    highest = max((score for score in scores if not math.isnan(score)), default=0.0)
+    weights = [math.exp(score - highest) if is_raw else score for score in scores]
+    return [0.0 if math.isnan(weight) else weight for weight in weights]
+
+
 def count_matrix(pairs: Mapping[tuple[str, str], int], labels: Sequence[str]) -> Counts:
     """counts[truth, predicted] of (truth, predicted) pairs; the last column counts predictions that are no label.
 

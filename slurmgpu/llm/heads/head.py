@@ -14,7 +14,8 @@ from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_to
 from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
 from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Memory, look_at, usable
-from slurmgpu.llm.placement.place import gb, refuse_missing
+from slurmgpu.llm.placement.place import refuse_missing
+from slurmgpu.util.amounts import gb
 
 HeadKind = Literal["sequence", "token", "choices"]
 Activation = Literal["none", "sigmoid", "softmax"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
-from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt, quoted_in
 from slurmgpu.llm.prompts.codec import MARK, TURNS, Codec, PromptError, refuse_surrogates
 from slurmgpu.llm.prompts.truncation import shorten
 
@@ -173,10 +173,6 @@ def _with_system(asked: HeadInput) -> str:
     quoted: list[tuple[int, int]] = []
     length = 0
     for text in (parts := [*before, *shots, prompt.text]):
-        quoted += [(start + length, stop + length) for start, stop in _quoted(text)]
+        quoted += [(start + length, stop + length) for start, stop in quoted_in(text)]
         length += len(text)
     return Composed("".join(parts), tuple(quoted))
-
-
-def _quoted(text: str) -> tuple[tuple[int, int], ...]:
-    return text.quoted if isinstance(text, Composed) else ((0, len(text)),)

@@ -47,6 +47,11 @@ class Composed(str):
         return made
 
 
+def quoted_in(text: str) -> tuple[tuple[int, int], ...]:
+    """The (start, stop) of the parts of a text that come from an item: all of it, unless it is a template's."""
+    return text.quoted if isinstance(text, Composed) else ((0, len(text)),)
+
+
 @dataclass(frozen=True)
 class Generated:
     """The tokens of an answer that a model generated: its `thoughts`, with the marks around them, then its `answer`.

@@ -13,6 +13,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
+from slurmgpu.util.amounts import gb
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.util.home import expanded
@@ -254,8 +255,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _size(folder: Path) -> str:
-    size_bytes = sum(path.stat().st_size for path in map(Path, matches("**", folder)) if path.is_file())
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+    return gb(sum(path.stat().st_size for path in map(Path, matches("**", folder)) if path.is_file()))
 
 
 def digests_of(source: ModelSource) -> dict[str, str] | None:

@@ -12,6 +12,7 @@ from slurmgpu.llm.models.sizes import text_config
 from slurmgpu.llm.placement.choosing import Choice, Offer, choose, most_tokens, what_fits
 from slurmgpu.llm.placement.needs import ROW_TOKENS, ROWS, RUNTIME_BYTES, USABLE, Model, look_at, row_tokens, usable
 from slurmgpu.llm.placement.splitting import stored_method
+from slurmgpu.util.amounts import gb
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions
@@ -77,11 +78,6 @@ def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
             f"Its vocabulary of {vocabulary:,} does not divide by {offer.gpus}, which transformers before 5.23 may "
             f'refuse: with an older one set processes = "one".'
         )
-
-
-def gb(size_bytes: float) -> str:
-    """A number of bytes in GB, or in MB if there are few."""
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def _describe(model: Model) -> str:

@@ -18,13 +18,13 @@ import numpy as np
 from slurmgpu.errors import ItemError
 from slurmgpu.llm.interface.engine import (
     NOTHING,
-    Composed,
     EngineOptions,
     FinishReason,
     Generated,
     Output,
     Prompt,
     Request,
+    quoted_in,
 )
 from slurmgpu.llm.prompts.images import place_of_images
 from slurmgpu.llm.prompts.structures import Reasoning
@@ -117,8 +117,7 @@ class Quotes:
         """The text with marks; in a template's text only where at least a part comes from the item."""
         if self._special is None:
             return text
-        quoted = text.quoted if isinstance(text, Composed) else ((0, len(text)),)
-        pieces, end = [], 0
+        quoted, pieces, end = quoted_in(text), [], 0
         for found in self._special.finditer(text):
             start, stop = found.span(1)
             if any(start < last and first < stop for first, last in quoted):

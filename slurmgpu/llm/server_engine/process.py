@@ -18,6 +18,7 @@ from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.server_engine.http_client import Client
+from slurmgpu.util import pids
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.process_tree import TreeWatch, living
 from slurmgpu.util.shared_memory import remove, used_by
@@ -172,9 +173,7 @@ class ServerProcess:
         if self._process.returncode is not None:
             return
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return
+        while time.monotonic() < deadline and not pids.has_ended(self._process.pid):
             time.sleep(0.02)
 
 

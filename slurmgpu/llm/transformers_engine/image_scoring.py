@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from slurmgpu.llm.interface.batching import Budget, in_batches
 from slurmgpu.llm.interface.engine import Place, Question, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, in_groups
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, scores_of
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, following, scores_by_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +77,7 @@ class ImageScorer:
                 said = f"out of memory for this prompt alone, which has {each.n_prompt_tokens} tokens"
                 yield failed(each.question, said, each.n_prompt_tokens)
             else:
-                yield scores_of(each, np.array([_sum(choice, known[number]) for choice in each.choices], np.float64))
+                yield scores_by_token(each, known[number])
 
     def _ask(self, question: Question, shown: Shown | PromptError) -> tuple[Asked, Shown]:
         """The question's tokens, in which an image is one, and what the model is shown before the choices."""
@@ -137,14 +135,6 @@ class _Guide:
 
 
 def _ways(number: int, asked: Asked, shown: Shown) -> list[_Way]:
-    following: dict[Tokens, dict[int, None]] = {}
-    for choice in asked.choices:
-        for place, token in enumerate(choice):
-            following.setdefault(choice[:place], {})[token] = None
-    last = [each for each in following if not any(each == other[: len(each)] for other in following if other != each)]
-    tokens = {begun: tuple(each) for begun, each in following.items()}
+    tokens = following(asked.choices)
+    last = [each for each in tokens if not any(each == other[: len(each)] for other in tokens if other != each)]
     return [_Way(number, shown, each, tokens) for each in last]
-
-
-def _sum(choice: Tokens, known: Mapping[tuple[Tokens, int], float]) -> float:
-    return sum(known[choice[:place], token] for place, token in enumerate(choice))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -259,6 +259,21 @@ def _texts_of(batch: Sequence[Asked]) -> list[Text]:
     for asked in batch:
         branches.setdefault(asked.prompt, {}).update(dict.fromkeys(asked.branches))
     return [Text(prompt, tuple(each)) for prompt, each in branches.items()]
+
+
+def following(choices: Iterable[Tokens]) -> dict[Tokens, list[int]]:
+    """Each beginning of choices, with the tokens that follow it."""
+    found: dict[Tokens, dict[int, None]] = {}
+    for choice in choices:
+        for place, token in enumerate(choice):
+            found.setdefault(choice[:place], {})[token] = None
+    return {begun: list(tokens) for begun, tokens in found.items()}
+
+
+def scores_by_token(asked: Asked, known: Mapping[tuple[Tokens, int], float]) -> Scores:
+    """The scores of a question, from the log-probability of each token behind a beginning of its choices."""
+    sums = [sum(known[choice[:place], token] for place, token in enumerate(choice)) for choice in asked.choices]
+    return scores_of(asked, np.array(sums, np.float64))
 
 
 def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:

@@ -37,7 +37,7 @@ from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import eos_ids_of
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, scores_of
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, following, scores_by_token
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
 from slurmgpu.llm.vllm_engine.limits import memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
@@ -443,12 +443,7 @@ def _finished(encoded: Encoded, answer: Any) -> Finished:
 
 def _forks(choices: Sequence[Tokens]) -> Iterator[tuple[Tokens, list[int]]]:
     """Each common prefix of choices, with the tokens that follow it."""
-    following: dict[Tokens, dict[int, None]] = {}
-    for choice in choices:
-        for place, token in enumerate(choice):
-            following.setdefault(choice[:place], {})[token] = None
-    for prefix, tokens in following.items():
-        ids = list(tokens)
+    for prefix, ids in following(choices).items():
         for start in range(0, len(ids), MOST_LOGPROB_TOKENS):
             yield prefix, ids[start : start + MOST_LOGPROB_TOKENS]
 
@@ -456,5 +451,4 @@ def _forks(choices: Sequence[Tokens]) -> Iterator[tuple[Tokens, list[int]]]:
 def _scores(asked: Asked, known: dict[tuple[Tokens, int], float], problem: str | None) -> Scores:
     if problem is not None:
         return Scores(asked.question.id, np.empty(0), np.empty(0, np.int64), asked.n_prompt_tokens, problem)
-    sums = [sum(known[choice[:place], token] for place, token in enumerate(choice)) for choice in asked.choices]
-    return scores_of(asked, np.array(sums, np.float64))
+    return scores_by_token(asked, known)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import ratio, wilson_interval
+from slurmgpu.llm.answers.metrics import ratio, weights_of, wilson_interval
 from slurmgpu.llm.answers.steps import Path, Tree
 from slurmgpu.llm.heads.head import beside, place_head
 from slurmgpu.llm.interface.engine import Beside, EngineOptions
 from slurmgpu.llm.placement.needs import ROW_TOKENS
-from slurmgpu.llm.placement.place import gb
 from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.util.amounts import gb
 from slurmgpu.workload import Item, Row, Share
 from slurmgpu.workloads.language_model import blocks
 from slurmgpu.workloads.score.outputs import distribution
@@ -137,13 +137,11 @@ class StepsScorer:
 
     def _tree(self, tree: Tree, rows: Sequence[Row | ItemError]) -> ScoredTree:
         scores = [math.nan if isinstance(row, ItemError) else float(row["score"]) for row in rows]
-        highest = max((score for score in scores if not math.isnan(score)), default=0.0)
-        worth = [math.exp(score - highest) if self.score.is_raw else score for score in scores]
         return ScoredTree(
             scores,
             [str(row) if isinstance(row, ItemError) else None for row in rows],
             _by_node(tree.paths, rows, len(tree.nodes)),
-            [0.0 if math.isnan(each) else each for each in worth],
+            weights_of(scores, is_raw=self.score.is_raw),
         )
 
 

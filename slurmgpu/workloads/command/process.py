@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
+from slurmgpu.util import pids
 from slurmgpu.util.exit_codes import is_self_inflicted, name_of_signal, signal_of
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS
@@ -340,12 +341,7 @@ class Child:
 
     def has_ended(self) -> bool:
         """Whether the process has ended; until it is reaped, no other gets the number of its group."""
-        if self._process.returncode is not None:
-            return True
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return True
+        return self._process.returncode is not None or pids.has_ended(self._process.pid)
 
     def end(self) -> int:
         """Close its standard input, and give it time to end by itself, before `close`; the exit code."""
