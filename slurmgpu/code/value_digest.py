@@ -28,23 +28,32 @@ def digest_of(value: Any) -> str:
     """A digest of a value that can be pickled: equal in all processes, wherever its code lies in files.
 
     File names, line numbers, the random numbers of classes and the orders of sets do not count. Where the values in
-    sets have more than MOST_BYTES, each with all that it refers to, no other process has an equal one.
+    sets have more than MOST_BYTES, each with all that it refers to, or all values 10 times that, no other process has
+    an equal one.
     """
-    written = hashlib.sha256()
+    written, budget = hashlib.sha256(), _Budget(10 * MOST_BYTES)
+
+    def write(content: bytes) -> None:
+        budget.spend(len(content))
+        written.update(content)
+
     try:
-        _Walk(reducer(), written.update, {}, _Budget(MOST_BYTES)).add(value)
+        walk = _Walk(reducer(), write, _Budget(MOST_BYTES))
+        walk.add(value)
+        walk.add_sets()
     except (RecursionError, _TooMuchError):
-        # Nested so deeply that pickle's own code, in C, is just able to; or a graph whose nodes have sets of nodes.
+        # Nested so deeply that pickle's own code, in C, is just able to; a graph whose nodes have sets of nodes; or
+        # tuples of the same tuples, level by level.
         written = hashlib.sha256(dumps(value).content)
     return written.hexdigest()
 
 
 class _TooMuchError(Exception):
-    """The values in sets have too many bytes."""
+    """The values have too many bytes."""
 
 
 class _Budget:
-    """How many bytes the values in sets may still have."""
+    """How many bytes may still be written."""
 
     def __init__(self, n_bytes: int) -> None:
         self._n_bytes = n_bytes
@@ -56,29 +65,36 @@ class _Budget:
 
 
 class _Walk:
-    """Writes a graph of objects as it is taken apart for a pickle; `met` numbers the objects that may be shared."""
+    """Writes a graph of objects as it is taken apart for a pickle; objects that may be shared have numbers.
+
+    `outer` is the walk in which a set was met, for one of its elements, and `budget` what all elements may have.
+    """
 
     def __init__(
         self,
         take_apart: Callable[[Any], Any],
         write: Callable[[bytes], object],
-        met: dict[int, tuple[int, Any]],
         budget: _Budget,
+        outer: _Walk | None = None,
     ) -> None:
-        self._take_apart, self._write, self._met, self._budget = take_apart, write, met, budget
+        self._take_apart, self._write, self._budget, self._outer = take_apart, write, budget, outer
+        self._n_outer: int = 0 if outer is None else outer._n_outer + len(outer._met)
+        self._met: dict[int, tuple[int, Any]] = {}
+        self._sets: list[Any] = []
 
     def add(self, value: Any) -> None:
         """Write a value; what is inside of it comes after it, between brackets."""
         kind = type(value)
         if kind in _ATOMS:
             self._word(_spelled(value))
-        elif (known := self._met.get(id(value))) is not None:
-            self._word(f"same {known[0]}")
+        elif (number := self._number_of(value)) is not None:
+            self._word(f"same {number}")
         elif kind is tuple:  # not numbered: equal constants are one tuple or two, as Python has read the file
             self._add_all("tuple", value)
         elif kind in (set, frozenset):
             self._remember(value)
-            self._word(f"{kind.__name__} {sorted(map(self._digest_within, value))}")
+            self._word(kind.__name__)
+            self._sets.append(value)
         else:
             self._remember(value)
             if kind is list:
@@ -92,6 +108,11 @@ class _Walk:
             else:
                 self._add_taken_apart(value)
 
+    def add_sets(self) -> None:
+        """Write the elements of the sets, behind all else: an element that is elsewhere as well is known by that."""
+        for each in self._sets:
+            self._word(f"elements {sorted(map(self._digest_within, each))}")
+
     def _add_taken_apart(self, value: Any) -> None:
         if isinstance(value, types.CodeType):
             value = value.replace(co_filename="", co_firstlineno=1, co_linetable=b"")
@@ -102,6 +123,8 @@ class _Walk:
         make, arguments, *rest = taken
         if isinstance(value, type | typing.TypeVar):
             arguments = tuple("" if isinstance(each, str) and _TRACKER.fullmatch(each) else each for each in arguments)
+        if isinstance(value, set | frozenset) and make is type(value):  # of a class derived from them
+            arguments = (frozenset(value), *arguments[1:])
         if isinstance(value, types.FunctionType):
             code, variables, *others = arguments
             # Where its file is; what the code itself reads of this is among the variables of the state.
@@ -132,12 +155,21 @@ class _Walk:
             self._budget.spend(len(content))
             written.update(content)
 
-        self._budget.spend(len(self._met))  # the copy
-        _Walk(self._take_apart, write, dict(self._met), self._budget).add(value)
+        walk = _Walk(self._take_apart, write, self._budget, self)
+        walk.add(value)
+        walk.add_sets()
         return written.hexdigest()
 
     def _remember(self, value: Any) -> None:
-        self._met[id(value)] = len(self._met), value  # kept, so that no other object has its id
+        self._met[id(value)] = self._n_outer + len(self._met), value  # kept, so that no other object has its id
+
+    def _number_of(self, value: Any) -> int | None:
+        walk: _Walk | None = self
+        while walk is not None:
+            if (known := walk._met.get(id(value))) is not None:
+                return known[0]
+            walk = walk._outer
+        return None
 
     def _word(self, text: str) -> None:
         self._write(text.encode("utf-8", "surrogatepass") + b"\0")
@@ -160,5 +192,5 @@ def _of_tensor(value: Any) -> tuple[Any, ...] | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
         return None
-    content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return type(value), str(value.dtype), tuple(value.shape), value.requires_grad, content, vars(value)

@@ -34,3 +34,5 @@ def test_a_tensor_is_known_by_its_content():
     assert digest_of(ones[0]) == digest_of(ones[1])
     different = [ones[0], torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2), torch.zeros(2, 3), torch.tensor(1)]
     assert len({digest_of(each) for each in different}) == len(different)
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert digest_of(conjugate) == digest_of(conjugate.resolve_conj()) != digest_of(conjugate.conj())

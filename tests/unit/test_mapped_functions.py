@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from slurmgpu import Array, Item, Json, Ragged, SlurmGPUError, TaskContext, Text
-from slurmgpu.code import functions, pickling, snapshots
+from slurmgpu.code import functions, pickling, snapshots, value_digest
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.value_digest import digest_of
 from slurmgpu.inputs.lines import Jsonl
@@ -193,7 +193,11 @@ class Bag(typing.Generic[T]):
     def has(self, kind: T) -> bool:
         return kind in self.kinds
 
+class Words(set):
+    pass
+
 BAG = Bag({Kind.ONE, Kind.TWO})
+BAG.words = Words(["first", "second", "third"])
 
 @functools.cache
 def cached(item):
@@ -284,6 +288,27 @@ def test_a_value_is_known_by_its_types_and_by_what_it_shares():
     for each in (shared, other):
         each.append(each)
     assert digest_of(shared) == digest_of(other)
+
+
+class Node:
+    """Two of them are equal in all but their place."""
+
+
+def test_an_element_of_a_set_is_known_by_where_else_it_is():
+    def marks(number):
+        nodes = [Node(), Node()]
+        marked = {nodes[number]}  # of the variables of the function, the first by its name
+        return lambda item: [node in marked for node in nodes]
+
+    assert digest_of(marks(0)) == digest_of(marks(0)) != digest_of(marks(1))
+
+
+def test_tuples_of_the_same_tuples_level_by_level_come_to_an_end(monkeypatch):
+    monkeypatch.setattr(value_digest, "MOST_BYTES", 1000)
+    nested = ()
+    for _ in range(60):
+        nested = nested, nested
+    assert digest_of(nested) != digest_of((nested, 1))
 
 
 def test_equal_functions_of_two_processes_are_one_version_of_the_code(tmp_path):
