@@ -218,8 +218,10 @@ def respect_limits(
             log.info("%s", note)
     sizes = commands.array_limits(known.config)
     most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
+    # A merge job that submits the next round counts as well, and so does an interactive one.
+    others, n_others = ("the merge job, one is this job", 2) if "SLURM_JOB_ID" in os.environ else ("the merge job", 1)
     for name, n_jobs in limits.most_jobs(asked, known).items():
-        most[f"{name} (one is for the merge job)"] = n_jobs - 1
+        most[f"{name} (one is for {others})"] = n_jobs - n_others
     name, limit = min(most.items(), key=lambda item: item[1])
     if limit < 1:
         raise SlurmGPUError(

@@ -294,6 +294,15 @@ def test_a_submission_is_cut_to_what_its_own_account_and_partition_allow(slurm, 
         respect_limits(submission(account="course"), known)
 
 
+def test_the_job_in_which_a_run_is_submitted_counts_as_well(monkeypatch):
+    known = cluster_of(association={**USERS, "MaxSubmitJobs": "4"})
+    assert respect_limits(submission(n_tasks=8), known)[0].n_tasks == 3
+    monkeypatch.setenv("SLURM_JOB_ID", "20")  # the merge job, by auto_resubmit
+    less, [note] = respect_limits(submission(n_tasks=8), known)
+    assert less.n_tasks == 2
+    assert "(one is for the merge job, one is this job) is 2, so 2 will take all the shards." in note
+
+
 def test_where_there_are_no_arrays_one_task_is_a_plain_job():
     known = cluster_of(MaxArraySize="0")
     one = submission(n_tasks=1)
