@@ -145,6 +145,11 @@ def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended
     assert [look.has_ended(look.read([], (), NOW + 200_000 + now_s)[0]) for now_s in (0, 60)] == [False, True]
 
 
+def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(run, capsys):
+    show_status(read_status(run, [job("4711_2", "SUSPENDED"), job("4711_0", "RUNNING"), MERGE], now=NOW + 900))
+    assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in capsys.readouterr().out
+
+
 def test_a_run_that_was_just_submitted_again_waits_whatever_the_queue_said_before(ended_run):
     reader, queue = StatusReader(ended_run), [{**MERGE, "state": "RUNNING"}]
     assert reader.read(queue, now=NOW + 10)["state"] == "merging"

@@ -42,6 +42,8 @@ MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has all."""
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
+SUSPENDED = ("SUSPENDED", "STOPPED")
+"""States of jobs whose processes were stopped, by scontrol or by a preemption that suspends."""
 EVERYWHERE = ("python", "numpy", "h5py")
 """Packages of every run, whose versions are only on the page and in the JSON."""
 MAX_ODD = 8
@@ -85,6 +87,8 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
         if job["state"] == "PENDING":
             start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
             result(f"queued: {job['job_id']} ({job['reason']}{start})")
+        elif job["state"] in SUSPENDED:
+            result(f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed")
     if command := _next(status):
         say(f"next: {command}")
 
