@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _LONGEST_NAME = 256
 _CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
 """Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""
+_OF_HYDRA = frozenset({"hydra.main", "hydra.initialize", "initialize", "initialize_config_dir"})
 _MAKE_PATHS = frozenset({"Path", "join", "joinpath", "str", "resolve", "absolute", "abspath", "expanduser"})
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
 
@@ -122,6 +123,9 @@ class NamesInSource(ast.NodeVisitor):
                 texts, variable = _path_in(path)
                 self.written |= texts
                 self._written_names |= {variable} - {""}
+        is_of_hydra = name in ("main", "initialize", "initialize_config_dir") and ast.unparse(function) in _OF_HYDRA
+        if is_of_hydra and node.args and isinstance(node.args[0], ast.Constant):
+            self.config_folders |= _path_in(node.args[0])[0]
         self.config_folders |= {
             each.value.value
             for each in node.keywords

@@ -147,6 +147,8 @@ class _Tracer:
         self._read: dict[str, ReadFile] = {}
         self._started: dict[str, ReadFile] = {}
         """Files of programs that run where they lie, though they may be in the snapshot as well."""
+        self._run_by_shell: list[Path] = []
+        self._run_by_text: list[Path] = []
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
         self._first: set[Path] = set()
@@ -257,7 +259,7 @@ class _Tracer:
                 return True  # the plan has what it says
             self._read[whole] = ReadFile(self._shown(path), whole, hashlib.sha256(content).hexdigest())
             if path.suffix == ".py":  # it is run, or executed as text
-                self._read |= self._program(path)
+                self._run_by_text.append(path)
             if path.suffix in _CONFIGURATIONS:
                 for found in sorted(set(_DOTTED_IN_TEXT.findall(content.decode("utf-8", "replace")))):
                     self._add_dotted(found)
@@ -276,6 +278,8 @@ class _Tracer:
 
     def read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:
         """The files that code names and reads where they lie, without those in the snapshot."""
+        self._started |= self._files_of(self._run_by_shell)
+        self._read |= self._files_of(self._run_by_text)
         kept = {file.path for file in files}
         for file in files:
             if file.modules and any(Path(file.path).is_relative_to(folder) for folder in self._first):
@@ -432,7 +436,7 @@ class _Tracer:
         for name in sorted(names.here):
             path = self._base / name
             if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
-                self._started |= self._program(path)
+                self._run_by_shell.append(path)
             elif path.suffix in _CONFIGURATIONS | _PROGRAMS and self._add_read(path):
                 with contextlib.suppress(OSError):
                     content = retried(path.read_bytes, BRIEF_PATIENCE_S)
@@ -443,17 +447,19 @@ class _Tracer:
             path = self._base.joinpath(*name.split("."))
             for file in (path.with_suffix(".py"), path / "__main__.py"):
                 if is_file(file, BRIEF_PATIENCE_S):
-                    self._started |= self._program(file)
+                    self._run_by_shell.append(file)
 
-    def _program(self, path: Path) -> dict[str, ReadFile]:
-        """A program of Python's that runs where it lies, with the files that it imports and reads."""
-        if path.resolve() in self._programs:
+    def _files_of(self, programs: Iterable[Path]) -> dict[str, ReadFile]:
+        """Programs of Python's that run where they lie, with the files that they import and read."""
+        todo = sorted({path.resolve() for path in programs} - self._programs)
+        if not todo:
             return {}
-        self._programs.add(path.resolve())
+        self._programs.update(todo)
         tracer = _Tracer(self._base, self._packages, ())
         tracer._programs, tracer.inputs = self._programs, self.inputs
         tracer.where.folders += self.where.folders
-        tracer.add_script(path.resolve())
+        for path in todo:
+            tracer.add_script(path)
         files = tracer.follow()
         found = {file.path: ReadFile(file.name, file.path, file.sha256) for file in files}
         return found | {file.path: file for file in tracer.read_files(files)}

@@ -449,7 +449,7 @@ for each in pkgutil.walk_packages(plugs.__path__, "plugs."):
     importlib.import_module(each.name)
 
 
-@hydra.main(version_base=None, config_path="conf")
+@hydra.main("conf", version_base=None)
 def main(conf):
     exec(open("set_up.py").read())
     json.dump(conf, open("seen.json", "w"))
