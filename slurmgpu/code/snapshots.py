@@ -307,10 +307,15 @@ def tree_digest(source: bytes, path: str) -> str:
 
 
 def _spell(node: object, words: list[str]) -> None:
-    """Append a syntax tree as words; the output of ast.dump depends on the version of Python."""
+    """Append a syntax tree as words; the output of ast.dump depends on the version of Python.
+
+    Python 3.12.1 has an empty text at the end of `f"{x:{width}}"`.
+    """
     if isinstance(node, ast.AST):
         words.append(f"({type(node).__name__}")
         for name, value in ast.iter_fields(node):
+            if isinstance(node, ast.JoinedStr) and name == "values":
+                value = [each for each in value if not (isinstance(each, ast.Constant) and each.value == "")]
             if name not in _LEFT_OUT and (isinstance(node, ast.Constant) or (value is not None and value != [])):
                 words.append(name)
                 _spell(value, words)

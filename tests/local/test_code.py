@@ -1,5 +1,6 @@
 """The snapshot of the user's modules: what is in it, that tasks import nothing else, what is told of changes."""
 
+import ast
 import errno
 import importlib.metadata
 import json
@@ -388,6 +389,22 @@ def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(sign
 def test_the_digest_is_that_of_the_syntax_tree(one, other, same):
     found = tree_digest(one.encode(), "a.py") == tree_digest(other.encode(), "a.py")
     assert found == same
+
+
+def test_the_digest_of_an_f_string_is_that_of_other_pythons(monkeypatch):
+    parse, source = ast.parse, b"def f(x, w): return f'{x:>{w}}'"
+    known = tree_digest(source, "a.py")
+
+    def parse_as_python_3_12_1(*arguments):
+        tree = parse(*arguments)
+        [spec] = [
+            each.format_spec for each in ast.walk(tree) if isinstance(each, ast.FormattedValue) and each.format_spec
+        ]
+        spec.values.append(ast.Constant(""))
+        return tree
+
+    monkeypatch.setattr(ast, "parse", parse_as_python_3_12_1)
+    assert tree_digest(source, "a.py") == known
 
 
 def test_digests_are_told_by_as_many_digits_as_tell_them_apart():
