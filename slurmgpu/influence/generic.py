@@ -26,7 +26,7 @@ class Generic:
     """A Differentiable of a function of parameters; each example has a full gradient.
 
     `example` (c,) is any valid one, for measuring memory. `scores` takes what `losses` takes; without it, scores are
-    NaN. `order`: see Differentiable; by default examples keep their order. `module` is for the probe.
+    NaN. `module` is for the probe.
     """
 
     def __init__(
@@ -37,10 +37,9 @@ class Generic:
         example: Tensor,
         *,
         scores: Losses | None = None,
-        order: Callable[[Tensor], Tensor] | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self._losses, self._parameters, self._scores, self._order = losses, dict(parameters), scores, order
+        self._losses, self._parameters, self._scores = losses, dict(parameters), scores
         self._example, self._n_bytes = example, dict[Side, int]()
         self.groups, self.module = groups, module
 
@@ -81,7 +80,7 @@ class Generic:
 
     def order(self, examples: Tensor) -> Tensor:
         """See Differentiable."""
-        return torch.arange(len(examples), device=examples.device) if self._order is None else self._order(examples)
+        return torch.arange(len(examples), device=examples.device)
 
     def bytes_of_work(self, side: Side) -> int:
         """See Differentiable; an upper bound: nothing is counted as freed."""

@@ -105,14 +105,9 @@ class Status(TypedDict):
     complete: bool
 
 
-def read_status(
-    run: Run, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
-) -> Status:
-    """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None if it was not asked.
-
-    `gpus_of` are the attempts whose GPU samples are read; by default all living ones.
-    """
-    return StatusReader(run).read(queued, now=now, gpus_of=gpus_of)
+def read_status(run: Run, queued: Queue | None = None, *, now: float | None = None) -> Status:
+    """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None if it was not asked."""
+    return StatusReader(run).read(queued, now=now)
 
 
 class StatusReader:

@@ -428,8 +428,8 @@ def _by_graphs(machine: Machine, precision: str, **settings: Any) -> tuple[Stati
     """Static batches by CUDA graphs; without a GPU, by the same work called again and again."""
     from slurmgpu.llm.interface.batching import Budget
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
-    from slurmgpu.llm.transformers_engine.slots import EagerRunner
     from slurmgpu.llm.transformers_engine.static import StaticBatches
+    from tests.support.eager_runner import EagerRunner
 
     engine = _eager(machine, precision)
     options = _options(_model(machine), precision=precision, cuda_graphs=machine.pick("auto", True), **settings)

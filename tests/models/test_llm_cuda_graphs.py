@@ -40,7 +40,8 @@ from slurmgpu.llm.transformers_engine.graph_marks import ENDED, Marks
 from slurmgpu.llm.transformers_engine.prefilling import Prefilled
 from slurmgpu.llm.transformers_engine.rows import Chooser
 from slurmgpu.llm.transformers_engine.selfcheck import miss
-from slurmgpu.llm.transformers_engine.slots import EagerRunner, SlotRows, Slots, column_size, row_size, tokens_of
+from slurmgpu.llm.transformers_engine.slots import SlotRows, Slots, column_size, row_size, tokens_of
+from tests.support.eager_runner import EagerRunner
 from tests.support.nightly import by_night
 from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, _sizes, make_gpt_oss, make_llama, make_qwen3
 

@@ -104,14 +104,6 @@ class Runner(Protocol):
         """Set the frame's logits, as `frame.compute(forward)` does."""
 
 
-class EagerRunner:
-    """Computes each step by a call of the forward pass."""
-
-    def run(self, frame: Frame, forward: Forward) -> None:
-        """Set the frame's logits."""
-        frame.compute(forward)
-
-
 class Slots:
     """The memory of at most `n_tokens` rows times columns, shaped as the cache of prompts that were read.
 

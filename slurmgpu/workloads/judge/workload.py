@@ -183,7 +183,7 @@ class Judge(LanguageModelWorkload):
         if structure is not None and structure.kind == "choices":
             check_choices(json.loads(structure.text), self._reader, rubric)
         written = {**settings, "template_format": rubric.template_format}
-        self.prompts = prompts_of(written, rubric.prompt, None, rubric.system or None, None, named=self._names_of)
+        self.prompts = prompts_of(written, rubric.prompt, None, rubric.system or None, None, named=self._named)
         self._asked = self.prompts.fields
         self.sampling = sampling({"max_tokens": rubric.max_tokens, **settings}, structure=structure)
         if settings.get("engine") == "server" and rubric.method == "parse":
@@ -348,7 +348,7 @@ class Judge(LanguageModelWorkload):
 
     def _shown(self, item: Item) -> Item:
         """The item as a scorer is shown it, with fields by the names in its templates."""
-        data = self._named(item)
+        data = self._named(item.data)
         self._check_texts(data)
         return dataclasses.replace(item, data=data)
 
@@ -393,7 +393,7 @@ class Judge(LanguageModelWorkload):
 
     def _orders(self, item: Item) -> list[dict[str, Any]]:
         """The fields for the prompt: once, or once for each order of the two texts."""
-        data = self._named(item)
+        data = self._named(item.data)
         if self.opponent is not None:
             first, second = self.rubric.swap
             data[first] = take(item.data, self.renamed.get(first, "text"))
@@ -405,11 +405,8 @@ class Judge(LanguageModelWorkload):
         first, second = self.rubric.swap
         return [data, {**data, first: take(data, second), second: take(data, first)}]
 
-    def _named(self, item: Item) -> dict[str, Any]:
-        """The item's fields, also by the names in templates, and its final answer if there is a checker."""
-        return self._names_of(item.data)
-
-    def _names_of(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """An item's fields, also by the names in templates, and its final answer if there is a checker."""
         data = {**fields, **{name: fields[field] for name, field in self.renamed.items() if field in fields}}
         if self.checker is not None:
             answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
