@@ -43,7 +43,8 @@ SILENCE = re.compile(
 """Messages of slurm_errno.h; after all but the first kind a job may be queued."""
 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
-KEPT = {"SLURM_CONF"}
+KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
+"""Not a job's: where Slurm's commands find the cluster, and by which token it knows the user."""
 
 PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CLUSTERS")
 """Prefixes of a user's options for commands, which could hide jobs or ask other clusters."""

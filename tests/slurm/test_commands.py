@@ -45,6 +45,14 @@ def test_what_a_user_prefers_to_see_does_not_change_what_is_asked(pretending, mo
     }
 
 
+def test_outside_of_a_job_slurm_is_found_as_before(monkeypatch):
+    found = {"SLURM_CONF": "/here/slurm.conf", "SLURM_CONF_SERVER": "controller:6817", "SLURM_JWT": "token"}
+    for name, value in {**found, "SLURM_JOB_ID": "7", "SBATCH_QOS": "high", "SLURM_GPUS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with commands.outside_job():
+        assert {name: value for name, value in os.environ.items() if name.startswith(commands.INHERITED)} == found
+
+
 def test_what_sbatch_says_of_a_script_may_be_any_bytes(pretending):
     pretending("sbatch", r"printf 'sbatch: error: no account \351tude\n' >&2; exit 1")
     assert commands.try_script("x.sbatch")[1] == "error: no account \N{REPLACEMENT CHARACTER}tude"
