@@ -109,6 +109,12 @@ def _queue(run: Run, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
         lines = [line.strip() for line in str(error).splitlines()]
         told = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
         said = ("; ".join(told) or str(error).strip()).rstrip(".")
+        if commands.was_not_taken(said):
+            raise commands.SlurmUnavailableError(
+                f"Slurm is out of reach: {said}. The job is not queued. Once Slurm answers: `slurmgpu resubmit "
+                f"{run.typed}`, or, if its directory was removed, the same command again.",
+                is_silent=True,
+            ) from error
         if commands.is_silence(said):
             raise MayBeQueuedError(
                 f"Slurm did not answer sbatch: {said}. It may have queued the job, which would find none of its files. "

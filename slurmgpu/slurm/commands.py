@@ -40,7 +40,8 @@ NO_CONFIGURATION = "Could not establish a configuration source"
 SILENCE = re.compile(
     "Unable to contact slurm controller|Socket timed out|Zero Bytes were|Communication \\w+ failure|standby mode"
 )
-"""Messages of slurm_errno.h; after all but the first kind a job may be queued."""
+"""Messages of slurm_errno.h; sbatch may have queued a job all the same, unless no slurmctld took its request."""
+NOT_TAKEN = re.compile("Unable to contact slurm controller \\(connect failure\\)|standby mode")
 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
@@ -67,6 +68,12 @@ def has_ended(state: str) -> bool:
 def is_silence(said: str) -> bool:
     """Whether a command says that slurmctld did not answer it: away, being started again, or too busy."""
     return SILENCE.search(said) is not None
+
+
+def was_not_taken(said: str) -> bool:
+    """Whether a command says that no slurmctld took its request, so that nothing is queued."""
+    rest, n_such = NOT_TAKEN.subn("", said)
+    return n_such > 0 and not is_silence(rest)
 
 
 def run(*command: str) -> str:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import manual, slurm_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.plan.run_file import RunFile, parse_slurm_options, parse_table
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands
+from tests.support.pretend_runs import Pretended
 
 
 @pytest.fixture
@@ -151,3 +152,21 @@ def test_the_lines_of_plan_wait_for_the_id_alone_where_sbatch_prints_a_cluster(p
     lines = slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0).stdout
     done = subprocess.run(["bash", "-ec", lines], cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout == "--dependency=afterany:15\n"
+
+
+def test_nothing_is_queued_by_a_slurmctld_that_sbatch_did_not_reach(tmp_path, pretending):
+    """Messages of sbatch, from slurm_errno.c; of the last two another slurmctld may have taken the first request."""
+    pretending("srun", "exit 1")
+    run = create_run(tmp_path / "run", Pretended().plan(), ())
+    unreached, failed = "Unable to contact slurm controller (connect failure)", "Batch job submission failed:"
+    cases = [
+        (f"{failed} {unreached}", False),
+        (f"{failed} Slurm backup controller in standby mode", False),
+        (f"{failed} Unable to contact slurm controller (receive failure)", True),
+        (f"slurm_receive_msg: Socket timed out on send/recv operation\nsbatch: {failed} {unreached}", True),
+    ]
+    for said, may_be in cases:
+        pretending("sbatch", f"printf 'sbatch: error: {said}\n' >&2; exit 1")
+        with pytest.raises(NoAnswerError) as refused:
+            slurm_jobs.submit(run, Submission(1, "slurm", "auto", 1, 1, 1), "")
+        assert isinstance(refused.value, MayBeQueuedError) == (not refused.value.is_silent) == may_be
