@@ -21,7 +21,7 @@ from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, outputs, placeholders, printed, process, programs, workload
+from slurmgpu.workloads.command import Command, outputs, placeholders, printed, process, programs, sinks, workload
 from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
@@ -486,7 +486,7 @@ def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, ca
     ids=["begun", "functions", "nested", "closed"],
 )
 def test_lines_that_begin_objects_are_read_once(text):
-    found = printed.Printed({"n": Array("int32")}, process.ToLog(""))
+    found = printed.Printed({"n": Array("int32")}, sinks.ToLog(""))
     started = time.process_time()
     found.take(text.encode() + b'};\n{"n": 1}\n')
     assert found.row() == {"n": 1}
@@ -698,7 +698,7 @@ def test_what_is_printed_goes_to_the_log_behind_the_item(one, capfd):
 
 
 def test_a_call_that_prints_without_end_does_not_fill_the_log(one, capfd, monkeypatch):
-    monkeypatch.setattr(process, "LOG_BYTES", 1000)
+    monkeypatch.setattr(sinks, "LOG_BYTES", 1000)
     code = "import sys\nfor n in range(500): print('line', n, file=sys.stderr)\nsys.exit('the end')"
     [error] = one(code)(items("a"))
     said = capfd.readouterr().err
@@ -762,7 +762,7 @@ def test_a_daemon_that_holds_the_pipes_is_not_waited_for_long(one, tmp_path, mon
     ],
 )
 def test_an_answer_without_end_is_bounded_and_not_waited_for(one, monkeypatch, code, what):
-    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(sinks, "MAX_BYTES", 1 << 20)
     monkeypatch.setattr(printed, "MAX_BYTES", 1 << 20)
     [error] = one(f"import sys\n{code}")(items("a"))
     assert f"{what} has more than 1 MiB" in str(error)
@@ -1344,7 +1344,7 @@ def test_neither_a_megabyte_on_stderr_nor_one_of_requests_blocks_a_stream(served
 
 
 def test_a_line_of_a_stream_without_end_is_bounded(served, monkeypatch):
-    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(sinks, "MAX_BYTES", 1 << 20)
     command = served("while True: sys.stdout.write('x' * (1 << 16))")
     assert "a line of stdout has more than 1 MiB" in failing(command, items("a"))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError, Retry, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workloads.command.process import MAX_BYTES, OutputError
+from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
 

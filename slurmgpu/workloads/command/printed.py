@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmgpu.shards.columns import Array, Column
-from slurmgpu.workloads.command.process import MAX_BYTES, Lines, OutputError, ToLog
+from slurmgpu.workloads.command.sinks import MAX_BYTES, Lines, OutputError, ToLog
 
 _JSON = json.JSONDecoder()
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')

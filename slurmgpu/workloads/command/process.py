@@ -8,37 +8,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import selectors
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
 from slurmgpu.util import pids
 from slurmgpu.util.exit_codes import is_self_inflicted, name_of_signal, signal_of
 from slurmgpu.util.guard import OWN_GROUP, Guard
-from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS
 from slurmgpu.util.shared_files import is_transient
 from slurmgpu.workloads.command.programs import why_not_started
+from slurmgpu.workloads.command.sinks import OutputError, Sink, ToLog
 
-TAIL_BYTES = 2048
-"""How much of the end of stderr an error keeps."""
 LAST_LINE = 200
 """The error's first line ends with the line of stderr that tells most, cut at this many characters."""
-OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
-"""Words in an error after which it is checked whether the GPUs still work."""
-_RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
-"""The line that ends a traceback of Python, behind a rank of torchrun's, or tells what C++ has thrown."""
-_OF_LAUNCHER = "ChildFailedError"
-"""What torchrun raises behind the traceback of a rank."""
-_TELLING = (MEMORY_TEXTS, GPU_TEXTS, OF_GPUS)
-MAX_BYTES = 64 << 20
-"""The longest line, and the longest answer on stdout, that is accepted."""
 GRACE_S = 2.0
 """How long a process may take to end after SIGTERM."""
 SETTLE_S = 0.5
@@ -52,10 +38,6 @@ PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
 PAUSES_S = 0.1, 0.5, 2.0
 OF_NODE = {errno.ENOMEM, errno.ENFILE}
 """Beside errors of file systems, the reasons for which another node may start it."""
-LINE_BYTES = 1 << 16
-"""A longer line is cut in the log."""
-LOG_BYTES = 16 << 20
-"""How much of what a call prints goes to the log, of stdout and of stderr each."""
 
 
 class CallFailedError(ItemError):
@@ -82,162 +64,6 @@ class DiedError(CallFailedError):
         self.code = code
         self.signal = signal_of(code)
         self.failure = "crash" if self.signal else "item_error"
-
-
-class OutputError(Exception):
-    """What a process wrote does not have the form that was agreed; the message goes on behind "failed: "."""
-
-
-class Sink(Protocol):
-    """Takes what comes out of a pipe; `end` is called when it is closed."""
-
-    def take(self, chunk: bytes) -> None:
-        """Take the next bytes."""
-
-    def end(self) -> None:
-        """Take what is left of a line."""
-
-    def tail(self) -> str:
-        """The end of what came, for an error, once all of it is in the log."""
-
-    def headline(self, *, of_error: bool) -> str:
-        """The line of it that tells most."""
-
-
-class ToLog:
-    """Passes lines on to the log, behind a `mark` that names their items, and keeps what errors have of them.
-
-    That is the end, and the last lines that end a traceback: of any, about memory, about that of a GPU, about GPUs.
-    `names` are what stands for the paths of temporary files in what is kept: errors are to have the same bytes.
-    """
-
-    def __init__(self, mark: str, names: Mapping[str, str] | None = None) -> None:
-        self.mark = mark
-        self._n_bytes = 0
-        self._names = names or {}
-        self._tail = self._rest = b""
-        self._is_cut = False
-        self._raised, self._telling = "", dict[Sequence[str], str]()
-
-    def set_mark(self, mark: str) -> None:
-        """Begin with another mark; what was kept so far is forgotten."""
-        self.end()
-        self.mark, self._tail, self._is_cut, self._n_bytes = mark, b"", False, 0
-        self._raised, self._telling = "", {}
-
-    def take(self, chunk: bytes) -> None:
-        """Take the next bytes."""
-        self._is_cut |= len(self._tail) + len(chunk) > TAIL_BYTES
-        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > LINE_BYTES:
-            lines, self._rest = [*lines, self._rest], b""
-        self._write(lines)
-
-    def end(self) -> None:
-        """Write what is left of a line, and how much the log lacks."""
-        if self._rest:
-            self._write([self._rest])
-            self._rest = b""
-        if self._n_bytes > LOG_BYTES:
-            said = f"[… {self._n_bytes - LOG_BYTES:,} more bytes are not in the log: a call may print {LOG_BYTES:,}]"
-            self._n_bytes = LOG_BYTES
-            self._put(self.mark.encode() + said.encode() + b"\n")
-
-    def tail(self) -> str:
-        """The end of what came, in whole lines; of a line that was written over, what a terminal shows."""
-        text = self._tail.decode(errors="replace")
-        if self._is_cut and "\n" in text.rstrip("\n"):
-            text = text.partition("\n")[2]
-        return "\n".join(self._shown(line) for line in text.split("\n")).strip()
-
-    def raised(self) -> list[str]:
-        """The last line about memory, about that of a GPU, and about GPUs that ends a traceback, as far as any does."""
-        return list(dict.fromkeys(self._telling.values()))
-
-    def told(self) -> str:
-        """The last line that ends a traceback, one about memory before others; nothing if none does."""
-        return self._telling.get(MEMORY_TEXTS) or self._raised
-
-    def headline(self, *, of_error: bool) -> str:
-        """The line that tells most; with `of_error` one that ends a traceback, also before the end.
-
-        Else it is the last line that is more than a rule. Behind a traceback come those of torchrun, and what trackers
-        and warnings print.
-        """
-        if of_error and (told := self.told()):
-            return told
-        lines = self.tail().split("\n")
-        return next((line for line in reversed(lines) if any(map(str.isalnum, line))), lines[-1])
-
-    def _shown(self, line: str) -> str:
-        """A line as a terminal shows it, without the paths of temporary files."""
-        for path, name in self._names.items():
-            line = line.replace(path, name)
-        return line.rstrip("\r").rpartition("\r")[2].rstrip()
-
-    def _note(self, line: bytes) -> None:
-        """Keep a line that ends a traceback."""
-        if not (b"Error" in line or b"Exception" in line or b"what()" in line):
-            return
-        text = self._shown(line.decode(errors="replace"))
-        if _RAISED.match(text) is None or _OF_LAUNCHER in text:
-            return
-        self._raised = text.strip()
-        self._telling |= {words: self._raised for words in _TELLING if any(word in text for word in words)}
-
-    def _write(self, lines: Sequence[bytes]) -> None:
-        mark, kept = self.mark.encode(), []
-        for line in lines:
-            self._note(line)
-            if self._n_bytes < LOG_BYTES:
-                kept.append(mark + line[: LOG_BYTES - self._n_bytes] + b"\n")
-            self._n_bytes += len(line) + 1
-        self._put(b"".join(kept))
-
-    def _put(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody reads the log any more, or its disk is full
-            while data:
-                data = data[os.write(2, data) :]
-
-
-class Lines:
-    """Keeps lines until they are taken; OutputError at one of more than MAX_BYTES."""
-
-    def __init__(self) -> None:
-        self.whole: deque[bytes] = deque()
-        self._parts: list[bytes] = []
-        self._n_bytes = 0
-
-    def take(self, chunk: bytes) -> None:
-        """Take the next bytes."""
-        first, *others = chunk.split(b"\n")
-        self._add(first)
-        for part in others:
-            self._end_line()
-            self._add(part)
-
-    def end(self) -> None:
-        """Half a line is none."""
-
-    def tail(self) -> str:
-        """Nothing: what it has are answers."""
-        return ""
-
-    def headline(self, *, of_error: bool) -> str:
-        """Nothing."""
-        return ""
-
-    def _add(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._n_bytes += len(part)
-        if self._n_bytes > MAX_BYTES:
-            self._end_line()
-            raise OutputError(f"a line of stdout has more than {MAX_BYTES >> 20} MiB")
-
-    def _end_line(self) -> None:
-        self.whole.append(b"".join(self._parts))
-        self._parts, self._n_bytes = [], 0
 
 
 class Child:

@@ -10,15 +10,8 @@ from typing import Any
 
 from slurmgpu.errors import NodeError
 from slurmgpu.workloads.command.outputs import Collected, parse_object
-from slurmgpu.workloads.command.process import (
-    GRACE_S,
-    CallFailedError,
-    Child,
-    DiedError,
-    Lines,
-    OutputError,
-    ToLog,
-)
+from slurmgpu.workloads.command.process import GRACE_S, CallFailedError, Child, DiedError
+from slurmgpu.workloads.command.sinks import Lines, OutputError, ToLog
 
 log = logging.getLogger(__name__)
 

@@ -33,15 +33,7 @@ from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed import Printed
-from slurmgpu.workloads.command.process import (
-    OF_GPUS,
-    CallFailedError,
-    Child,
-    DiedError,
-    Lines,
-    OutputError,
-    ToLog,
-)
+from slurmgpu.workloads.command.process import CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.programs import (
     RUN_MODULE,
     check_program,
@@ -50,6 +42,7 @@ from slurmgpu.workloads.command.programs import (
     file_of_module,
     module_of,
 )
+from slurmgpu.workloads.command.sinks import OF_GPUS, Lines, OutputError, ToLog
 from slurmgpu.workloads.command.slices import request_of, write_items
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.temporary import why_unusable
