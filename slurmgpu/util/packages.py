@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,10 +23,24 @@ def check_pyarrow(what_needs: str, *, in_tasks: bool = False) -> None:
 
 def check_torch(what_needs: str) -> None:
     """Raise SlurmGPUError if PyTorch is missing where tasks run without an image; `what_needs` begins the sentence."""
-    if "torch" not in sys.modules and find_spec("torch") is None:
+    check_imports(what_needs, {"torch": "PyTorch"}, "pip install 'slurmgpu[torch]'")
+
+
+def check_transformers(what_needs: str) -> None:
+    """The same of PyTorch and transformers."""
+    check_imports(what_needs, {"torch": "PyTorch", "transformers": "transformers"}, "pip install 'slurmgpu[llm]'")
+
+
+def check_imports(what_needs: str, modules: Mapping[str, str], to_do: str) -> None:
+    """Raise SlurmGPUError if one of these modules is missing where tasks run without an image.
+
+    `what_needs` begins the sentence, `modules` have their names for people, and `to_do` says how they are installed.
+    """
+    lacks = [said for name, said in modules.items() if name not in sys.modules and find_spec(name) is None]
+    if lacks:
         raise SlurmGPUError(
-            f"{what_needs} PyTorch, which {sys.executable} cannot import: pip install 'slurmgpu[torch]', or set image "
-            f"under [container] to one that has it."
+            f"{what_needs} {' and '.join(lacks)}, which {sys.executable} cannot import: {to_do}, or set image under "
+            f"[container] to one that has {'it' if len(lacks) == 1 else 'them'}."
         )
 
 

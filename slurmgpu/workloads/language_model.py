@@ -20,6 +20,7 @@ from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.util.home import expanded
+from slurmgpu.util.packages import check_imports, check_transformers
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.kept_answers import KeptAnswers
 from slurmgpu.workloads.progress import Telling
@@ -129,6 +130,13 @@ class LanguageModelWorkload:
         adapters = self.options.adapters.sources.values()
         found = [path for source in (self.options.model, *adapters) for path in files_of(source)]
         return [*found, *self._image_folders]
+
+    def check_here(self) -> None:
+        """Refuse a machine without the engine's packages, where tasks run in this Python."""
+        if self.options.engine == "transformers":
+            check_transformers('engine = "transformers" needs')
+        elif self.options.engine == "vllm":
+            check_imports('engine = "vllm" needs', {"vllm": "the package vllm"}, "install it")
 
     @property
     def _image_folders(self) -> list[Path]:

@@ -3,8 +3,10 @@
 import itertools
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,6 +22,7 @@ from slurmgpu.llm.placement.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, o
 from slurmgpu.plan.placement import GPU_MEMORY_GB, gpu_memory_of
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import parse_resources, size_bytes
+from slurmgpu.util import packages
 from slurmgpu.workload import Share
 from tests.support.big_models import LLAMA_70B, llama_tensors, write_model
 
@@ -624,11 +627,30 @@ def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(ju
 
 
 @pytest.mark.parametrize("resources", [{"gpus": 0}, {"gpus": 1, "device": "cpu"}])
-def test_vllm_is_planned_for_cpus_as_one_process(judging, resources):
+def test_vllm_is_planned_for_cpus_as_one_process(judging, monkeypatch, resources):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     folder = judging(**resources)
     with draft_run(folder / "slurmgpu.toml", {"settings": {"engine": "vllm"}}) as draft:
         assert draft.plan.processes == "one"
         assert "On CPUs" in draft.plan.placement[1]
+
+
+def test_an_engine_that_this_python_cannot_import_is_refused_where_tasks_run_in_it(judging, monkeypatch):
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    folder = judging(gpus=0)
+    refused = r'engine = "vllm" needs the package vllm, which .* cannot import: install it, or set image under'
+    with (
+        pytest.raises(SlurmGPUError, match=refused),
+        draft_run(folder / "slurmgpu.toml", {"settings": {"engine": "vllm"}}),
+    ):
+        pass
+    for name in ("torch", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    refused = (
+        r'engine = "transformers" needs PyTorch and transformers, which .*: pip install \'slurmgpu\[llm\]\', or set'
+    )
+    with pytest.raises(SlurmGPUError, match=refused), draft_run(folder / "slurmgpu.toml"):
+        pass
 
 
 def test_a_task_that_computes_on_cpus_is_not_measured_by_gpus(judging):

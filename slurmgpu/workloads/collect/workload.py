@@ -175,7 +175,8 @@ class Collect(LanguageModelWorkload):
         return Placement(found.processes, (*found.lines, *self.steps_scorer.lines(share, self.options)))
 
     def check_here(self) -> None:
-        """Refuse a machine that lacks what the checker needs."""
+        """Refuse a machine that lacks what the engine or the checker needs."""
+        super().check_here()
         self.checker.check_here()
 
     def load(self, task: TaskContext) -> None:

@@ -21,6 +21,7 @@ from slurmgpu.llm.interface.engine import TORCH_NAMES
 from slurmgpu.llm.models.kernels import choose_kernels
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
+from slurmgpu.util.packages import check_transformers
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
@@ -126,6 +127,10 @@ class Embed:
         """As many processes as the run file says, else one; a line tells of the model's own prompt."""
         line = f'embed: the model\'s default prompt {self.prefix!r} is put before each text; prefix = "" leaves it out.'
         return Placement(share.processes or "one", (line,) if self._has_own_prefix else ())
+
+    def check_here(self) -> None:
+        """Refuse a machine without PyTorch and transformers, where tasks run in this Python."""
+        check_transformers("embed needs")
 
     def fetch(self) -> str:
         """Download the model to the hub's cache."""

@@ -271,7 +271,11 @@ class Judge(LanguageModelWorkload):
         return super().place(share)
 
     def check_here(self) -> None:
-        """Refuse a machine that lacks what the checker needs."""
+        """Refuse a machine that lacks what the engine, the scorer or the checker needs."""
+        if self.scorer is None:
+            super().check_here()
+        else:
+            self.scorer.check_here()
         if self.checker is not None:
             self.checker.check_here()
 

@@ -234,7 +234,8 @@ class Score(LanguageModelWorkload):
             raise self._without_template()
 
     def check_here(self) -> None:
-        """Refuse a machine that lacks what the checker needs."""
+        """Refuse a machine that lacks what the engine or the checker needs."""
+        super().check_here()
         if self.checker is not None:
             self.checker.check_here()
 
