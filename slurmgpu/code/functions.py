@@ -27,7 +27,8 @@ from types import CodeType
 from typing import Any
 
 from slurmgpu.code import pickling
-from slurmgpu.code.locator import own_modules
+from slurmgpu.code.locator import Locator, own_modules
+from slurmgpu.code.names_in_source import DOTTED
 from slurmgpu.code.pickling import CannotPickleError
 from slurmgpu.code.value_digest import digest_of
 from slurmgpu.errors import SlurmGPUError
@@ -174,6 +175,7 @@ def pack(
     except CannotPickleError as error:
         raise SlurmGPUError(_why_not(functions, error)) from error
     modules = {*_read_in_fresh_process(pickled.content, folder, arguments), *pickled.imports}
+    modules |= _named_in(pickled.codes, folder)
     first = next(iter(functions.values()))
     try:
         source = inspect.getsource(first)  # type: ignore[arg-type]  # TypeError is caught
@@ -258,6 +260,15 @@ def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPi
         f"{whose} cannot be sent to tasks: {what or f'it {error}'}. Make it in `load`, which is called on the node, "
         f"read it from a file there, or put it into a module, which is imported."
     )
+
+
+def _named_in(codes: Iterable[CodeType], folder: Path) -> set[str]:
+    """The texts in code that name modules in packages of the user's, or what they define: `"nets.deep.Net"`."""
+    where = Locator(folder, None)
+    texts = {text for code in codes for text in code.co_consts if isinstance(text, str) and DOTTED.fullmatch(text)}
+    places = {text: where.look(text.partition(".")[0]) for text in texts}
+    # Of `train.loss` it is not known whether it is a module's.
+    return {text for text in texts if places[text] and where.locate(".".join(text.split(".")[:2])) is not None}
 
 
 def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str] | None) -> list[str]:

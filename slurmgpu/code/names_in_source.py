@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+"""A text that may name a module, a class or a function: Hydra's `_target_: models.nets.Net`."""
 _LONGEST_NAME = 256
 _CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
 """Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""

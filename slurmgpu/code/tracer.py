@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.locator import Locator, Place, is_others
-from slurmgpu.code.names_in_source import PathFolder, all_in, defines, names_in
+from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defines, names_in
 from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
@@ -38,8 +38,6 @@ MANY_NAMED = 5
 LONG_TEXT = 4096
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_][\w.]*")
 """A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
-DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-"""A text that may name a module, a class or a function: Hydra's `_target_: models.nets.Net`."""
 _DOTTED_IN_TEXT = re.compile(rf"(?<![\w./-]){DOTTED.pattern}(?![\w/])")
 _OF_A_RUN_FILE = re.compile(rb"(?m)^\[workload\]")
 _CONFIGURATIONS = frozenset({".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".conf", ".gin"})
@@ -461,6 +459,8 @@ class _Tracer:
         for path in todo:
             tracer.add_script(path)
         files = tracer.follow()
+        self.where.foreign |= tracer.where.foreign
+        self._left_out += [said for said in tracer._left_out if said not in self._left_out]
         found = {file.path: ReadFile(file.name, file.path, file.sha256) for file in files}
         return found | {file.path: file for file in tracer.read_files(files)}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import linecache
 import os
@@ -156,6 +157,18 @@ class Calls:
     def __call__(self, item):
         return helper(self.other(item))
 """
+
+
+def test_a_module_that_a_text_in_a_function_names_is_one_that_it_needs(tmp_path):
+    (tmp_path / "nets_of_text").mkdir()
+    (tmp_path / "nets_of_text" / "deep.py").touch()
+    (tmp_path / "train.py").touch()
+
+    def function(item):
+        return importlib.import_module("nets_of_text.deep"), "train.loss", "os.path"
+
+    assert "nets_of_text.deep" in functions.pack({"function": by_value(function), "load": None}, tmp_path).modules
+    assert not {"train.loss", "os.path"} & {*functions.pack({"function": function, "load": None}, tmp_path).modules}
 
 
 def test_modules_are_named_that_helpers_and_methods_import_when_they_are_called(tmp_path):
