@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -20,6 +21,7 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 
 from slurmgpu.code import pickling
 from slurmgpu.code.locator import Locator, own_modules
-from slurmgpu.code.names_in_source import DOTTED
+from slurmgpu.code.names_in_source import DOTTED, names_in
 from slurmgpu.code.pickling import CannotPickleError
 from slurmgpu.code.value_digest import digest_of
 from slurmgpu.errors import SlurmGPUError
@@ -59,6 +61,7 @@ _NAMED = 3
 class Packed:
     """A pickle of functions by `roles`, the source of the first as far as it is known, and modules of the user's.
 
+    `texts` are those in the sources that may name files which the functions read.
     `digest` is of the functions and their variables, wherever their code lies, and the same in another process.
     """
 
@@ -67,6 +70,7 @@ class Packed:
     digest: str
     source: str | None
     modules: tuple[str, ...]
+    texts: tuple[str, ...] = ()
 
     @property
     def record(self) -> Pickled:
@@ -176,13 +180,26 @@ def pack(
         raise SlurmGPUError(_why_not(functions, error)) from error
     modules = {*_read_in_fresh_process(pickled.content, folder, arguments), *pickled.imports}
     modules |= _named_in(pickled.codes, folder)
-    first = next(iter(functions.values()))
-    try:
-        source = inspect.getsource(first)  # type: ignore[arg-type]  # TypeError is caught
-    except (OSError, TypeError):
-        source = None
+    sources = [None if each is None else _source_of(each) for each in functions.values()]
+    texts = {text for source in sources if source is not None for text in _read_texts(source)}
     content = pickled.content + pickle.dumps(_lines_of(pickled.codes))
-    return Packed(tuple(functions), content, digest, source, tuple(sorted(modules)))
+    return Packed(tuple(functions), content, digest, sources[0], tuple(sorted(modules)), tuple(sorted(texts)))
+
+
+def _source_of(function: Callable[..., Any]) -> str | None:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return None
+
+
+def _read_texts(source: str) -> set[str]:
+    """The texts in a function's source that may name what it reads; of a lambda, the lines may be no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    return names_in(tree, None).read_texts()
 
 
 def keep(run: Path, packed: Packed) -> Pickled:

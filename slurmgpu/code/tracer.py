@@ -74,11 +74,14 @@ def snapshot_of(
     *,
     also: Iterable[str] = (),
     former: Iterable[SourceFile] = (),
+    texts: Iterable[str] = (),
+    formerly_read: Iterable[ReadFile] = (),
 ) -> Snapshot:
     """A snapshot of a run's user modules as they are now. SlurmGPUError names file and line of a syntax error.
 
     `git` is the state of their repository. `also` are other modules that were seen to be imported. `former` are the
-    files of an earlier snapshot; their modules are traced, too.
+    files of an earlier snapshot; their modules are traced, too. `texts` are those of functions that are in no module,
+    and `formerly_read` the files that an earlier snapshot's code read.
     """
     packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
     former = list(former)
@@ -95,6 +98,10 @@ def snapshot_of(
                 tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
     if isinstance(environ := plan.settings.get("env"), Mapping):
         tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
+    for text in texts:
+        tracer.add_text(text, (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS | _TEXTS)
+    for file in formerly_read:
+        tracer.add_text(file.path, (Path(plan.search_path),), frozenset({Path(file.path).suffix}))
     for script in plan.scripts:
         tracer.add_script(Path(script))
     for name in sorted({*also, *(name for file in former for name in file.modules)}):

@@ -113,7 +113,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
             background = open_ones.enter_context(Background(asked.executor, n_slots, functions.MAPPED))
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
         argv = functions.arguments_read()
-        settings, files, modules = _function(function, load, scratch, base, argv)
+        settings, files, modules, texts = _function(function, load, scratch, base, argv)
         made, settings["items"] = _written(items, scratch)
         if run_dir is not None:
             target = expanded(run_dir)
@@ -126,7 +126,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
         settings |= {} if argv is None else {"argv": argv}
-        given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
+        tables = {"input": named, "workload": table, "settings": settings}
+        given = GivenRunFile(tables, base, made, files, modules, texts)
         draft = open_ones.enter_context(
             draft_run(
                 given,
@@ -190,13 +191,16 @@ def _function(
     scratch: Path,
     base: Path,
     argv: Sequence[str] | None,
-) -> tuple[dict[str, Any], list[Path], Sequence[str]]:
-    """The settings that name the functions, files with them for the run directory, and modules that they need."""
+) -> tuple[dict[str, Any], list[Path], Sequence[str], Sequence[str]]:
+    """The settings that name the functions, files with them for the run directory, modules that they need, and texts.
+
+    The texts may name files that they read.
+    """
     functions.check(function, load, loads=load is not None)
     names = pickling.name_of(function), None if load is None else pickling.name_of(load)
     if names[0] is not None and (load is None or names[1] is not None):
         named = [name.partition(":")[0] for name in names if name is not None]
-        return {"function": names[0], "load": names[1]}, [], named
+        return {"function": names[0], "load": names[1]}, [], named, ()
     packed = functions.pack({"function": function, "load": load}, base, argv)
     files = [scratch / functions.PICKLE]
     write_bytes(files[0], packed.content, mode=0o600)
@@ -204,7 +208,7 @@ def _function(
         files.append(scratch / functions.SOURCE)
         files[1].write_text(packed.source, "utf-8")
     shown = {"function": functions.shown_name(function), "load": None if load is None else functions.shown_name(load)}
-    return {**shown, "pickled": packed.record}, files, packed.modules
+    return {**shown, "pickled": packed.record}, files, packed.modules, packed.texts
 
 
 def _refuse_other_python(draft: Draft) -> None:

@@ -234,7 +234,8 @@ def draft_run(
             )
             extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
             notes += [extension.describe(plan)] if extension else []
-            code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
+            also = [*imported, *given.modules]
+            code = snapshot_of(plan, plan.container, plan.provenance["git"], also=also, texts=given.texts)
             draft = Draft(
                 plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension, replaces_look
             )

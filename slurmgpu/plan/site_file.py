@@ -47,7 +47,7 @@ class GivenRunFile:
     """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path.
 
     `items` is a file that is the input and moves into the run directory, as do `files`. `modules` are modules of the
-    user's that tasks import although no setting names them.
+    user's that tasks import although no setting names them, `texts` those of functions, which may name files.
     """
 
     tables: Mapping[str, Any]
@@ -55,6 +55,7 @@ class GivenRunFile:
     items: Path | None = None
     files: Sequence[Path] = ()
     modules: Sequence[str] = ()
+    texts: Sequence[str] = ()
 
     @property
     def path(self) -> Path:

@@ -181,6 +181,28 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
         assert file["result"][:].tolist() == [n * n for n in range(16)]
 
 
+def test_a_file_that_a_function_by_value_reads_is_told_and_part_of_its_code(tmp_path, caplog):
+    (tmp_path / "prompt.txt").write_text("1")
+
+    def load():
+        return float(Path("prompt.txt").read_text())
+
+    def times(item, factor):
+        return item * factor
+
+    run = slurmgpu.map(times, [1, 2], load=load, columns="float64", **IN_PROCESS).run
+    assert "not as they are now: prompt.txt." in caplog.text
+    (run.folder / "merged.h5").unlink()
+    for path in (run.folder / "shards").glob("*.h5"):
+        path.unlink()
+    (tmp_path / "prompt.txt").write_text("2")
+    slurmgpu.open_run(run.folder).resubmit()
+    former, now = [line["code"]["digest"] for line in run.submissions()]
+    assert former != now
+    with slurmgpu.open(run.merged) as merged:
+        assert (merged["result"][:].tolist(), merged.code.tolist()) == ([2.0, 4.0], [now, now])
+
+
 def test_a_run_without_a_digest_of_its_function_is_known_by_the_pickle(caplog):
     def double(item):
         return 2.0 * item
