@@ -19,19 +19,28 @@ PATIENCE_S = 20.0
 """sacct lags behind a job's end. The merge waits this long for the ends that attempts did not record themselves."""
 
 DAY_S = 86_400.0
+DISABLED = "accounting storage is disabled"
+"""What sacct says on a cluster without accounting."""
 
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
     """What accounting knows of the run's tasks; None without an answer, which costs detail only.
 
-    With `settled` it is asked again, for up to 20 s, until it has the end of each attempt that recorded none.
+    With `settled` it is asked again, for up to 20 s, until it has the end of each attempt that recorded none: a
+    database that is away for a moment would make a cancelled run look like a preempted one, which is submitted again.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        lives = _ask(run)
-        if not settled or lives is None or time.monotonic() > deadline:
-            return lives
-        if not any(map(_is_unsettled, attempts_of(run, lives))):
+        lives, failure = None, None
+        try:
+            lives = _ask(run)
+        except commands.SlurmUnavailableError as error:
+            failure = error
+        is_there = failure is None or not (failure.is_absent or DISABLED in str(failure))
+        waits = settled and is_there and time.monotonic() < deadline
+        if not waits or not any(map(_is_unsettled, attempts_of(run, lives))):
+            if failure is not None:
+                log.warning("the report does without Slurm's accounting: %s", failure)
             return lives
         time.sleep(1.0)
 
@@ -43,11 +52,7 @@ def _ask(run: Run) -> Lives | None:
     if not ids:
         return None
     suffix = f"@{name}" if (name := abroad(lines, here or "")) else ""
-    try:
-        return {f"{task}{suffix}": told for task, told in commands.accounting(ids, _begins(run, lines)).items()}
-    except commands.SlurmUnavailableError as error:
-        log.warning("the report does without Slurm's accounting: %s", error)
-        return None
+    return {f"{task}{suffix}": told for task, told in commands.accounting(ids, _begins(run, lines)).items()}
 
 
 def _begins(run: Run, lines: Sequence[SubmissionLine]) -> dict[str, float]:

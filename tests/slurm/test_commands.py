@@ -6,8 +6,10 @@ import time
 import pytest
 
 from slurmgpu.executors import slurm
+from slurmgpu.report.attempts import attempts_of
 from slurmgpu.slurm import accounting, commands, queue
 from slurmgpu.util import users
+from tests.files.test_status import change
 from tests.support.pretend_runs import pretend_run
 
 PREFERRED = {
@@ -136,6 +138,25 @@ def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(p
         "4711_0": [("COMPLETED", None, "gpu1")],
         "4711_1": [("RUNNING", None, "gpu2")],
     }
+
+
+@pytest.mark.parametrize(
+    ("says", "verdict"),
+    [
+        ("Problem talking to the database: Connection refused", "cancelled"),
+        ("Slurm accounting storage is disabled", "preempted"),  # and will be
+    ],
+)
+def test_a_merge_asks_an_accounting_again_that_is_away_for_a_moment(pretending, tmp_path, says, verdict):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    change(run, "4711_0.0", state="ended", ended=run.attempts()[0]["updated"], failure="preempted", message="SIGTERM")
+    pretending(
+        "sacct",
+        f"[ -e {tmp_path}/asked ] && exec echo '4711|CANCELLED by 0|300|gres/gpu=1|gpu1|0:0|Unknown'\n"
+        f"touch {tmp_path}/asked; echo 'sacct: error: {says}' >&2; exit 1",
+    )
+    lives = accounting.lives_of(run, settled=True)
+    assert [attempt["failure"] for attempt in attempts_of(run, lives)] == [verdict]
 
 
 @pytest.mark.slurm
