@@ -18,6 +18,9 @@ from slurmgpu.util.ansi import CONTROLS, harmless
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden, hide_in
 
+DIGESTS = ("planned", "model_files", "adapter_files")
+"""Settings that planning writes, of which people need nothing."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -114,8 +117,8 @@ def show_plan(
     for number, line in enumerate(items or [in_files]):
         table.add_row("" if number else "input", escape(hide_in(line)))
     # Digests that planning found in files are long; `--json` has them.
-    settings = hidden({name: value for name, value in plan["settings"].items() if name != "planned"})
-    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings)}"))
+    settings = hidden({name: value for name, value in plan["settings"].items() if name not in DIGESTS})
+    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings, ensure_ascii=False)}"))
     columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
     table.add_row("columns", escape(columns))
     n_shards = -(-plan["n_items"] // plan["shard_items"])

@@ -147,10 +147,14 @@ def test_a_prompt_from_a_file_is_frozen_in_the_plan(nothing, project, slurmgpu):
     folder = project(2, settings={"model": nothing, "prompt": "file:prompt.txt"})
     text = (folder / "slurmgpu.toml").read_text()
     (folder / "slurmgpu.toml").write_text(text.replace("workloads.py:Rows", "generate"))
-    (folder / "prompt.txt").write_text("Say {text}:\n")
+    (folder / "prompt.txt").write_text("Säg {text}:\n")
     plan = json.loads(slurmgpu("submit", "--gpus", "0", "--dry-run", "--json", cwd=folder, expect=0).stdout)["plan"]
-    assert plan["settings"]["prompt"] == "Say {text}:"
+    assert plan["settings"]["prompt"] == "Säg {text}:"
     assert plan["summarizes"] is True
+    told = slurmgpu("submit", "--gpus", "0", "--dry-run", cwd=folder, expect=0).stdout
+    assert '"prompt": "Säg {text}:"' in " ".join(told.split())
+    assert plan["settings"]["model_files"]
+    assert "model_files" not in told
 
 
 # Rows
