@@ -244,29 +244,25 @@ def _folder_in(path: ast.expr, *, is_first: bool) -> PathFolder:
     return PathFolder(n_up if of_file else None, "/".join(name for _, _, name in sorted(names)), is_first)
 
 
-def defines(tree: ast.Module, name: str) -> bool:
-    """Whether a module has a name, as far as its source says: it is defined, or any name may be."""
+def defined_in(tree: ast.Module) -> frozenset[str]:
+    """The names that a module has, as far as its source says; with `*` any name may be one."""
+    found: set[str] = set()
     todo: list[ast.stmt] = [*tree.body]
     while todo:
         node = todo.pop()
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                if node.name in (name, "__getattr__"):
-                    return True
+                found.add("*" if node.name == "__getattr__" else node.name)
             case ast.Import() | ast.ImportFrom():
-                if any((alias.asname or alias.name) in (name, "*") for alias in node.names):
-                    return True
+                found.update(alias.asname or alias.name for alias in node.names)
             case ast.Assign() | ast.AnnAssign():
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if any(
-                    isinstance(each, ast.Name) and each.id == name for target in targets for each in ast.walk(target)
-                ):
-                    return True
+                found.update(each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
             case ast.If() | ast.Try() | ast.With():
                 todo += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
                 if isinstance(node, ast.Try):
                     todo += [each for handler in node.handlers for each in handler.body]
-    return False
+    return frozenset(found)
 
 
 def _path_in(node: ast.expr) -> tuple[set[str], str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.locator import Locator, Place, is_others
-from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defines, names_in
+from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defined_in, names_in
 from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
@@ -51,7 +51,10 @@ _OF_THE_SYSTEM = ("/etc/", "/proc/", "/sys/", "/dev/", "/usr/", "/run/", "/var/"
 LARGEST_COMPILED = 1 << 26
 LARGEST_READ = 1 << 20
 """A larger file, in bytes, holds data."""
-MANY_CONFIGURATIONS = 1000
+MANY_CONFIGURATIONS, MANY_BESIDE_CONFIGURATIONS = 1000, 20_000
+_OF_A_RUN = frozenset({"run.json", ".hydra", "multirun.yaml"})
+"""What is in the folder of a run, of slurmgpu or of Hydra."""
+_OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
 _GIT_PATIENCE_S = 20
 
 
@@ -158,6 +161,7 @@ class _Tracer:
         self._shells: set[Path] = set()
         self._first: set[Path] = set()
         self._no_modules: set[str] = set()
+        self._defined: dict[str, frozenset[str]] = {}
 
     def add_named(self, module: str, *, needed: bool) -> None:
         """Add a module or a file that the run file names."""
@@ -234,11 +238,18 @@ class _Tracer:
             # Many a text has a dot, and is no name of Python's: `train.loss`.
             if top.path is None or not top.path.endswith(".py"):
                 return
-            with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-                if defines(ast.parse(retried(Path(top.path).read_bytes, BRIEF_PATIENCE_S)), parts[1]):
-                    self.add_module(module, needed=False)
+            if {parts[1], "*"} & self._names_of(top.path):
+                self.add_module(module, needed=False)
             return
         self.add_module(module, needed=False)
+
+    def _names_of(self, path: str) -> frozenset[str]:
+        """The names in a module's file, which is read once: a table of weights may name a thousand of its parts."""
+        if path not in self._defined:
+            self._defined[path] = frozenset()
+            with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+                self._defined[path] = defined_in(ast.parse(retried(Path(path).read_bytes, BRIEF_PATIENCE_S)))
+        return self._defined[path]
 
     def _looked_for(self, top: str) -> Place | None:
         """The place of a top module that a text may name; None leaves no trace."""
@@ -276,9 +287,22 @@ class _Tracer:
         return str(Path(whole).relative_to(self._base)) if Path(whole).is_relative_to(self._base) else whole
 
     def _add_configurations(self, folder: Path) -> None:
-        walked = os.walk(folder, onerror=self._leave_out)
-        found = sorted(Path(where, name) for where, _, names in walked for name in names)
-        for path in [each for each in found if each.suffix in _CONFIGURATIONS][:MANY_CONFIGURATIONS]:
+        """Note what Hydra may read of a folder, which may hold data and the files of earlier runs as well."""
+        found: list[Path] = []
+        n_files = 0
+        for where, folders, names in os.walk(folder, onerror=self._leave_out):
+            if Path(where) != folder and _OF_A_RUN.intersection(folders + names):
+                folders.clear()
+                continue
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _OF_TRACKERS)
+            found += [Path(where, name) for name in sorted(names) if name.endswith((".yaml", ".yml"))]
+            n_files += len(names)
+            if len(found) > MANY_CONFIGURATIONS or n_files > MANY_BESIDE_CONFIGURATIONS:
+                self._left_out.append(
+                    f"{folder} has many files: whether all configurations in it stay as they are is not known."
+                )
+                break
+        for path in found[:MANY_CONFIGURATIONS]:
             self._add_read(path)
 
     def read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:

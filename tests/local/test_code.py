@@ -15,7 +15,7 @@ import h5py
 import pytest
 
 from slurmgpu import open as slurmgpu_open
-from slurmgpu.code import importer, snapshots
+from slurmgpu.code import importer, snapshots, tracer
 from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.code.tracer import snapshot_of
@@ -509,6 +509,28 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
     }
     found = "set_up.py scores.txt prompts/short.txt conf/net/small.yaml other.json words.txt shown.yaml"
     assert read == {*found.split()}
+
+
+def test_configurations_are_looked_for_among_data_and_earlier_runs(signed, monkeypatch):
+    folder = signed()
+    files = """conf.yaml group/small.yml data/rows.json outputs/day/.hydra/config.yaml outputs/day/made.yaml
+        .dvc/lock.yaml runs/one/run.json runs/one/job.yaml wandb/one.yaml multirun/day/multirun.yaml"""
+    for name in files.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    (folder / "net.py").write_text("class Net: pass\n")
+    (folder / "conf.yaml").write_text("\n".join(f"net.layer_{number}.weight: 1" for number in range(1000)))
+    text = "def main():\n    initialize(config_path='.')\n"
+    (folder / "signed.py").write_text(text + WORKLOAD)
+    parsed = []
+    monkeypatch.setattr(tracer, "defined_in", lambda tree: parsed.append(tree) or frozenset())
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        read = {file.name for file in draft.code.read}
+    assert read == {"conf.yaml", "group/small.yml", "words.txt"}
+    assert len(parsed) == 1
+    monkeypatch.setattr(tracer, "MANY_BESIDE_CONFIGURATIONS", 3)
+    _, left_out = names_in(folder)
+    assert left_out[0] == (f"{folder} has many files: whether all configurations in it stay as they are is not known.")
 
 
 def test_modules_by_a_star_and_compiled_ones_are_in_it_or_told(signed):
