@@ -189,7 +189,7 @@ def pack(
 def _source_of(function: Callable[..., Any]) -> str | None:
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError):  # the last from Python 3.13 on, where lines of a lambda are no tokens
         return None
 
 

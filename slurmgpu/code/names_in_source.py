@@ -14,6 +14,8 @@ _CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
 """Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""
 _OF_HYDRA = frozenset({"hydra.main", "hydra.initialize", "initialize", "initialize_config_dir"})
 _MAKE_PATHS = frozenset({"Path", "join", "joinpath", "str", "resolve", "absolute", "abspath", "expanduser"})
+_OPTIONS = frozenset({"add_argument", "option", "Option"})
+"""Calls that declare an option, of argparse, click and Typer."""
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
 
 
@@ -52,7 +54,8 @@ class NamesInSource(ast.NodeVisitor):
         """Packages of which it imports all names, and so the modules in their `__all__`."""
         self.written: set[str] = set()
         """Texts in calls that write files, which are names of what it makes."""
-        self._assigned: list[tuple[str, set[str]]] = []
+        self._assigned: list[tuple[set[str], set[str]]] = []
+        """The names of variables, arguments and options, and the texts that they are given."""
         self._written_names: set[str] = set()
         self._depth = 0
 
@@ -123,9 +126,14 @@ class NamesInSource(ast.NodeVisitor):
         elif _writes(name, node):
             receiver = [function.value] if isinstance(function, ast.Attribute) else []
             for path in (*receiver, *node.args, *(each.value for each in node.keywords)):
-                texts, variable = _path_in(path)
+                texts, variables = _path_in(path)
                 self.written |= texts
-                self._written_names |= {variable} - {""}
+                self._written_names |= variables
+        elif name in _OPTIONS and node.args and isinstance(node.args[0], ast.Constant):
+            for each in node.keywords:
+                if each.arg == "default":
+                    option = str(node.args[0].value).lstrip("-").replace("-", "_")
+                    self._assigned.append(({option}, _path_in(each.value)[0]))
         is_of_hydra = name in ("main", "initialize", "initialize_config_dir") and ast.unparse(function) in _OF_HYDRA
         if is_of_hydra and node.args and isinstance(node.args[0], ast.Constant):
             self.config_folders |= _path_in(node.args[0])[0]
@@ -139,13 +147,28 @@ class NamesInSource(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         """`CACHE = "cache.json"`, which a later call may write."""
         texts, _ = _path_in(node.value)
-        self._assigned += [(variable, texts) for _, variable in map(_path_in, node.targets) if variable and texts]
+        self._assigned += [(_path_in(target)[1], texts) for target in node.targets]
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """`cache: str = "cache.json"`, also as a field of a class."""
+        if node.value is not None:
+            self._assigned.append((_path_in(node.target)[1], _path_in(node.value)[0]))
+        self.generic_visit(node)
+
+    def visit_arguments(self, node: ast.arguments) -> None:
+        """`def keep(state, path="cache.json")`."""
+        names = [each.arg for each in (*node.posonlyargs, *node.args)]
+        pairs = [*zip(reversed(names), reversed(node.defaults), strict=False)]
+        pairs += [(each.arg, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
+        self._assigned += [({name}, _path_in(value)[0]) for name, value in pairs]
         self.generic_visit(node)
 
     def read_texts(self) -> set[str]:
         """The texts that may name modules and files that it reads, without those of what it writes."""
-        written = self.written.union(*(texts for name, texts in self._assigned if name in self._written_names))
-        return {text for text in self.texts if text.rpartition("/")[2] not in written}
+        written = self.written.union(*(texts for names, texts in self._assigned if names & self._written_names))
+        # A path that is joined is among the texts as one, and among what is written in its parts.
+        return {text for text in self.texts if text not in written and not written.issuperset(text.split("/"))}
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """`Path(__file__).parent / "configs" / "small.yaml"`."""
@@ -265,19 +288,21 @@ def defined_in(tree: ast.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _path_in(node: ast.expr) -> tuple[set[str], str]:
-    """The texts of which an expression makes a path, and the variable or the attribute that it is; else "" or none."""
+def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
+    """The texts, and the names of variables and attributes, of which an expression makes a path."""
     match node:
         case ast.Constant(value=str(text)):
-            return {text}, ""
+            return {text}, set()
         case ast.Name(id=name) | ast.Attribute(attr=name) if name != "parent":
-            return set(), name
+            return set(), {name}
         case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _path_in(left)[0] | _path_in(right)[0], ""
+            parts = [left, right]
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=arguments) if name in _MAKE_PATHS:
-            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            return {text for each in (*receiver, *arguments) for text in _path_in(each)[0]}, ""
-    return set(), ""
+            parts = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *arguments]
+        case _:
+            return set(), set()
+    found = list(map(_path_in, parts))
+    return set().union(*(texts for texts, _ in found)), set().union(*(names for _, names in found))
 
 
 def _writes(name: str, call: ast.Call) -> bool:

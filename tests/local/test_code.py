@@ -466,6 +466,15 @@ for each in pkgutil.walk_packages(plugs.__path__, "plugs."):
     importlib.import_module(each.name)
 
 
+HISTORY: str = "history.json"
+parser.add_argument("--cache-file", default="options.json")
+
+
+def keep(state, path="states.json", *, events="events.txt", words="other.json"):
+    with open(path, "w") as file:
+        file.write(state)
+
+
 @hydra.main("conf", version_base=None)
 def main(conf):
     exec(open("set_up.py").read())
@@ -474,6 +483,10 @@ def main(conf):
     with CACHE.open("w") as file:
         file.write(str(SHOWN) + open("other.json").read())
     Path("made.yaml").write_text("")
+    open("sub/part.json", "w").write("")
+    Path(HISTORY).write_text("")
+    open(conf.events, "a").write("")
+    open(parser.parse_args().cache_file, "w").write("")
     return (Path(__file__).parent / "prompts" / "short.txt").read_text()
 """
 
@@ -482,7 +495,7 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
     folder = signed()
     empty = """nets/__init__.py nets/deep.py nets/other.py scores.py plugs/__init__.py plugs/one.py walked/two.py
         layers/__init__.py layers/of_conf.py set_up.py scores.txt prompts/short.txt seen.json made.yaml other.json
-        kept/cache.json state.json shown.yaml"""
+        kept/cache.json state.json shown.yaml sub/part.json history.json options.json states.json events.txt"""
     files = dict.fromkeys(empty.split(), "")
     files["heads.py"] = "def Head(): return 1\n"
     files["walked/registry.py"] = (
