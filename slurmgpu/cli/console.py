@@ -93,6 +93,12 @@ def _results() -> TextIO:
     return _stdout[0] if _stdout else sys.stdout
 
 
+def bar_console() -> Console | None:
+    """A Rich console on stderr for a progress bar; None where that is no terminal, or a dumb one, which draws none."""
+    console = Console(stderr=True)
+    return console if sys.stderr.isatty() and not console.is_dumb_terminal else None
+
+
 def wide_console() -> Console:
     """A Rich console on stdout; in a pipe, wide enough that no table breaks."""
     return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)

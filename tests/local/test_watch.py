@@ -393,6 +393,14 @@ def test_ctrl_z_gives_the_terminal_back_to_the_shell_until_the_job_goes_on(tmp_p
         assert terminal.end() == 3
 
 
+def test_a_dumb_terminal_gets_lines_and_no_bar(project):
+    with Terminal("submit", "--executor", "local", "--gpus", "0", cwd=project(20), TERM="dumb") as terminal:
+        assert terminal.end() == 0
+    lines = terminal.written.decode().splitlines()
+    assert {"0 of 20 items", "20 of 20 items"} <= {*lines}
+    assert lines[0]
+
+
 def test_ctrl_z_stops_nothing_where_nobody_could_continue_it(tmp_path, run_of_now):
     run_of_now(n_tasks=8)
     with Terminal("status", "judge", "-w", cwd=tmp_path) as terminal:  # the only process of its session

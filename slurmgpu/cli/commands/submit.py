@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from slurmgpu import api
 from slurmgpu.cli.commands import sweep
 from slurmgpu.cli.commands.submitted import conclude, following, resubmit_run
-from slurmgpu.cli.console import json_alone, result, result_json, say
+from slurmgpu.cli.console import bar_console, json_alone, result, result_json, say
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft
 from slurmgpu.errors import SlurmGPUError
@@ -165,10 +163,11 @@ def resubmit(
 @contextlib.contextmanager
 def _planning() -> Iterator[Any]:
     """A progress bar for reading the input, on a terminal."""
-    if not sys.stderr.isatty():
+    console = bar_console()
+    if console is None:
         yield None
         return
-    with Progress(TextColumn("reading the input"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
+    with Progress(TextColumn("reading the input"), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task("input", total=None)
 
         def show(done: int, total: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -11,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from slurmgpu import api
-from slurmgpu.cli.console import result, say
+from slurmgpu.cli.console import bar_console, result, say
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
@@ -129,7 +127,8 @@ def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[
         TimeElapsedColumn(),
         TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+    console = bar_console()
+    bar = None if console is None else Progress(*columns, console=console, transient=True)
     try:
         with bar or contextlib.nullcontext():
             yield _Follower(bar, n_items)
