@@ -301,6 +301,8 @@ def test_the_job_in_which_a_run_is_submitted_counts_as_well(monkeypatch):
     less, [note] = respect_limits(submission(n_tasks=8), known)
     assert less.n_tasks == 2
     assert "(one is for the merge job, one is this job) is 2, so 2 will take all the shards." in note
+    known = cluster_of(association={**USERS, "MaxSubmitJobs": "2"})
+    assert respect_limits(submission(n_tasks=1), known) == (submission(n_tasks=1), [])  # this job may be of another QOS
 
 
 def test_where_there_are_no_arrays_one_task_is_a_plain_job():
