@@ -13,7 +13,7 @@ from typing import Literal, cast
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs
+from slurmgpu.run.submissions import ENDS, JOB_KEYS, SubmissionLine, ended_jobs
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
 from slurmgpu.util.users import name_of
@@ -182,7 +182,8 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
     a run on another cluster. `among` are all of the user's jobs, if they are known already.
     """
     lines = run.submissions()
-    expected = any(line["state"] == "queued" for line in lines)
+    # Also of an array whose merge job could not be queued, and which could not be cancelled.
+    expected = any(line["state"] not in ENDS and "array_job" in line for line in lines)
     merges = {line.get("merge_job") for line in lines}
     try:
         told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
@@ -195,7 +196,7 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
 
 def _are_here(lines: Sequence[SubmissionLine]) -> bool:
     """Whether all queued submissions were made on this cluster, as far as is known."""
-    clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
+    clusters = {line["cluster"] for line in lines if line["state"] not in ENDS and "cluster" in line}
     return not clusters or clusters == {commands.cluster_name()}
 
 

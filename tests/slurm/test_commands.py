@@ -140,6 +140,15 @@ def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(p
     }
 
 
+def test_of_an_array_that_has_no_merge_job_the_queue_says_when_it_has_ended(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    pretending("squeue", "true")
+    run.record_submission({"submission": 1, "state": "submitting"})  # its merge job was refused
+    assert queue.queued_jobs(run) == []
+    run.record_submission({"submission": 1, "state": "ended"})
+    assert queue.queued_jobs(run) is None
+
+
 @pytest.mark.parametrize(
     ("says", "verdict"),
     [
