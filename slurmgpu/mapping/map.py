@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import api
-from slurmgpu.api import RunHandle
+from slurmgpu.api import RunHandle, overrides_of
 from slurmgpu.code import functions, pickling
 from slurmgpu.code.former import changed_since
 from slurmgpu.code.imports import refuse_if_importing
@@ -29,6 +28,7 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
+from slurmgpu.operations import probing, submitting
 from slurmgpu.plan.overrides import SET, Overrides
 from slurmgpu.plan.planner import Draft, allocate, draft_run
 from slurmgpu.plan.run_file import Resources
@@ -101,7 +101,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     declared = _declared(columns) or annotated_types(function, batched=is_batched)
     known = None if not declared or None in declared.values() else declared
     former = None
-    values = api.overrides_of(None, image, resources, overrides, profile)
+    values = overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
     _refuse_given_twice(values)
     asked = read_run_file(GivenRunFile({"workload": table}, base), values).resources
@@ -142,16 +142,17 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         refuse_other_modules(draft.code.files, modules, base)
         if "pickled" in settings:
             _refuse_other_python(draft)
-        api.submission_of(draft, None, inject)  # finds errors before an item is computed
+        submitting.submission_of(draft, None, inject)  # finds errors before an item is computed
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
         if former is not None:
             log.warning("%s", _about_former(former, draft))
-        handle = api.submit_draft(draft, None, inject=inject, background=background)
+        submitted = submitting.submit_draft(draft, None, inject=inject, background=background)
         if known is None:
             _remove_probe(probe.probe_dir(draft.run_dir))
-    for note in handle.outcome.notes if handle.outcome else ():
+    for note in submitted.outcome.notes if submitted.outcome else ():
         log.warning("%s", note)
+    handle = RunHandle(submitted.run, submitted.outcome)
     if wait:
         handle.wait()
     return handle
@@ -311,7 +312,7 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     """The types of the columns by the rows of the first batch, which a run of its own computes."""
     log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
     small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
-    run, report = api.compute_probe(small, on_status=None)
+    run, report = probing.compute_probe(small, on_status=None)
     said = "so that the columns are not known, and nothing was submitted"
     if report["complete"] and report["n_errors"] == report["n_rows"]:
         first = report["errors"][0]

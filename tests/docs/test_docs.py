@@ -17,7 +17,8 @@ import pytest
 import typer
 
 import slurmgpu
-from slurmgpu import api, workload
+from slurmgpu import workload
+from slurmgpu.cli import exit_codes
 from slurmgpu.cli.app import app
 from slurmgpu.llm import settings
 from slurmgpu.llm.interface.engine import Sampling
@@ -134,7 +135,7 @@ def test_the_reference_lists_the_options_of_slurmgpu_itself():
 
 
 def test_the_reference_lists_every_exit_code():
-    codes = {value for name, value in vars(api).items() if name.startswith("EXIT_")} | {130, 143}
+    codes = {value for name, value in vars(exit_codes).items() if name.startswith("EXIT_")} | {130, 143}
     assert {int(code) for code in listed("cli.md", "Exit codes")} == codes
 
 

@@ -69,7 +69,7 @@ EXCEPTIONS = {
     "run/rendezvous.py": "a node that does not find its leader looks again",
     "cli/lazy_commands.py": "after an error of the file system: the command itself says what is wrong",
     "cli/commands/submitted.py": "after Ctrl-C: it decides which sentence is said",
-    "api.py": "after Ctrl-C: it decides whether there is a probe to cancel",
+    "operations/probing.py": "after Ctrl-C: it decides whether there is a probe to cancel",
     "executors/manual.py": "which of two scripts is named in what is printed",
     "executors/on_end.py": "where on_end is started, the run directory or the folder of the run file",
     "results/stored.py": "which command a sentence names",

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slurmgpu
-from slurmgpu import api
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.merge.item_names import find_item, name_by_key
 from slurmgpu.merge.merge import merge
+from slurmgpu.operations import waiting
+from slurmgpu.report.build import last_report
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
@@ -67,7 +68,7 @@ def test_they_equal_those_of_the_run_of_all_items(folder, key):
 
 def test_each_has_the_code_that_computed_it(folder):
     for run in (folder / "run-look", folder / "run"):
-        [code] = api.last_report(Run.open(run))["code"]
+        [code] = last_report(Run.open(run))["code"]
         for path in (run / "merged.h5", run / "shards" / "00001.h5"):
             with slurmgpu.open(path) as rows:
                 assert rows.code.tolist() == [code["digest"]] * len(rows)
@@ -89,7 +90,7 @@ def test_they_are_followed_while_the_run_is_at_work(folder, monkeypatch):
         yield
         raise AssertionError("rows that are published were left for later")
 
-    monkeypatch.setattr(api, "_while_alive", one_look)
+    monkeypatch.setattr(waiting, "_while_alive", one_look)
     assert [row.index for row in slurmgpu.open_run(folder / "run-look").rows()] == INDICES
 
 

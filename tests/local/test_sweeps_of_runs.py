@@ -12,6 +12,7 @@ from slurmgpu import api
 from slurmgpu.cli.commands import submitted, sweep
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import making_room
+from slurmgpu.operations import submitting
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run
@@ -214,13 +215,13 @@ def test_of_two_commands_that_begin_at_once_none_makes_what_the_other_makes(swep
 def test_what_another_command_left_out_is_written_again_before_it_is_made(swept, monkeypatch):
     submit, seen = api.submit_draft, []
 
-    def submitting(draft, *args, **given):
+    def noting(draft, *args, **given):
         seen.append(list(listed_runs(swept / "run")))
         handle = submit(draft, *args, **given)
         record_runs(swept / "run", {})  # which leaves out runs that are not made yet
         return handle
 
-    monkeypatch.setattr(api, "submit_draft", submitting)
+    monkeypatch.setattr(api, "submit_draft", noting)
     package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0)
     assert seen == [["items", "others"], ["items", "others"]]
 
@@ -391,7 +392,7 @@ def test_no_look_of_a_sweep_is_replaced_if_another_cannot_be(swept, monkeypatch,
         done = slurmgpu(*command, "--gpus", "0", "--limit", "3", cwd=swept, expect=2)
         assert "others was made less than" in done.stderr
     monkeypatch.setattr(making_room, "MAKING_S", 0.0)
-    monkeypatch.setattr(api, "create_run", lambda *_: refuse("Slurm refuses it."))
+    monkeypatch.setattr(submitting, "create_run", lambda *_: refuse("Slurm refuses it."))
     with pytest.raises(SlurmGPUError, match=r"None was submitted\.$"):
         looks(3)
 

@@ -25,9 +25,10 @@ FLOORS = {
     7: ["plan", "worker", "page", "workloads"],
     8: ["task", "merge", "trackers"],
     9: ["executors"],
-    10: ["api"],
-    11: ["cli", "mapping"],
-    12: ["__main__"],
+    10: ["operations"],
+    11: ["api"],
+    12: ["cli", "mapping"],
+    13: ["__main__"],
 }
 FLOOR = {name: number for number, names in FLOORS.items() for name in names}
 

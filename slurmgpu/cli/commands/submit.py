@@ -10,14 +10,15 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from slurmgpu import api
 from slurmgpu.cli.commands import sweep
 from slurmgpu.cli.commands.submitted import conclude, following, resubmit_run
 from slurmgpu.cli.console import bar_console, json_alone, result, result_json, say
+from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe as probes
+from slurmgpu.operations import probing, submitting
 from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -72,16 +73,16 @@ def submit(
         for line in (*draft.notes, *draft.plan.placement):
             say(line)
         if probe is not None:
-            api.submission_of(draft, other, inject)  # finds errors before the probe
+            submitting.submission_of(draft, other, inject)  # finds errors before the probe
             foretold = _probe(draft, probe, as_json=as_json)
             if foretold["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
                 if as_json:
                     result_json({**foretold, "submitted": None})
-                return api.EXIT_INCOMPLETE if foretold["failure"] else 0
+                return EXIT_INCOMPLETE if foretold["failure"] else 0
         with following(draft.run_dir, draft.plan.n_items) as follow:
-            handle = api.submit_draft(draft, other, follow.run, inject)
-    assert handle.outcome is not None
-    code, told = conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
+            made = submitting.submit_draft(draft, other, follow.run, inject)
+    assert made.outcome is not None
+    code, told = conclude(made.run, made.outcome, wait=wait, as_json=as_json)
     if as_json:
         result_json({**foretold, "submitted": told} if foretold else told)
     return code
@@ -103,7 +104,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
     with following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
-        foretold = api.probe_draft(draft, n_items, follow.run, follow.status)
+        foretold = probing.probe_draft(draft, n_items, follow.run, follow.status)
     if foretold["failure"]:
         forecasts.show_failure(foretold)
     elif not as_json:
@@ -129,7 +130,7 @@ def plan(
         sweep.plan(run_file, variants, look, as_json=as_json)
         return
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
-        run, lines, notes = api.plan_draft(draft)
+        run, lines, notes = submitting.plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
     if as_json:

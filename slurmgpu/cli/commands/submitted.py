@@ -14,12 +14,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from slurmgpu import api
 from slurmgpu.cli.console import bar_console, result, say
+from slurmgpu.cli.exit_codes import EXIT_FAILED, EXIT_INCOMPLETE
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
+from slurmgpu.operations import resubmitting, waiting
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record
@@ -40,7 +41,7 @@ def resubmit_run(
 def resubmit(run: Run, tables: Mapping[str, Any], **which: Any) -> Outcome:
     """Submit the missing items of a run, and follow what is computed here; the outcome."""
     with following(run.folder, run.plan.n_items) as follow:
-        return api.resubmit(
+        return resubmitting.resubmit(
             run,
             tables.get("resources"),
             tables.get("slurm"),
@@ -59,7 +60,7 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
     if report is None and wait:
         _say_submitted(run, outcome, to_stderr=True)
         with following(run.folder, run.plan.n_items) as follow:
-            report = api.wait_for(run, follow.status)
+            report = waiting.wait_for(run, follow.status)
     if report is None:
         if not as_json:
             _say_submitted(run, outcome, to_stderr=False)
@@ -72,8 +73,8 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
     for verdict in verdicts:
         say(verdict.text)
     if not all(verdict.kept for verdict in verdicts):
-        return api.EXIT_FAILED, cast(dict[str, Any], report)
-    return 0 if report["complete"] else api.EXIT_INCOMPLETE, cast(dict[str, Any], report)
+        return EXIT_FAILED, cast(dict[str, Any], report)
+    return 0 if report["complete"] else EXIT_INCOMPLETE, cast(dict[str, Any], report)
 
 
 def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:

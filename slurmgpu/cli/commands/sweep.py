@@ -10,9 +10,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu import api
 from slurmgpu.cli.commands import submitted
 from slurmgpu.cli.console import json_alone, result, result_json, say, wide_console
+from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views import run_list
 from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
@@ -21,6 +21,7 @@ from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import liveness
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.inputs import sweeps
+from slurmgpu.operations import submitting, waiting
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.site_file import Origins
@@ -56,38 +57,38 @@ def submit(
         _say_first(drafts)
         if dry_run:
             return _show_drafts(drafts, after, origins, as_json=as_json, inject=inject)
-        api.check_drafts(drafts, after, inject)
+        submitting.check_drafts(drafts, after, inject)
         drafts.record()
-        waiting: list[api.RunHandle] = []
+        queued: list[submitting.Submitted] = []
         told: list[Mapping[str, Any]] = []
         codes, n_queued = [0], 0
 
-        def conclude(handle: api.RunHandle) -> None:
+        def conclude(made: submitting.Submitted) -> None:
             nonlocal n_queued
-            assert handle.outcome is not None
-            n_queued += handle.outcome.report is None and not wait
+            assert made.outcome is not None
+            n_queued += made.outcome.report is None and not wait
             if not as_json:
-                result(f"{handle.folder}:")
-            code, value = submitted.conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
+                result(f"{made.run.folder}:")
+            code, value = submitted.conclude(made.run, made.outcome, wait=wait, as_json=as_json)
             codes.append(code)
             told.append(value)
 
         for variant, draft in drafts.to_submit:
             say(f"{variant.name}: {_values_in_words(variant)}")
             with (
-                api.naming_submitted(drafts, variant),
+                submitting.naming_submitted(drafts, variant),
                 submitted.following(draft.run_dir, draft.plan.n_items) as follow,
             ):
                 drafts.record()  # another command may have left out what was not made yet
-                handle = api.submit_draft(draft, after, follow.run, inject)
+                made = submitting.submit_draft(draft, after, follow.run, inject)
             # Others are queued before the first is waited for.
-            if wait and handle.outcome is not None and handle.outcome.report is None:
-                waiting.append(handle)
+            if wait and made.outcome is not None and made.outcome.report is None:
+                queued.append(made)
             else:
-                conclude(handle)
+                conclude(made)
     drafts.record()
-    for handle in waiting:
-        conclude(handle)
+    for made in queued:
+        conclude(made)
     codes += [_wait_for_end(run) for run in (drafts.there if wait else ())]
     typed = shlex.quote(str(variants.folder))
     if as_json:
@@ -102,13 +103,13 @@ def _wait_for_end(run: Run) -> int:
     if not is_complete(run) and not is_over(run.submissions()):
         try:
             with submitted.following(run.folder, run.plan.n_items) as follow:
-                api.wait_for(run, follow.status)
+                waiting.wait_for(run, follow.status)
         except SlurmGPUError as error:
             say(f"{run.name}: {error}")
     if is_complete(run):
-        return api.EXIT_COMPLETE
-    say(api.incomplete(run))
-    return api.EXIT_INCOMPLETE
+        return EXIT_COMPLETE
+    say(waiting.incomplete(run))
+    return EXIT_INCOMPLETE
 
 
 def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool) -> None:
@@ -117,12 +118,12 @@ def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool
     with drafted(run_file, variants, None, look) as drafts:
         _say_first(drafts)
         for _, draft in drafts.to_submit:
-            api.check_place(draft)
+            submitting.check_place(draft)
         drafts.record()
         for variant, draft in drafts.to_submit:
-            with api.naming_submitted(drafts, variant):
+            with submitting.naming_submitted(drafts, variant):
                 drafts.record()  # another command may have left out what was not made yet
-                run, lines, notes = api.plan_draft(draft)
+                run, lines, notes = submitting.plan_draft(draft)
             for note in dict.fromkeys(notes):
                 say(note)
             told.append({"run_dir": str(run.folder), "lines": lines})
@@ -214,7 +215,7 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
             result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
     for line in without:
         say(line)
-    return 0 if not without and all(each["complete"] for each in reports.values()) else api.EXIT_INCOMPLETE
+    return 0 if not without and all(each["complete"] for each in reports.values()) else EXIT_INCOMPLETE
 
 
 def status(folder: Path, runs: Sequence[Path], *, as_json: bool) -> None:
@@ -249,7 +250,7 @@ def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, 
     def refused(folder: Path, error: SlurmGPUError) -> None:
         say(f"{folder.name}: {error}")
         told.append({"run_dir": str(folder), "error": str(error)})
-        codes.append(api.EXIT_BAD_USAGE)
+        codes.append(EXIT_BAD_USAGE)
 
     say_not_submitted(folders)
     for folder in filter(was_submitted, folders):
@@ -272,7 +273,7 @@ def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, 
     if as_json:
         result_json({"runs": told})
     if not codes and not all(was_submitted(folder) and is_complete(Run.open(folder)) for folder in folders):
-        return api.EXIT_BAD_USAGE
+        return EXIT_BAD_USAGE
     if not codes:
         say(f"All of {count_of(len(folders), 'run')} are complete: there is nothing to compute.")
     return max(codes, default=0)
@@ -281,13 +282,13 @@ def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, 
 def cancel(folders: Sequence[Path]) -> int:
     """Stop the tasks and merges of all runs of a sweep; 2 if those of one could not be stopped."""
     say_not_submitted(folders)
-    code = api.EXIT_COMPLETE
+    code = EXIT_COMPLETE
     for folder in filter(was_submitted, folders):
         try:
             done = liveness.cancel(Run.open(folder))
         except SlurmGPUError as error:
             say(f"{folder.name}: {error}")
-            code = api.EXIT_BAD_USAGE
+            code = EXIT_BAD_USAGE
             continue
         result(f"{folder.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
     return code

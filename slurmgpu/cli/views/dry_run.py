@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu import api
 from slurmgpu.cli.console import result, result_json, show_origins, show_plan, show_scripts, wide_console
+from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE
 from slurmgpu.executors import resubmission
 from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs import sweeps
+from slurmgpu.operations import submitting
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
@@ -42,7 +43,7 @@ class Shown:
     @property
     def code(self) -> int:
         """2 if Slurm refuses the submission."""
-        return api.EXIT_COMPLETE if all(trial.taken for trial in self.seen.trials.values()) else api.EXIT_BAD_USAGE
+        return EXIT_COMPLETE if all(trial.taken for trial in self.seen.trials.values()) else EXIT_BAD_USAGE
 
     @property
     def verdict(self) -> str:
@@ -52,8 +53,8 @@ class Shown:
 
 def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequence[str] = ()) -> Shown:
     """A draft with what the cluster says of it."""
-    api.check_place(draft)
-    submission = api.submission_of(draft, after, inject)
+    submitting.check_place(draft)
+    submission = submitting.submission_of(draft, after, inject)
     seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
     seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
     value = {

@@ -1,0 +1,149 @@
+"""Makes the run directory of a draft, and submits it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.executors import resubmission
+from slurmgpu.executors.detached import Background
+from slurmgpu.executors.making_room import PLANNED, check_room, remove_left, room
+from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.submission import Outcome, start
+from slurmgpu.faults import check_faults, parse_faults
+from slurmgpu.plan.planner import Draft
+from slurmgpu.plan.variants import Drafts, Variant
+from slurmgpu.report.build import is_complete
+from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.shared_files import status_of
+
+log = logging.getLogger(__name__)
+
+ENDING_S = 15.0
+"""How long to wait for cancelled jobs to end before their run directory is left in place."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that was submitted, and what became of it; no outcome where another process submits it."""
+
+    run: Run
+    outcome: Outcome | None
+
+
+def check_drafts(drafts: Drafts, after: Run | None = None, inject: Sequence[str] = ()) -> None:
+    """Check the submissions of a sweep's runs, and where they will lie, before the first is made."""
+    for _, draft in drafts.to_submit:
+        check_place(draft)
+        submission = submission_of(draft, after, inject)
+        executor_named(submission.executor).check(submission, draft.plan.container)
+
+
+@contextlib.contextmanager
+def naming_submitted(drafts: Drafts, variant: Variant) -> Iterator[None]:
+    """Say in the error of one submission of a sweep which runs were submitted before it."""
+    try:
+        yield
+    except SlurmGPUError as error:
+        names = [each.name for each, _ in drafts.to_submit]
+        before = names[: names.index(variant.name)]
+        told = f"Submitted before it: {', '.join(before)}." if before else "None was submitted."
+        if not drafts.variants.replace_looks:
+            told += " The same command submits those that do not exist yet."
+        raise SlurmGPUError(f"Run {variant.name} of [sweep]: {error} {told}") from error
+
+
+def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
+    """Make the run directory of a draft without queueing it; the run, the two lines that submit it, and notes."""
+    from slurmgpu.executors.manual import Manual
+
+    by_hand = Manual()
+    submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
+    with _room_for(draft):
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+        draft.fill(run)
+        write_bytes(run.folder / PLANNED, b"")
+    return run, [*by_hand.start(run, submission).to_type], notes
+
+
+def submit_draft(
+    draft: Draft,
+    after: Run | None = None,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    inject: Sequence[str] = (),
+    *,
+    background: Background | None = None,
+) -> Submitted:
+    """Make the run directory of a draft and submit it, by the process `background` if there is one.
+
+    `inject` are faults on demand.
+    """
+    submission = submission_of(draft, after, inject)
+    executor_named(submission.executor).check(submission, draft.plan.container)
+    with _room_for(draft):
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+        made = status_of(run.folder / "run.json")
+        try:
+            draft.fill(run)
+            notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
+            if background is not None:
+                return Submitted(run, background.start(run, submission, notes))
+            return Submitted(run, start(run, lambda _: (submission, notes), lambda: on_tick(run)))
+        except BaseException:
+            there = status_of(run.folder / "run.json")
+            if made is not None and there is not None and os.path.samestat(made, there):  # not another process's
+                remove_unused(run)
+            raise
+
+
+def check_place(draft: Draft) -> None:
+    """Raise SlurmGPUError if there is an earlier look whose place a draft cannot take."""
+    if draft.replaces_look:
+        check_room(draft.run_dir, "look")
+
+
+def _room_for(draft: Draft) -> contextlib.AbstractContextManager[None]:
+    if draft.replaces_look:
+        return room(draft.run_dir, "look")
+    if draft.plan.look:
+        remove_left(draft.run_dir)
+    return contextlib.nullcontext()
+
+
+def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
+    """The first submission of a draft."""
+    submission = resubmission.first_submission(draft.plan.resources, draft.plan.most_tasks(draft.n_missing))
+    executor = executor_named(submission.executor)
+    waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
+    faults = parse_faults(inject)
+    executor.check_faults(faults)
+    check_faults(faults, draft.plan)
+    inject = tuple(map(str, faults))
+    submission = replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
+    return replace(submission, code=draft.code.line())
+
+
+def remove_unused(run: Run) -> None:
+    """Remove the run directory if its first submission failed and none of its jobs is queued."""
+    lines = run.submissions()
+    if lines and (len(lines) > 1 or lines[0]["state"] != "refused"):
+        return
+    # A task that had started before it was cancelled takes a moment to end.
+    patience = time.monotonic() + ENDING_S
+    try:
+        while lines and executor_named(lines[0]["executor"]).look(run, lines, None).at_work:
+            if time.monotonic() > patience:
+                return
+            time.sleep(0.5)
+    except NoAnswerError as error:
+        log.warning("%s stays, as jobs of it may be queued. %s", run.folder, error)
+        return
+    shutil.rmtree(run.folder)

@@ -1,0 +1,102 @@
+"""Waits for a run, and gives its rows as they are published."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from slurmgpu.code.imports import refuse_if_importing
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.executors import liveness
+from slurmgpu.report.build import Report, last_report
+from slurmgpu.report.status import Status, StatusReader
+from slurmgpu.results.published import Row as RunRow
+from slurmgpu.results.published import RunRows
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import is_over
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import exists
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""Between two looks at a run that is waited for."""
+ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
+"""Between looks for the next rows: the first pause behind some, in general and when only so many shards are left."""
+
+
+def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
+    """Wait until no task of the run is queued or alive, and return the report. Asks Slurm at most every 5 s."""
+    reader = StatusReader(run)
+    for _ in _while_alive(run):
+        on_tick(reader.read(gpus_of=()))
+    report = last_report(run)
+    if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
+        raise SlurmGPUError(
+            f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
+            f"`slurmgpu merge {run.typed}` merges what there is."
+        )
+    return report
+
+
+def follow_rows(run: Run) -> Iterator[RunRow]:
+    """The rows of a run as `RunHandle.rows` gives them."""
+    left = deque(run.plan.ranges)  # of the items without a row yet
+    pause_s = ROWS_LOOK_S
+
+    def wait() -> None:
+        nonlocal pause_s
+        refuse_if_importing("rows of a run that is at work")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S)
+
+    for _ in _while_alive(run, wait):
+        shard = run.plan.shard_of(left[0][0])
+        if not exists(run.revision_path(shard, 0)):
+            continue
+        with RunRows(run) as present:
+            for row in present.rows(left[0][0]):
+                start, stop = left[0]
+                if row.index != start:
+                    break  # its shard is not published yet
+                yield row
+                left.popleft()
+                if start + 1 < stop:
+                    left.appendleft((start + 1, stop))
+                if not left:
+                    return
+        is_nearly_over = run.plan.n_shards - run.plan.shard_of(left[0][0]) <= FEW_SHARDS
+        pause_s = LAST_LOOK_S if is_nearly_over else ROWS_LOOK_S
+    n_missing = sum(stop - start for start, stop in left)
+    with RunRows(run) as present:
+        for row in present.rows(left[0][0]):
+            n_missing -= 1
+            yield row
+    if n_missing:
+        raise SlurmGPUError(incomplete(run, n_missing))
+
+
+def incomplete(run: Run, n_missing: int | None = None) -> str:
+    """A sentence on the rows that a run lacks after its end."""
+    some = "rows" if n_missing is None else count_of(n_missing, "row")
+    return (
+        f"{run.folder} lacks {some} of its {run.plan.n_items:,}: `slurmgpu resubmit {run.typed}`, or resubmit() of its "
+        f"handle, computes them. `slurmgpu report {run.typed}` says why."
+    )
+
+
+def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
+    """A look after each pause, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
+    asked, alive = 0.0, True
+    while alive:
+        yield
+        if is_over(run.submissions()) or time.monotonic() - asked > 5:
+            asked = time.monotonic()
+            try:
+                alive = liveness.alive(run) is not None
+            except NoAnswerError as error:
+                log.warning("%s", error)
+        if alive:
+            pause()
