@@ -211,8 +211,14 @@ def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slur
         assert merged.code.tolist() == 2 * [first] + 2 * [second] + 4 * [first]
     with slurmgpu_open(folder / "run" / "shards" / "00001.h5") as shard:
         assert shard.code.tolist() == 2 * [second]
+    [items] = folder.glob("items.*")
+    items.rename(folder / "away")
+    said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0).stderr
+    assert "Not computed again: 6 items; the former rows stay. The same command computes what is left." in said
+    (folder / "away").rename(items)
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0)
     assert "6 items are computed again, in 3 shards" in said.stderr
+    assert "Not computed again" not in said.stderr
     assert values(folder) == [-1, -2, -3, -4, -5, -6, -7, -8]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(second, 8)]
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=2).stderr

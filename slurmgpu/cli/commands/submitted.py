@@ -67,6 +67,9 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
         return 0, {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
     if not as_json:
         show_report(report)
+    if n_left := _not_again(run):
+        what = count_of(n_left, "item")
+        say(f"Not computed again: {what}; the former rows stay. The same command computes what is left.")
     verdicts = judge(run, report)
     if verdicts and not as_json:
         say("")
@@ -139,6 +142,15 @@ def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[
         else:
             _say_interrupted(folder)
         raise
+
+
+def _not_again(run: Run) -> int:
+    """How many items the last submission was to compute again, and did not: a complete run has their former rows."""
+    asked = run.computing(run.last_submission()["submission"])
+    if asked.recompute is None:
+        return 0
+    left = asked.recompute.shards.keys() - asked.published(fresh=True)
+    return sum(stop - start for shard in left for start, stop in asked.recompute.shards[shard].items)
 
 
 def _say_interrupted(folder: Path) -> None:
