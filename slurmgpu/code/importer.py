@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import linecache
 import logging
-import operator
 import os
 import sys
 import threading
@@ -21,27 +20,24 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, SupportsIndex
 
 import slurmgpu
 from slurmgpu.code import snapshots
-from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
+from slurmgpu.code.meta_path import MetaPath
+from slurmgpu.code.present_files import PresentFiles
+from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 BY_PATH = "slurmgpu_workload_"
 """The prefix of module names for files that a run file names by path."""
-MANY_BESIDE = 2000
-"""Beside a script in a folder with more entries, nothing is linked for its copy: the folder holds data."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of folders with installed distributions."""
 ENVIRON = "SLURMGPU_CODE"
 """The environment variable that passes the snapshot to processes that a worker spawns."""
 
 _OF_PYTHON: tuple[object, ...] = (BuiltinImporter, FrozenImporter)
-
-Signature = tuple[int, int, int]
 
 log = logging.getLogger(__name__)
 
@@ -83,17 +79,13 @@ class Finder(MetaPathFinder):
     """
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
-        self._folder = folder
         self.functions = snapshot.about.get("functions", {})
-        self._same: dict[str, Signature] = {}
-        self._linked: set[str] = set()
-        self._has_changed = False
-        # In an image, files are seen that are bound into it.
-        self._read = [each for each in snapshot.read if image_name() is None or os.path.exists(each.path)]  # noqa: PTH110
-        self.read_and_changed: set[str] = set()
         self.reads_again = False
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
+        # In an image, files are seen that are bound into it.
+        read = (each for each in snapshot.read if image_name() is None or os.path.exists(each.path))  # noqa: PTH110
+        self.present = PresentFiles(folder, self.by_path, read)
         self._by_name = {name: file for file in files for name in file.modules}
         # Needed to unpickle objects of a file's module in another process.
         self._by_name |= {name_of_file(Path(file.path)): file for file in files}
@@ -107,7 +99,7 @@ class Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec of a module or a namespace in the snapshot, else None."""
-        if self is _in_use() and not isinstance(sys.meta_path, _MetaPath):  # the user's code has made another list
+        if self is _in_use() and not isinstance(sys.meta_path, MetaPath):  # the user's code has made another list
             _install(self)
         file = self._by_name.get(fullname)
         if file is None and fullname not in self._spaces:
@@ -176,105 +168,6 @@ class Finder(MetaPathFinder):
         now = {path for path in _files_of_modules().values() if path in self.by_path} - self._there
         return sorted(path for path in now if _imported.get(path) != self.by_path[path].digest)
 
-    def look_at_read_files(self) -> list[str]:
-        """The files that code reads where they lie, and that are seen to have changed for the first time."""
-        found = []
-        for each in self._read:
-            if each.path not in self.read_and_changed and not self._has_sha256(each):
-                self.read_and_changed.add(each.path)
-                found.append(each.path)
-        return found
-
-    def _has_sha256(self, file: ReadFile) -> bool:
-        try:
-            with open(file.path, "rb") as opened:
-                signature = _signature(opened)
-                same = self._same.get(file.path) == signature
-                if not same and hashlib.sha256(opened.read()).hexdigest() == file.sha256:
-                    self._same[file.path], same = signature, True
-        except OSError:
-            return False
-        return same
-
-    def as_submitted(self, path: Path) -> Path:
-        """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
-        file = self.by_path.get(str(path))
-        if file is None or self._is_as_submitted():
-            return path
-        self._link_beside(file)
-        return self._folder / file.name
-
-    def python_path(self) -> list[str]:
-        """The folders in which programs find the copies of modules, once a file of the snapshot has changed.
-
-        Python puts the folder of a script on the path by itself.
-        """
-        if self._is_as_submitted():
-            return []
-        files = self.by_path.values()
-        scripts = {(self._folder / file.name).parent for file in files if not file.modules}
-        for file in [file for file in files if not file.modules]:
-            self._link_beside(file)
-        roots = {(self._folder / file.name).parents[_depth(file)]: None for file in files if file.modules}
-        return [str(root) for root in roots if root not in scripts]
-
-    def _link_beside(self, script: SourceFile) -> None:
-        if script.path not in self._linked:
-            self._linked.add(script.path)
-            _link_what_is_beside(script, self._folder, self.by_path.values())
-
-    def _is_as_submitted(self) -> bool:
-        """Whether all files are as they were; once one was not, copies are used, whatever comes later."""
-        self._has_changed = self._has_changed or not all(self._is_same(each) for each in self.by_path.values())
-        return not self._has_changed
-
-    def _is_same(self, file: SourceFile) -> bool:
-        """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
-        try:
-            with open(file.path, "rb") as opened:  # a network file system looks again as it opens
-                signature = _signature(opened)
-                if self._same.get(file.path) != signature and opened.read() == file.source:
-                    self._same[file.path] = signature
-        except OSError:
-            return False
-        return self._same.get(file.path) == signature
-
-
-def _signature(opened: BinaryIO) -> Signature:
-    status = os.fstat(opened.fileno())
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[SourceFile]) -> None:
-    """Link what lies beside the files of a snapshot into it, so that the copy of a script finds it by its own place.
-
-    So do modules of packages from elsewhere. Whoever may not write there goes without.
-    """
-    pairs: dict[Path, Path] = {}
-    is_of_base = script.path.endswith(f"{os.sep}{script.name}")
-    base = Path(script.path.removesuffix(script.name)) if is_of_base else None
-    for file in files:
-        name, path = Path(file.name), Path(file.path)
-        if base is not None and path == base / name:
-            pairs |= {parent: base / parent for parent in name.parents}
-        else:
-            pairs |= {name.parents[above]: path.parents[above] for above in range(_depth(file))}
-    here = snapshot.resolve()
-    for folder, original in sorted(pairs.items()):
-        with contextlib.suppress(OSError):
-            with os.scandir(original) as entries:
-                found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
-            for path in found if len(found) <= MANY_BESIDE else ():
-                if not here.is_relative_to(path.resolve()):  # what walks along links would walk for ever
-                    with contextlib.suppress(FileExistsError):
-                        (snapshot / folder / path.name).symlink_to(path)
-
-
-def _depth(file: SourceFile) -> int:
-    """How many folders above a module's file, its own included, are packages."""
-    dots = min((name.count(".") for name in file.modules), default=0)
-    return dots + (1 if file.modules and Path(file.path).name == "__init__.py" else 0)
-
 
 def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
     """The folders of a namespace by the paths of its modules; not those that an editable install maps elsewhere."""
@@ -293,68 +186,6 @@ def _reader_in(loader: object) -> SourceFileLoader | None:
     """What reads a module's source: a loader itself, or the one that it wraps, as scikit-build-core's does."""
     known = vars(loader).values() if hasattr(loader, "__dict__") else ()
     return next((each for each in (loader, *known) if isinstance(each, SourceFileLoader)), None)
-
-
-class _MetaPath(list[Any]):
-    """`sys.meta_path`, in which the finder of a snapshot is the first, whatever the user's code does with the list.
-
-    Positions are those that iteration gives. What is read or changed at the place of the snapshot's finder is read or
-    changed right behind it, so that `insert(0, hook)`, `[0]` and `pop(0)` are about one hook.
-    """
-
-    def __init__(self, first: Finder, others: Iterable[Any]) -> None:
-        super().__init__([first, *(each for each in others if not isinstance(each, Finder))])
-        self._first = first
-
-    def _replace(self, finders: Iterable[Any]) -> None:
-        # At once, as other threads may import: a list that is sorted in place is empty meanwhile.
-        super().__setitem__(slice(None), _MetaPath(self._first, finders))
-
-    def _behind(self, index: Any) -> Any:
-        """A position or slice, moved by one if it starts at the snapshot's finder."""
-        if not isinstance(index, slice):
-            return 1 if operator.index(index) in (0, -len(self)) else index
-        start, _, step = index.indices(len(self))
-        if start != 0 or step != 1:
-            return index
-        is_from_end = index.stop is None or operator.index(index.stop) < 0
-        return slice(1, index.stop if is_from_end else operator.index(index.stop) + 1)
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index if isinstance(index, slice) else self._behind(index))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        found = list(self)
-        found[self._behind(index)] = value
-        self._replace(found)
-
-    def __delitem__(self, index: Any) -> None:
-        found = list(self)
-        del found[self._behind(index)]
-        self._replace(found)
-
-    def insert(self, index: SupportsIndex, finder: Any) -> None:
-        self[index:index] = [finder]
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        found = list(self)
-        popped = found.pop(self._behind(index))
-        self._replace(found)
-        return popped
-
-    def remove(self, finder: Any) -> None:
-        found = list(self)
-        found.remove(finder)
-        self._replace(found)
-
-    def clear(self) -> None:
-        self._replace([])
-
-    def reverse(self) -> None:
-        self._replace(reversed(list(self)))
-
-    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
-        self._replace(sorted(list(self)[1:], key=key, reverse=reverse))
 
 
 def _as_seen_here(file: SourceFile) -> SourceFile:
@@ -397,13 +228,13 @@ def use(run: Path, digest: str) -> None:
 def as_submitted(script: Path) -> Path:
     """Where a script of the user's is as it was submitted; `script` itself without a snapshot that has it."""
     finder = _in_use()
-    return script if finder is None else finder.as_submitted(script)
+    return script if finder is None else finder.present.as_submitted(script)
 
 
 def python_path_as_submitted() -> list[str]:
     """What programs need on PYTHONPATH to import the user's modules as they were submitted; empty if all are so."""
     finder = _in_use()
-    return [] if finder is None else finder.python_path()
+    return [] if finder is None else finder.present.python_path()
 
 
 def look_at_read_files() -> None:
@@ -412,7 +243,7 @@ def look_at_read_files() -> None:
     It is called once code has read them: it may read another file later.
     """
     finder = _in_use()
-    if finder is not None and (changed := finder.look_at_read_files()):
+    if finder is not None and (changed := finder.present.changed_since()):
         log.warning(
             "changed since it was submitted, and read as it is now: %s. Rows are by unknown code", ", ".join(changed)
         )
@@ -434,7 +265,7 @@ def reads_again() -> bool:
 def has_read_others() -> bool:
     """Whether a file that code reads where it lies was seen to have changed since the code was submitted."""
     finder = _in_use()
-    return finder is not None and bool(finder.read_and_changed)
+    return finder is not None and bool(finder.present.read_and_changed)
 
 
 def functions_given() -> Mapping[str, Pickled]:
@@ -543,7 +374,7 @@ def _has_changed(path: str, digest: str) -> bool:
 def _install(finder: Finder) -> None:
     """Replace the active finder; the new one comes before all others."""
     _active[:] = [finder]
-    sys.meta_path = _MetaPath(finder, sys.meta_path)
+    sys.meta_path = MetaPath(finder, sys.meta_path)
 
 
 def _in_use() -> Finder | None:

@@ -8,7 +8,7 @@ from importlib.machinery import FileFinder, PathFinder, SourceFileLoader
 
 import pytest
 
-from slurmgpu.code import importer, snapshots
+from slurmgpu.code import importer, present_files, snapshots
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from tests.support.unprivileged import locked_folder, unprivileged
@@ -300,7 +300,7 @@ def test_the_copy_of_a_script_finds_what_is_beside_the_script(edited, tmp_path, 
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_text(name)
     (base / "runs").symlink_to(tmp_path)  # the run directory lies below it
-    monkeypatch.setattr(importer, "MANY_BESIDE", 5)
+    monkeypatch.setattr(present_files, "MANY_BESIDE", 5)
     with edited({"tools/run.py": b"import lib\n", "tools/lib.py": b"VALUE = 1\n", "many/lib.py": b""}):
         for number in range(2, 8):
             (base / "many" / str(number)).touch()

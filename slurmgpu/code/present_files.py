@@ -1,0 +1,131 @@
+"""The files of a snapshot as they are on disk by now: which have changed, and the copies that run in their place.
+
+The worker imports this: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from slurmgpu.code.snapshots import ReadFile, SourceFile
+
+MANY_BESIDE = 2000
+"""Beside a script in a folder with more entries, nothing is linked for its copy: the folder holds data."""
+
+Signature = tuple[int, int, int]
+
+
+class PresentFiles:
+    """Looks at the files of a snapshot, by path, and at those that its code has `read`; `copies` is its folder."""
+
+    def __init__(self, copies: Path, files: Mapping[str, SourceFile], read: Iterable[ReadFile]) -> None:
+        self._copies, self._files, self._read = copies, files, [*read]
+        self._same: dict[str, Signature] = {}
+        self._linked: set[str] = set()
+        self._has_changed = False
+        self.read_and_changed: set[str] = set()
+        """The files that code reads and that were seen to have changed."""
+
+    def changed_since(self) -> list[str]:
+        """The files that code reads where they lie, and that are seen to have changed for the first time."""
+        found = []
+        for each in self._read:
+            if each.path not in self.read_and_changed and not self._has_sha256(each):
+                self.read_and_changed.add(each.path)
+                found.append(each.path)
+        return found
+
+    def _has_sha256(self, file: ReadFile) -> bool:
+        try:
+            with open(file.path, "rb") as opened:
+                signature = _signature(opened)
+                same = self._same.get(file.path) == signature
+                if not same and hashlib.sha256(opened.read()).hexdigest() == file.sha256:
+                    self._same[file.path], same = signature, True
+        except OSError:
+            return False
+        return same
+
+    def as_submitted(self, path: Path) -> Path:
+        """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
+        file = self._files.get(str(path))
+        if file is None or self._is_as_submitted():
+            return path
+        self._link_beside(file)
+        return self._copies / file.name
+
+    def python_path(self) -> list[str]:
+        """The folders in which programs find the copies of modules, once a file of the snapshot has changed.
+
+        Python puts the folder of a script on the path by itself.
+        """
+        if self._is_as_submitted():
+            return []
+        files = self._files.values()
+        scripts = {(self._copies / file.name).parent for file in files if not file.modules}
+        for file in [file for file in files if not file.modules]:
+            self._link_beside(file)
+        roots = {(self._copies / file.name).parents[_depth(file)]: None for file in files if file.modules}
+        return [str(root) for root in roots if root not in scripts]
+
+    def _link_beside(self, script: SourceFile) -> None:
+        if script.path not in self._linked:
+            self._linked.add(script.path)
+            _link_what_is_beside(script, self._copies, self._files.values())
+
+    def _is_as_submitted(self) -> bool:
+        """Whether all files are as they were; once one was not, copies are used, whatever comes later."""
+        self._has_changed = self._has_changed or not all(self._is_same(each) for each in self._files.values())
+        return not self._has_changed
+
+    def _is_same(self, file: SourceFile) -> bool:
+        """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
+        try:
+            with open(file.path, "rb") as opened:  # a network file system looks again as it opens
+                signature = _signature(opened)
+                if self._same.get(file.path) != signature and opened.read() == file.source:
+                    self._same[file.path] = signature
+        except OSError:
+            return False
+        return self._same.get(file.path) == signature
+
+
+def _signature(opened: BinaryIO) -> Signature:
+    status = os.fstat(opened.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[SourceFile]) -> None:
+    """Link what lies beside the files of a snapshot into it, so that the copy of a script finds it by its own place.
+
+    So do modules of packages from elsewhere. Whoever may not write there goes without.
+    """
+    pairs: dict[Path, Path] = {}
+    is_of_base = script.path.endswith(f"{os.sep}{script.name}")
+    base = Path(script.path.removesuffix(script.name)) if is_of_base else None
+    for file in files:
+        name, path = Path(file.name), Path(file.path)
+        if base is not None and path == base / name:
+            pairs |= {parent: base / parent for parent in name.parents}
+        else:
+            pairs |= {name.parents[above]: path.parents[above] for above in range(_depth(file))}
+    here = snapshot.resolve()
+    for folder, original in sorted(pairs.items()):
+        with contextlib.suppress(OSError):
+            with os.scandir(original) as entries:
+                found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
+            for path in found if len(found) <= MANY_BESIDE else ():
+                if not here.is_relative_to(path.resolve()):  # what walks along links would walk for ever
+                    with contextlib.suppress(FileExistsError):
+                        (snapshot / folder / path.name).symlink_to(path)
+
+
+def _depth(file: SourceFile) -> int:
+    """How many folders above a module's file, its own included, are packages."""
+    dots = min((name.count(".") for name in file.modules), default=0)
+    return dots + (1 if file.modules and Path(file.path).name == "__init__.py" else 0)
