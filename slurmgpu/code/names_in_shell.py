@@ -8,7 +8,9 @@ from dataclasses import dataclass
 _SUFFIXES = frozenset({".sh", ".bash", ".zsh"})
 _FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
-_REDIRECTED = re.compile(r">[>|]?\s*[^\s;&|]+")
+_FOR_OUTPUT = r"(?:-o|--(?:out|output|save|dump|results?|log)(?:[-_](?:file|path|to|json|csv|name))?)"
+_WRITTEN = re.compile(rf"(?:>[>|]?\s*|\btee\s+(?:-a\s+|--append\s+)?|(?<!\S){_FOR_OUTPUT}[ =]\s*)([^\s;&|]+)")
+_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=[\"']?([^\s\"';]+)")
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
 _TO_ITS_FOLDER = re.compile(r"\bcd\s[^\n;&]*(?:dirname|BASH_SOURCE|\$\{?0|%/\*)")
 _PYTHON_PATH = re.compile(r"\bPYTHONPATH=[\"']?([^\s\"';]+)")
@@ -36,8 +38,11 @@ def is_shell(source: bytes, suffix: str) -> bool:
 def names_in(source: bytes) -> NamesInShell:
     """The words of a script that may be names. `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside."""
     text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
-    text = _REDIRECTED.sub(" ", text)  # what it writes
-    words = {word.rpartition("=")[2] for word in _WORD.findall(text)}
+    written = {each.replace('"', "").replace("'", "") for each in _WRITTEN.findall(text)}
+    variables = {each.strip("${}") for each in written if each.startswith("$")}
+    written |= {value for name, value in _ASSIGNED.findall(text) if name in variables}
+    text = _WRITTEN.sub(" ", text)
+    words = {word.rpartition("=")[2] for word in _WORD.findall(text)} - written
     beside = {word.partition("/")[2].lstrip("/") for word in words if word.startswith(("$", "/"))} - {""}
     here = {word for word in words if not word.startswith(("$", "/"))}
     modules = frozenset(_MODULE.findall(text))
@@ -45,6 +50,11 @@ def names_in(source: bytes) -> NamesInShell:
     if _TO_ITS_FOLDER.search(text):
         return NamesInShell(frozenset(beside | here), frozenset(), modules, path)
     return NamesInShell(frozenset(beside), frozenset(here), modules, path)
+
+
+def is_for_output(option: str) -> bool:
+    """Whether the value of an option is by its name a file that a program writes: `--output`, `--log-file`, `-o`."""
+    return re.fullmatch(_FOR_OUTPUT, option) is not None
 
 
 def folders_in(python_path: str) -> list[str]:

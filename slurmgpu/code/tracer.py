@@ -91,12 +91,15 @@ def snapshot_of(
     tracer = _Tracer(Path(plan.search_path), packages, former)
     tracer.inputs = {str((file.get("source") or file)["path"]) for file in plan.input.get("files", ())}
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
+    before = ""
     for text in plan.texts():
+        option, before = before if "=" not in text else text.partition("=")[0], text
         if len(text) < LONG_TEXT:
             if found := NAMED.fullmatch(text):
                 tracer.add_named(found[1], needed=False)
             # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
-            tracer.add_text(text.rpartition("=")[2], (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS)
+            if not names_in_shell.is_for_output(option):
+                tracer.add_text(text.rpartition("=")[2], (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS)
             if text.startswith("PYTHONPATH="):  # of `env`
                 tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
     if isinstance(environ := plan.settings.get("env"), Mapping):

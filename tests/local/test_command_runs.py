@@ -246,12 +246,18 @@ def test_a_folder_that_a_script_puts_on_its_path_is_searched(tmp_path, line, fir
         ('cd "$(dirname "$0")"\n PYTHON one.py "$1"', ["one.py", "run.sh", "words.py"], ["conf.yaml"]),
         ('# other.py\nPYTHON one.py "$1" --set=conf.yaml >made.json', ["run.sh"], ["conf.yaml", "one.py", "words.py"]),
         ('PYTHON -m one "$1"', ["run.sh"], ["conf.yaml", "one.py", "words.py"]),
+        (
+            'LAST=last.json\nPYTHON -m one --out $LAST "$1"|tee made.json\ncat made.json',
+            ["run.sh"],
+            ["conf.yaml", "one.py", "words.py"],
+        ),
     ],
 )
 def test_what_a_script_of_a_shell_starts_is_code_of_the_run_or_told(tmp_path, line, kept, read):
-    folder = make(tmp_path / "project", "one.py", run=["sh", "run.sh", "{text}"], texts=["a"])
+    options = ["--log-file=last.json", "--output", "made.json"]
+    folder = make(tmp_path / "project", "one.py", run=["sh", "run.sh", "{text}", *options], texts=["a"])
     (folder / "run.sh").write_text(line.replace("PYTHON", sys.executable) + "\n")
-    for name in ("other.py", "made.json", "conf.yaml"):
+    for name in ("other.py", "made.json", "last.json", "conf.yaml"):
         (folder / name).touch()
     (folder / "words.py").write_text("CONF = 'conf.yaml'\n")
     (folder / "one.py").write_text("import words\n" + (folder / "one.py").read_text())
