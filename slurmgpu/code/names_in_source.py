@@ -14,6 +14,8 @@ _CONFIG_FOLDER = frozenset({"config_path", "config_dir"})
 """Arguments of `hydra.main`, `hydra.initialize` and `hydra.initialize_config_dir`."""
 _OF_HYDRA = frozenset({"hydra.main", "hydra.initialize", "initialize", "initialize_config_dir"})
 _MAKE_PATHS = frozenset({"Path", "join", "joinpath", "str", "resolve", "absolute", "abspath", "expanduser"})
+_FOR_WRITING = re.compile(r"[wax][bt+]*|r[bt]?\+[bt]?")
+_MOVES = frozenset({"replace", "rename", "move", "copy", "copy2", "copyfile"})
 _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
@@ -123,17 +125,15 @@ class NamesInSource(ast.NodeVisitor):
             self.path_folders.append(_folder_in(node.args[-1], is_first=name == "insert"))
         elif name in ("join", "joinpath"):
             self._add_path(node.args)
-        elif _writes(name, node):
-            receiver = [function.value] if isinstance(function, ast.Attribute) else []
-            for path in (*receiver, *node.args, *(each.value for each in node.keywords)):
-                texts, variables = _path_in(path)
-                self.written |= texts
-                self._written_names |= variables
         elif name in _OPTIONS and node.args and isinstance(node.args[0], ast.Constant):
             for each in node.keywords:
                 if each.arg == "default":
                     option = str(node.args[0].value).lstrip("-").replace("-", "_")
                     self._assigned.append(({option}, _path_in(each.value)[0]))
+        for path in _written_by(name, node):
+            texts, variables = _path_in(path)
+            self.written |= texts
+            self._written_names |= variables
         is_of_hydra = name in ("main", "initialize", "initialize_config_dir") and ast.unparse(function) in _OF_HYDRA
         if is_of_hydra and node.args and isinstance(node.args[0], ast.Constant):
             self.config_folders |= _path_in(node.args[0])[0]
@@ -305,11 +305,18 @@ def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
     return set().union(*(texts for texts, _ in found)), set().union(*(names for _, names in found))
 
 
-def _writes(name: str, call: ast.Call) -> bool:
-    """Whether a call writes a file, whose name is then none of a file that it reads."""
-    if name == "open":
-        modes = [*call.args[1:2], *(each.value for each in call.keywords if each.arg == "mode")]
-        if isinstance(call.func, ast.Attribute):
-            modes += call.args[:1]
-        return any(isinstance(each, ast.Constant) and str(each.value)[:1] in "wax" for each in modes)
-    return name.startswith(_WRITES)
+def _written_by(name: str, call: ast.Call) -> list[ast.expr]:
+    """The arguments, and the object, of a call by which it may name a file that it writes; none of one that reads."""
+    receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    if name in _MOVES:
+        if ast.unparse(call.func).startswith(("os.", "shutil.")):
+            return call.args[1:2]
+        # `Path.replace` and `Path.rename`; that of a text has two arguments.
+        return call.args if receiver and len(call.args) == 1 and name in ("replace", "rename") else []
+    everything = [*receiver, *call.args, *(each.value for each in call.keywords)]
+    if name != "open":
+        return everything if name.startswith(_WRITES) else []
+    modes = [*call.args[1:2], *(each.value for each in call.keywords if each.arg == "mode")]
+    modes += call.args[:1] if receiver else []  # that of `Path.open`; of `gzip.open` it is a file
+    texts = [each.value for each in modes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return everything if any(map(_FOR_WRITING.fullmatch, texts)) else []

@@ -473,6 +473,7 @@ for each in pkgutil.walk_packages(plugs.__path__, "plugs."):
 
 
 HISTORY: str = "history.json"
+BOTH = "both.json"
 parser.add_argument("--cache-file", default="options.json")
 
 
@@ -489,6 +490,8 @@ def main(conf):
     with CACHE.open("w") as file:
         file.write(str(SHOWN) + open("other.json").read())
     Path("made.yaml").write_text("")
+    os.replace("new.tmp", BOTH)
+    open(BOTH, "r+"), gzip.open("zipped.json", "wt"), codecs.open("words.json"), Path("ends.json").rename("begins.json")
     open("sub/part.json", "w").write("")
     Path(HISTORY).write_text("")
     open(conf.events, "a").write("")
@@ -501,7 +504,8 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
     folder = signed()
     empty = """nets/__init__.py nets/deep.py nets/other.py scores.py plugs/__init__.py plugs/one.py walked/two.py
         layers/__init__.py layers/of_conf.py set_up.py scores.txt prompts/short.txt seen.json made.yaml other.json
-        kept/cache.json state.json shown.yaml sub/part.json history.json options.json states.json events.txt"""
+        kept/cache.json state.json shown.yaml sub/part.json history.json options.json states.json events.txt
+        both.json zipped.json words.json begins.json"""
     files = dict.fromkeys(empty.split(), "")
     files["heads.py"] = "def Head(): return 1\n"
     files["walked/registry.py"] = (
@@ -526,7 +530,7 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
         *("nets/__init__.py", "nets/deep.py", "heads.py", "plugs/__init__.py", "plugs/one.py"),
         *("walked/__init__.py", "walked/registry.py", "walked/two.py", "layers/__init__.py", "layers/of_conf.py"),
     }
-    found = "set_up.py scores.txt prompts/short.txt conf/net/small.yaml other.json words.txt shown.yaml"
+    found = "set_up.py scores.txt prompts/short.txt conf/net/small.yaml other.json words.json words.txt shown.yaml"
     assert read == {*found.split()}
 
 
