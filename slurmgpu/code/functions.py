@@ -196,10 +196,9 @@ def _source_of(function: Callable[..., Any]) -> str | None:
 def _read_texts(source: str) -> set[str]:
     """The texts in a function's source that may name what it reads; of a lambda, the lines may be no source."""
     try:
-        tree = ast.parse(textwrap.dedent(source))
-    except (SyntaxError, ValueError, RecursionError):
+        return names_in(ast.parse(textwrap.dedent(source)), None).read_texts()
+    except (SyntaxError, ValueError, RecursionError):  # the last of an expression of hundreds of operators
         return set()
-    return names_in(tree, None).read_texts()
 
 
 def keep(run: Path, packed: Packed) -> Pickled:

@@ -449,6 +449,14 @@ def test_code_in_a_pickle_keeps_its_file_and_its_lines_though_the_file_has_chang
     assert frames == [(str(script), 6, "return inner(n)  # here"), (str(script), 2, "return 1 / n")]
 
 
+def test_a_function_with_an_expression_of_many_operators_goes_by_value(tmp_path):
+    """Its texts, which may name files, are unknown: Python's own visitor of syntax trees calls itself."""
+    names, script = {"__name__": "__main__"}, tmp_path / "script.py"
+    script.write_text(f"def total(n):\n    return {' + '.join(['n'] * 1000)}\n")
+    exec(compile(script.read_text(), script, "exec"), names)
+    assert functions.pack({"function": names["total"], "load": None}, tmp_path).texts == ()
+
+
 def items_back(path, kind):
     return [UNWRAP[kind](data) for data in Jsonl().items(path)]
 
