@@ -9,25 +9,17 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
-import importlib.metadata
 import os
-import platform
 import re
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.locator import Locator, Place, is_others
 from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defined_in, names_in
-from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
-from slurmgpu.containers.settings import ContainerRecord
+from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.frozen_plan import Plan
-from slurmgpu.run.submissions import CodeAbout, Git
-from slurmgpu.util.env_info import PACKAGES
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
@@ -35,15 +27,14 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, ret
 MANY_FILES = 2000
 """A package with more files is not the user's own, such as PyTorch built from source."""
 MANY_NAMED = 5
-LONG_TEXT = 4096
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_][\w.]*")
 """A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
 _DOTTED_IN_TEXT = re.compile(rf"(?<![\w./-]){DOTTED.pattern}(?![\w/])")
 _OF_A_RUN_FILE = re.compile(rb"(?m)^\[workload\]")
-_CONFIGURATIONS = frozenset({".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".conf", ".gin"})
-_TEXTS = frozenset({".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".csv", ".tsv"})
+CONFIGURATIONS = frozenset({".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".conf", ".gin"})
+TEXTS = frozenset({".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".csv", ".tsv"})
 """Prompts, lists of words, small tables."""
-_PROGRAMS = frozenset(
+PROGRAMS = frozenset(
     {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
     | {".cu", ".cuh", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".pyx"}
 )
@@ -55,7 +46,6 @@ MANY_CONFIGURATIONS, MANY_BESIDE_CONFIGURATIONS = 1000, 20_000
 _OF_A_RUN = frozenset({"run.json", ".hydra", "multirun.yaml"})
 """What is in the folder of a run, of slurmgpu or of Hydra."""
 _OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
-_GIT_PATIENCE_S = 20
 
 
 @dataclass
@@ -70,77 +60,7 @@ class _Found:
     is_script: bool = False
 
 
-def snapshot_of(
-    plan: Plan,
-    container: ContainerRecord | None,
-    git: Git | None,
-    *,
-    also: Iterable[str] = (),
-    former: Iterable[SourceFile] = (),
-    texts: Iterable[str] = (),
-    formerly_read: Iterable[ReadFile] = (),
-) -> Snapshot:
-    """A snapshot of a run's user modules as they are now. SlurmGPUError names file and line of a syntax error.
-
-    `git` is the state of their repository. `also` are other modules that were seen to be imported. `former` are the
-    files of an earlier snapshot; their modules are traced, too. `texts` are those of functions that are in no module,
-    and `formerly_read` the files that an earlier snapshot's code read.
-    """
-    packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
-    former = list(former)
-    tracer = _Tracer(Path(plan.search_path), packages, former)
-    tracer.inputs = {str((file.get("source") or file)["path"]) for file in plan.input.get("files", ())}
-    tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
-    before = ""
-    for text in plan.texts():
-        option, before = before if "=" not in text else text.partition("=")[0], text
-        if len(text) < LONG_TEXT:
-            if found := NAMED.fullmatch(text):
-                tracer.add_named(found[1], needed=False)
-            # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
-            if not names_in_shell.is_for_output(option):
-                tracer.add_text(text.rpartition("=")[2], (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS)
-            if text.startswith("PYTHONPATH="):  # of `env`
-                tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
-    if isinstance(environ := plan.settings.get("env"), Mapping):
-        tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
-    for text in texts:
-        tracer.add_text(text, (Path(plan.search_path),), _CONFIGURATIONS | _PROGRAMS | _TEXTS)
-    for file in formerly_read:
-        tracer.add_text(file.path, (Path(plan.search_path),), frozenset({Path(file.path).suffix}))
-    for script in plan.scripts:
-        tracer.add_script(Path(script))
-    for name in sorted({*also, *(name for file in former for name in file.modules)}):
-        tracer.add_module(name, needed=False)
-    files = tracer.follow()
-    read = tracer.read_files(files)
-    about: CodeAbout = {
-        "python": platform.python_version(),
-        "distributions": _versions(tracer.where.bound_in if container else {*tracer.where.foreign, *PACKAGES}),
-        "image": container["identity"].get("sha256") if container else None,
-        "git": git,
-    }
-    return Snapshot(files, about, tuple(tracer.sentences(read)), tracer.namespaces(files), read)
-
-
-def git_state(folder: Path) -> Git | None:
-    """The commit of a folder's repository and whether its tree is dirty; None without a repository or git."""
-    try:
-        commit = _git_output(folder, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git_output(folder, "status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git_output(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace", timeout=_GIT_PATIENCE_S
-    )
-    return done.stdout.strip()
-
-
-class _Tracer:
+class Tracer:
     """Follows imports from file to file; `where` locates modules and collects foreign packages."""
 
     def __init__(self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile]) -> None:
@@ -279,7 +199,7 @@ class _Tracer:
             self._read[whole] = ReadFile(self._shown(path), whole, hashlib.sha256(content).hexdigest())
             if path.suffix == ".py":  # it is run, or executed as text
                 self._run_by_text.append(path)
-            if path.suffix in _CONFIGURATIONS:
+            if path.suffix in CONFIGURATIONS:
                 for found in sorted(set(_DOTTED_IN_TEXT.findall(content.decode("utf-8", "replace")))):
                     self._add_dotted(found)
             return True
@@ -433,7 +353,7 @@ class _Tracer:
         above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
         for text in sorted(imports.read_texts()):
-            self.add_text(text, folders, _CONFIGURATIONS | _PROGRAMS | _TEXTS)
+            self.add_text(text, folders, CONFIGURATIONS | PROGRAMS | TEXTS)
         for text in sorted(imports.config_folders):
             self._add_configurations(path.parent / text)
 
@@ -461,15 +381,15 @@ class _Tracer:
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
             path = script.parent / name
-            if path.suffix in _PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
+            if path.suffix in PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
                 self.add_script(path.resolve())
-            elif path.suffix in _CONFIGURATIONS:
+            elif path.suffix in CONFIGURATIONS:
                 self._add_read(path)
         for name in sorted(names.here):
             path = self._base / name
             if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
                 self._run_by_shell.append(path)
-            elif path.suffix in _CONFIGURATIONS | _PROGRAMS and self._add_read(path):
+            elif path.suffix in CONFIGURATIONS | PROGRAMS and self._add_read(path):
                 with contextlib.suppress(OSError):
                     content = retried(path.read_bytes, BRIEF_PATIENCE_S)
                     if names_in_shell.is_shell(content, path.suffix) and path.resolve() not in self._shells:
@@ -487,7 +407,7 @@ class _Tracer:
         if not todo:
             return {}
         self._programs.update(todo)
-        tracer = _Tracer(self._base, self._packages, ())
+        tracer = Tracer(self._base, self._packages, ())
         tracer._programs, tracer.inputs = self._programs, self.inputs
         tracer.where.folders += self.where.folders
         for path in todo:
@@ -578,21 +498,3 @@ def _some(names: Iterable[str]) -> str:
 def _not_python(path: str, error: Exception) -> SlurmGPUError:
     line, said = (f", line {error.lineno},", error.msg) if isinstance(error, SyntaxError) else ("", str(error))
     return SlurmGPUError(f"{path}{line} is not Python: {said}. Correct it there, and submit again.")
-
-
-def _versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of these packages' distributions and of slurmgpu."""
-    found = {"slurmgpu": __version__}
-    unknown = set()
-    for name in names:
-        try:
-            found[name.replace("_", "-").lower()] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name not in PACKAGES:
-                unknown.add(name)
-    # A package such as `yaml` may have a distribution of another name.
-    of_packages = importlib.metadata.packages_distributions() if unknown else {}
-    for name in unknown:
-        for distribution in of_packages.get(name, ()):
-            found[distribution] = importlib.metadata.version(distribution)
-    return dict(sorted(found.items()))

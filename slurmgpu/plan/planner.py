@@ -23,7 +23,7 @@ from slurmgpu.code import importer, snapshots
 from slurmgpu.code.loaded import namesakes_hidden
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
-from slurmgpu.code.tracer import git_state, snapshot_of
+from slurmgpu.code.taking import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.plan.container_spec import contain
