@@ -237,6 +237,12 @@ def python_path_as_submitted() -> list[str]:
     return [] if finder is None else finder.present.python_path()
 
 
+def has_just_changed() -> bool:
+    """Whether a file of the active snapshot is seen to have changed since it was last looked whether one has."""
+    finder = _in_use()
+    return finder is not None and finder.present.has_just_changed()
+
+
 def look_at_read_files() -> None:
     """Look whether the files that code reads where they lie are as they were when it was submitted, and log others.
 

@@ -73,6 +73,10 @@ class PresentFiles:
         roots = {(self._copies / file.name).parents[_depth(file)]: None for file in files if file.modules}
         return [str(root) for root in roots if root not in scripts]
 
+    def has_just_changed(self) -> bool:
+        """Whether a file of the snapshot is seen to have changed for the first time."""
+        return not self._has_changed and not self._is_as_submitted()
+
     def _link_beside(self, script: SourceFile) -> None:
         if script.path not in self._linked:
             self._linked.add(script.path)

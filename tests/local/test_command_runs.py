@@ -150,6 +150,30 @@ def test_a_script_that_is_edited_runs_as_it_was_submitted(tmp_path, reference, s
     assert f"{script}, or what it imports, has changed since it was submitted" in logs
 
 
+EDITED_AS_IT_STARTS = """
+import json
+from pathlib import Path
+
+if not Path("edited").exists():
+    Path("edited").touch()
+    Path("words.py").write_text("WORD = FAIL")
+import words
+
+print(json.dumps({"shout": words.WORD}))
+"""
+
+
+@pytest.mark.parametrize("edit", ["WORD = 'late'", "not Python"])
+def test_a_call_that_imports_what_was_edited_as_it_started_is_made_again(slurmgpu, tmp_path, edit):
+    run, columns = [sys.executable, "-S", "one.py", "{text}"], {"shout": "text"}
+    folder = make(tmp_path / "project", "one.py", run=run, columns=columns, texts=["a", "b"])
+    (folder / "words.py").write_text("WORD = 'first'\n")
+    (folder / "one.py").write_text(EDITED_AS_IT_STARTS.replace('"WORD = FAIL"', repr(edit)))
+    slurmgpu("submit", cwd=folder, expect=0)
+    with package.open(folder / "run" / "merged.h5") as merged:
+        assert (merged.errors, merged["shout"][:]) == ({}, ["first", "first"])
+
+
 def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_on(slurmgpu, tmp_path):
     folder = make(tmp_path / "project", "one.py", run=["./one.py", "{text}"], texts=["a", "b"])
     script = folder / "one.py"

@@ -334,7 +334,24 @@ class Command:
         data: Mapping[str, object] | None = None,
         about: Mapping[str, str] | None = None,
     ) -> dict[int, Values]:
-        """What one call of the program writes, by index; at least one row."""
+        """What a call of the program writes, by index; at least one row.
+
+        The program imports modules from disk while it starts: if one is edited then, it is called once more.
+        """
+        try:
+            rows = self._slice_once(requests, data, about)
+        except CallFailedError:
+            if not importer.has_just_changed():
+                raise
+        else:
+            if not importer.has_just_changed():
+                return rows
+        log.warning("a file of the code has changed during a call, which may have read it: called again")
+        return self._slice_once(requests, data, about)
+
+    def _slice_once(
+        self, requests: Mapping[int, bytes], data: Mapping[str, object] | None, about: Mapping[str, str] | None
+    ) -> dict[int, Values]:
         line = self._line
         if line.out is None and IN not in line and not line.in_files:
             return self._call(requests, "", data, about)
