@@ -163,12 +163,23 @@ print(json.dumps({"shout": words.WORD}))
 """
 
 
-@pytest.mark.parametrize("edit", ["WORD = 'late'", "not Python"])
-def test_a_call_that_imports_what_was_edited_as_it_started_is_made_again(slurmgpu, tmp_path, edit):
-    run, columns = [sys.executable, "-S", "one.py", "{text}"], {"shout": "text"}
-    folder = make(tmp_path / "project", "one.py", run=run, columns=columns, texts=["a", "b"])
+AS_A_STREAM = """
+import sys
+
+print('{"ready": true}', flush=True)
+for line in sys.stdin:
+    print(json.dumps({"index": json.loads(line)["index"], "shout": words.WORD}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("edit", "stream"), [("WORD = 'late'", False), ("not Python", False), ("WORD = 'late'", True)])
+def test_a_call_that_imports_what_was_edited_as_it_started_is_made_again(slurmgpu, tmp_path, edit, stream):
+    run, columns = [sys.executable, "-S", "one.py", *["{text}"] * (not stream)], {"shout": "text"}
+    more = {"stream": True} if stream else {}
+    folder = make(tmp_path / "project", "one.py", run=run, columns=columns, texts=["a", "b"], **more)
     (folder / "words.py").write_text("WORD = 'first'\n")
-    (folder / "one.py").write_text(EDITED_AS_IT_STARTS.replace('"WORD = FAIL"', repr(edit)))
+    source = EDITED_AS_IT_STARTS.replace('"WORD = FAIL"', repr(edit))
+    (folder / "one.py").write_text(source.partition("print")[0] + AS_A_STREAM if stream else source)
     slurmgpu("submit", cwd=folder, expect=0)
     with package.open(folder / "run" / "merged.h5") as merged:
         assert (merged.errors, merged["shout"][:]) == ({}, ["first", "first"])

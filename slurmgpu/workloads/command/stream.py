@@ -24,7 +24,8 @@ TOLD_AFTER_S, TOLD_EVERY_S = 30.0, 300.0
 class Stream:
     """The process that `start(out, err)` starts; `timeout_s` is how long it may take to its next answer.
 
-    `tell` gets a line for `slurmgpu status` while the process is not ready.
+    `tell` gets a line for `slurmgpu status` while the process is not ready. One that is ready is started again where
+    `is_stale`: what it imports has changed meanwhile.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class Stream:
         start: Callable[[Lines, ToLog], Child],
         timeout_s: float | None,
         tell: Callable[[str], None] = lambda text: None,
+        is_stale: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_stale = is_stale
         self._tell = tell
         self._start = start
         self._timeout_s = timeout_s
@@ -56,6 +59,12 @@ class Stream:
         except BaseException:
             self._kill()
             raise
+        if self._is_stale():
+            log.warning(
+                "a file of the code has changed while %s started, which may have read it: started again", child.name
+            )
+            self._kill()
+            return self.start()
         return child
 
     def ask(self, requests: Mapping[int, bytes], mark: str) -> dict[int, Mapping[str, Any]]:

@@ -196,7 +196,7 @@ class Command:
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
             start = functools.partial(_start_stream, self._arguments, self._environment, self._guard)
-            self._stream = Stream(start, self._timeout_s, task.tell)
+            self._stream = Stream(start, self._timeout_s, task.tell, importer.has_just_changed)
             weakref.finalize(self, self._stream.close)
             try:
                 self._stream.start()
