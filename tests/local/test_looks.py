@@ -10,8 +10,9 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import making_room, submission
+from slurmgpu.executors import making_room
 from slurmgpu.executors.probe import draft_probe
+from slurmgpu.operations import submitting
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.results.published import RunRows
@@ -162,7 +163,7 @@ def looking(project):
 def test_a_look_stays_if_the_next_one_is_refused(looking, monkeypatch):
     first = looking("0:2")
     with monkeypatch.context() as patch:
-        patch.setattr(submission, "start", lambda *_, **__: refuse("Slurm refuses it."))
+        patch.setattr(submitting, "start", lambda *_, **__: refuse("Slurm refuses it."))
         with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
             looking("4:7")
     assert package.open(first.folder / "merged.h5").index[:].tolist() == [0, 1]
@@ -188,7 +189,7 @@ def test_a_refused_look_leaves_what_another_process_made_in_its_place(looking, m
         refuse("Slurm refuses it.")
 
     folders = []
-    monkeypatch.setattr(submission, "start", replaced)
+    monkeypatch.setattr(submitting, "start", replaced)
     with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
         looking("0:2")
     assert (folders[0] / "run.json").exists()

@@ -30,7 +30,7 @@ def run_of(folder, text, keep=("question", "reference")):
     rows = [ItemError("too dark"), convert_row(COLUMNS, {"text": text, **QUESTION})]
     part = write(folder / "part.h5", 0, 2, columns=COLUMNS, rows=rows)
     join_parts([(0, part, 0, 2)], folder / "merged.h5", columns=COLUMNS)
-    plan = {"columns": columns_to_json(COLUMNS), "settings": {"keep": list(keep)}}
+    plan = {"columns": columns_to_json(COLUMNS), "keep": {name: name for name in keep}}
     (folder / "run.json").write_text(json.dumps(plan))
     return folder / "merged.h5"
 
