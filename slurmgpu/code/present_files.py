@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from slurmgpu.code.snapshots import ReadFile, SourceFile
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 MANY_BESIDE = 2000
 """Beside a script in a folder with more entries, nothing is linked for its copy: the folder holds data."""
@@ -35,21 +37,12 @@ class PresentFiles:
         """The files that code reads where they lie, and that are seen to have changed for the first time."""
         found = []
         for each in self._read:
-            if each.path not in self.read_and_changed and not self._has_sha256(each):
+            if each.path not in self.read_and_changed and not self._is_same(
+                each.path, partial(_has_sha256, each.sha256)
+            ):
                 self.read_and_changed.add(each.path)
                 found.append(each.path)
         return found
-
-    def _has_sha256(self, file: ReadFile) -> bool:
-        try:
-            with open(file.path, "rb") as opened:
-                signature = _signature(opened)
-                same = self._same.get(file.path) == signature
-                if not same and hashlib.sha256(opened.read()).hexdigest() == file.sha256:
-                    self._same[file.path], same = signature, True
-        except OSError:
-            return False
-        return same
 
     def as_submitted(self, path: Path) -> Path:
         """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
@@ -84,19 +77,29 @@ class PresentFiles:
 
     def _is_as_submitted(self) -> bool:
         """Whether all files are as they were; once one was not, copies are used, whatever comes later."""
-        self._has_changed = self._has_changed or not all(self._is_same(each) for each in self._files.values())
+        if not self._has_changed:
+            files = self._files.values()
+            self._has_changed = not all(self._is_same(each.path, each.source.__eq__) for each in files)
         return not self._has_changed
 
-    def _is_same(self, file: SourceFile) -> bool:
-        """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
-        try:
-            with open(file.path, "rb") as opened:  # a network file system looks again as it opens
+    def _is_same(self, path: str, is_its: Callable[[bytes], bool]) -> bool:
+        """Whether a file on disk has the content that it had; it is read once, unless it changes."""
+
+        def look() -> bool:
+            with open(path, "rb") as opened:  # a network file system looks again as it opens
                 signature = _signature(opened)
-                if self._same.get(file.path) != signature and opened.read() == file.source:
-                    self._same[file.path] = signature
+                if self._same.get(path) != signature and is_its(opened.read()):
+                    self._same[path] = signature
+            return self._same.get(path) == signature
+
+        try:
+            return retried(look, BRIEF_PATIENCE_S)
         except OSError:
             return False
-        return self._same.get(file.path) == signature
+
+
+def _has_sha256(sha256: str, content: bytes) -> bool:
+    return hashlib.sha256(content).hexdigest() == sha256
 
 
 def _signature(opened: BinaryIO) -> Signature:

@@ -1,5 +1,6 @@
 """Modules of a snapshot are imported, whatever hooks and editable installs are in front of Python's own finders."""
 
+import errno
 import hashlib
 import importlib.util
 import inspect
@@ -10,7 +11,7 @@ import pytest
 
 from slurmgpu.code import importer, present_files, snapshots
 from slurmgpu.code.locator import Locator
-from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
+from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from tests.support.unprivileged import locked_folder, unprivileged
 
 
@@ -315,6 +316,28 @@ def test_the_copy_of_a_script_finds_what_is_beside_the_script(edited, tmp_path, 
     assert sorted(path.name for path in (root / "many").iterdir()) == ["lib.py"]
     assert not (root / "runs").exists()
     assert (copy.parent / "lib.py").read_text() == "VALUE = 1\n"
+
+
+def test_a_read_that_fails_for_a_moment_is_no_change(tmp_path, monkeypatch):
+    script, conf = tmp_path / "run.py", tmp_path / "conf.yaml"
+    script.write_bytes(b"import lib\n")
+    conf.write_bytes(b"n: 1\n")
+    file = SourceFile("run.py", str(script), (), "", "", b"import lib\n")
+    read = ReadFile("conf.yaml", str(conf), hashlib.sha256(b"n: 1\n").hexdigest())
+    present = present_files.PresentFiles(tmp_path / "copies", {file.path: file}, [read])
+    failed = []
+
+    def open_second_time(path, mode):
+        if path not in failed:
+            failed.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return open(path, mode)
+
+    monkeypatch.setattr(present_files, "open", open_second_time, raising=False)
+    assert (present.as_submitted(script), present.changed_since()) == (script, [])
+    assert failed == [str(script), str(conf)]
+    conf.write_bytes(b"n: 2\n")
+    assert present.changed_since() == [str(conf)]
 
 
 def test_a_module_whose_folder_may_not_be_entered_by_now_is_told_as_gone():
