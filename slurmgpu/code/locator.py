@@ -56,6 +56,7 @@ class Locator:
         self._packages = packages
         self._formerly = {name: file.path for file in former for name in file.modules}
         self._places: dict[str, Place | None] = {}
+        self._looked_for: set[str] = set()
         self._tops: set[str] = set()
         importlib.invalidate_caches()
 
@@ -90,12 +91,13 @@ class Locator:
 
     def look(self, top: str) -> Place | None:
         """As `locate`, of a name that any text may have: what is not the user's is not counted as requested."""
-        if top in self._places:
-            return self._places[top]
+        if top in self._places or top in self._looked_for:
+            return self._places.get(top)
         is_elsewhere = top in self.elsewhere
         place = self.locate(top)
         if place is None:
             del self._places[top]
+            self._looked_for.add(top)
             self.foreign.discard(top)
             self.bound_in.discard(top)
             if not is_elsewhere:

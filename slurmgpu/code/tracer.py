@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu.code import names_in_shell
-from slurmgpu.code.locator import Locator, Place, is_others
+from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defined_in, names_in
 from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
 from slurmgpu.errors import SlurmGPUError
@@ -83,14 +83,13 @@ class Tracer:
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
         self._first: set[Path] = set()
-        self._no_modules: set[str] = set()
         self._defined: dict[str, frozenset[str]] = {}
 
     def add_named(self, module: str, *, needed: bool) -> None:
         """Add a module or a file that the run file names."""
         if not module.endswith(".py"):
             is_name = all(part.isidentifier() for part in module.split("."))
-            if is_name and (needed or self._looked_for(module.partition(".")[0]) is not None):
+            if is_name and (needed or self.where.look(module.partition(".")[0]) is not None):
                 self.add_module(module, needed=needed)
             return
         path = (self._base / expanded(module)).resolve()
@@ -149,7 +148,7 @@ class Tracer:
     def _add_dotted(self, name: str) -> None:
         """Add the module of the user's that a dotted name is of, or that defines its last part."""
         parts = name.split(".")
-        top = self._looked_for(parts[0])
+        top = self.where.look(parts[0])
         if top is None:
             return
         module = parts[0]
@@ -173,15 +172,6 @@ class Tracer:
             with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
                 self._defined[path] = defined_in(ast.parse(retried(Path(path).read_bytes, BRIEF_PATIENCE_S)))
         return self._defined[path]
-
-    def _looked_for(self, top: str) -> Place | None:
-        """The place of a top module that a text may name; None leaves no trace."""
-        if top in self._no_modules:
-            return None
-        place = self.where.look(top)
-        if place is None:
-            self._no_modules.add(top)
-        return place
 
     def _add_read(self, path: Path) -> bool:
         """Note a file that code reads where it lies, and add the modules that it names; False if there is none."""
