@@ -17,6 +17,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Again, Recompute, spans_of
 from slurmgpu.run.submissions import Code
 from slurmgpu.shards.shard_file import DamagedShardError, read_directory
+from slurmgpu.util.plurals import some_of
 
 FORMER = "former"
 MANY_NAMED = 5
@@ -68,8 +69,7 @@ def changed_since(run: Run, now: Snapshot) -> str:
         return f"which files differ is unknown. {error}"
     then = snapshots.digests_of(former)
     names = sorted(name for name, each in snapshots.digests_of(now).items() if then.get(name) != each)
-    more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
-    return f"{', '.join(names[:MANY_NAMED])}{more} changed since." if names else ""
+    return f"{some_of(names, MANY_NAMED)} changed since." if names else ""
 
 
 def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
@@ -93,7 +93,7 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
     notes = [f"It computes with the code of submission {number}, {_short(run, digest)}."]
     if changed := snapshots.read_and_changed(found.read):
         notes.append(
-            f"Its code reads {', '.join(changed[:MANY_NAMED])}, which changed since: put it back as it was, or these "
+            f"Its code reads {some_of(changed, MANY_NAMED)}, which changed since: put it back as it was, or these "
             f"rows are by unknown code."
         )
     return known[number], notes

@@ -22,6 +22,7 @@ from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.home import expanded
+from slurmgpu.util.plurals import some_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
 
 MANY_FILES = 2000
@@ -480,9 +481,7 @@ def _digest_of_bytes(source: bytes) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
-    return ", ".join(names[:MANY_NAMED]) + more
+    return some_of(sorted(names), MANY_NAMED)
 
 
 def _not_python(path: str, error: Exception) -> SlurmGPUError:

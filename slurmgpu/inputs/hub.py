@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.plurals import count_of, some_of
 
 PREFIX = "hf://"
 CONVERTED = "refs/convert/parquet"
@@ -136,9 +136,7 @@ def _chosen(dataset: Dataset, names: Sequence[str]) -> list[str]:
     fits: Callable[[str], object] = re.compile(_regex(dataset.path)).fullmatch
     chosen = [dataset.path] if dataset.path in names else sorted(filter(fits, names))
     if not chosen:
-        shown = ", ".join(sorted(names)[:_N_SHOWN])
-        more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
-        raise SlurmGPUError(f"{dataset} matches no file. There are {shown}{more}.")
+        raise SlurmGPUError(f"{dataset} matches no file. There are {some_of(sorted(names), _N_SHOWN)}.")
     partial = next((name for name in chosen if re.search(r"(^|/)partial-", name)), None)
     if partial:
         raise SlurmGPUError(

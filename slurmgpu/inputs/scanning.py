@@ -20,6 +20,7 @@ from slurmgpu.inputs.repacking import FOLDER, pack_lines, publish
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
 from slurmgpu.util.packages import check_pyarrow
+from slurmgpu.util.plurals import some_of
 
 
 def scan(
@@ -157,6 +158,4 @@ def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) 
 
 
 def _names(names: Sequence[str] | None) -> str:
-    names = names or ()
-    shown = ", ".join(map(repr, names[:8]))
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return some_of(map(repr, names or ()), 8)

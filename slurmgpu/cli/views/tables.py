@@ -36,7 +36,7 @@ from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.amounts import share_of, span_of, wide_clock
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.plurals import count_of, some_of
 
 MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has all."""
@@ -287,8 +287,7 @@ def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequenc
         return
     console.print("\n[bold]failures[/]")
     for message, names in list(met.items())[:MAX_LISTED]:
-        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        result(f"  {', '.join(names[:MAX_NAMES])}{more}: {message}")
+        result(f"  {some_of(names, MAX_NAMES)}: {message}")
     _more(len(met), "--json has them all")
 
 

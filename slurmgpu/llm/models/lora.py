@@ -9,6 +9,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models.adapters import Adapters
 from slurmgpu.llm.models.source import ModelSource
+from slurmgpu.util.plurals import some_of
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +100,7 @@ def _check_weights(wrapped: Any, source: ModelSource, name: str) -> None:
     expected = set(get_peft_model_state_dict(wrapped, adapter_name=name))
     for names, verb in ((expected - stored, "lacks"), (stored - expected, "has, and the model has no layer for,")):
         if names:
-            some = ", ".join(sorted(names)[:FEW])
-            more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-            raise _misfit(source, f"it {verb} {some}{more}")
+            raise _misfit(source, f"it {verb} {some_of(sorted(names), FEW)}")
 
 
 def _misfit(source: ModelSource, said: str) -> SlurmGPUError:
