@@ -256,22 +256,31 @@ def look_at_read_files() -> None:
 
 
 def expect_reads_again() -> None:
-    """Have the files that code reads looked at before each shard is published: it starts programs that read them."""
+    """Have the files that code reads looked at after each shard: it starts programs that read them."""
     finder = _in_use()
     if finder is not None:
         finder.reads_again = True
 
 
-def reads_again() -> bool:
-    """Whether code reads its files with each call, as far as it has said so."""
+def note_unknown_code() -> None:
+    """Note that the shard which is being computed is by unknown code: an edited module may have been imported."""
     finder = _in_use()
-    return finder is not None and finder.reads_again
+    if finder is not None:
+        finder.present.is_unknown = True
 
 
-def has_read_others() -> bool:
-    """Whether a file that code reads where it lies was seen to have changed since the code was submitted."""
+def is_code_known(*, looks: bool) -> bool:
+    """Whether a shard that was just computed is by the code of the snapshot; without `looks`, as far as was seen.
+
+    The files that code reads where they lie are looked at if it `looks`, or reads them for each shard.
+    """
     finder = _in_use()
-    return finder is not None and bool(finder.present.read_and_changed)
+    if finder is None:
+        return True
+    if looks or finder.reads_again:
+        look_at_read_files()
+    was_unknown, finder.present.is_unknown = finder.present.is_unknown, False
+    return not (was_unknown or finder.present.read_and_changed)
 
 
 def functions_given() -> Mapping[str, Pickled]:

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmgpu.code import importer
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, class_of
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
@@ -35,12 +34,16 @@ again."""
 
 @dataclass(frozen=True)
 class ComputedShard:
-    """A computed shard: `started` in seconds since the epoch, `began` by the monotonic clock."""
+    """A computed shard: `started` in seconds since the epoch, `began` by the monotonic clock.
+
+    `code` is the digest of the code that has computed it, None if that is unknown.
+    """
 
     shard: int
     computed: Computed
     started: float
     began: float
+    code: str | None
 
 
 @dataclass
@@ -65,7 +68,6 @@ class Publisher:
     _thread: SideThread = field(default_factory=lambda: SideThread("publish"))
     _synced: float = -math.inf
     _is_synced: bool = True
-    _has_looked: bool = False
 
     def read_former(self, shard: int, revision: int) -> None:
         """Read a shard's former revision, whose rows the new ones are put over; raises DamagedShardError."""
@@ -139,11 +141,12 @@ class Publisher:
             row.to_row(one.computed.kept.get(index, {})) if isinstance(row, Failure) else row
             for index, row in one.computed.rows.items()
         )
-        made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
-        if not self._has_looked or importer.reads_again():  # a first call may read files as well
-            importer.look_at_read_files()
-            self._has_looked = True
-        made_by["code"] = None if importer.has_read_others() else self.assignment.code
+        made_by: dict[str, Any] = {
+            "attempt": self.assignment.attempt,
+            "started": one.started,
+            "seconds": seconds,
+            "code": one.code,
+        }
         if (former := self._former.get(one.shard)) is None:
             return list(computed), one.computed.notes(), made_by
         start, _ = self.run.plan.bounds(one.shard)

@@ -97,6 +97,7 @@ class Worker:
     _parts: Parts | None = None
     _lookahead: Lookahead | None = None
     _none_free: bool = False
+    _has_looked: bool = False
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
@@ -217,12 +218,18 @@ class Worker:
             if self._is_joined(shard):
                 continue
             if self.group.leads:
-                waiting.append(ComputedShard(shard, computed, started, began))
+                waiting.append(ComputedShard(shard, computed, started, began, self._code()))
             # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
             self._claimer.draws = not self._is_enough(waiting) and self._failed_alike(waiting) is not None
             if not self._claimer.draws:
                 self._publish_all(waiting)
         self._publish_all(waiting, weighed=self._deadline.over() is None)
+
+    def _code(self) -> str | None:
+        """The digest of the code that has computed the last shard, None if that is unknown."""
+        is_known = importer.is_code_known(looks=not self._has_looked)  # a first call may read files as well
+        self._has_looked = True
+        return self.assignment.code if is_known else None
 
     def _is_enough(self, waiting: Sequence[ComputedShard]) -> bool:
         """Whether it is enough that so many items failed alike, or one took too long to be computed."""

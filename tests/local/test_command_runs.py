@@ -18,6 +18,7 @@ from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import read_toml
 from slurmgpu.run.directory import create_run
+from slurmgpu.workloads.command import process
 from tests.support.nightly import by_night
 from tests.support.runs import copy_run, datasets, kill_workers, records, report, start, toml, wait_until, workers
 from tests.support.unprivileged import locked_folder, unprivileged
@@ -183,6 +184,47 @@ def test_a_call_that_imports_what_was_edited_as_it_started_is_made_again(slurmgp
     slurmgpu("submit", cwd=folder, expect=0)
     with package.open(folder / "run" / "merged.h5") as merged:
         assert (merged.errors, merged["shout"][:]) == ({}, ["first", "first"])
+
+
+EDITED_LATE = """
+import json, sys, time
+from pathlib import Path
+
+if Path("words.py").read_text() == "WORD = 'first'":
+    while sys.argv[1] == "late" and not Path("looked").exists():
+        time.sleep(0.01)
+    Path("words.py").write_text("WORD = 'edited'")
+    while sys.argv[1] == "early":
+        time.sleep(0.01)
+import words
+
+print(json.dumps({"shout": words.WORD}))
+"""
+
+
+@pytest.mark.parametrize(("when", "word"), [("early", "first"), ("late", "edited")])
+def test_a_long_call_is_made_again_only_if_a_file_was_edited_as_it_started(tmp_path, monkeypatch, when, word):
+    run = [sys.executable, "-S", "one.py", when, "{text}"]
+    folder = make(tmp_path / "project", "one.py", run=run, columns={"shout": "text"}, texts=9 * ["a"])
+    (folder / "one.py").write_text(EDITED_LATE)
+    (folder / "words.py").write_text("WORD = 'first'")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(process, "START_S", 0.0)
+    has_just_changed = importer.has_just_changed
+
+    def look() -> bool:
+        if when == "early":
+            wait_until(lambda: "edited" in Path("words.py").read_text(), "the edit")
+        found = has_just_changed()
+        Path("looked").touch()
+        return found
+
+    monkeypatch.setattr(importer, "has_just_changed", look)
+    package.submit("slurmgpu.toml", gpus=0, executor="debug")
+    with package.open("run/merged.h5") as merged:
+        assert (merged.errors, merged["shout"][:]) == ({}, [word, *8 * ["first"]])
+        [digest] = (file.stem for file in Path("run/code").glob("*.json"))
+        assert merged.code.tolist() == [*8 * [digest if when == "early" else None], digest]
 
 
 def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_on(slurmgpu, tmp_path):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
@@ -31,6 +32,8 @@ SETTLE_S = 0.5
 """A signal from outside may be meant for the whole job: wait this long for it to reach this process."""
 LOOK_S = 0.1
 """How often to look whether a process has ended whose pipes are still open."""
+START_S = 60.0
+"""A process has imported most of its modules after this time, which it may lose if one of them is edited meanwhile."""
 KILL_S = 60.0
 """How long a process may take to end after SIGKILL: the driver frees its GPUs meanwhile."""
 PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
@@ -194,10 +197,18 @@ class Child:
             return self.wait(deadline)
         return self._reap()
 
-    def finish(self, timeout_s: float | None) -> None:
-        """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`."""
+    def finish(self, timeout_s: float | None, on_started: Callable[[], None] = lambda: None) -> None:
+        """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`.
+
+        `on_started` is called after START_S, or once it has ended; what it raises ends the process.
+        """
+        begun = time.monotonic()
+        deadline = begun + (math.inf if timeout_s is None else timeout_s)
         try:
-            code = self.wait(None if timeout_s is None else time.monotonic() + timeout_s)
+            with contextlib.suppress(TimeoutError):
+                self.wait(min(begun + START_S, deadline))
+            on_started()
+            code = self.wait(deadline)
         except TimeoutError:
             self.close()
             raise self.failed(f"took longer than timeout_s = {timeout_s:g}", "timeout") from None

@@ -63,6 +63,10 @@ BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
 
 
+class EditedError(Exception):
+    """A file of the code was edited while a process started, which may have read it."""
+
+
 class Command:
     """The rows that a program writes.
 
@@ -336,16 +340,22 @@ class Command:
     ) -> dict[int, Values]:
         """What a call of the program writes, by index; at least one row.
 
-        The program imports modules from disk while it starts: if one is edited then, it is called once more.
+        The program imports modules from disk. If one is edited while it starts, or it fails after one was, it is
+        called once more. It may import some later: the rows of a long call during which one was edited are by unknown
+        code.
         """
         try:
             rows = self._slice_once(requests, data, about)
+        except EditedError:
+            pass
         except CallFailedError:
             if not importer.has_just_changed():
                 raise
         else:
-            if not importer.has_just_changed():
-                return rows
+            if importer.has_just_changed():
+                log.warning("a file of the code has changed during a long call, whose rows are by unknown code")
+                importer.note_unknown_code()
+            return rows
         log.warning("a file of the code has changed during a call, which may have read it: called again")
         return self._slice_once(requests, data, about)
 
@@ -391,7 +401,7 @@ class Command:
         started = time.monotonic()
         child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
-            child.finish(self._timeout_s)
+            child.finish(self._timeout_s, _check_unchanged)
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
                 return _only_row(row, requests)
@@ -415,6 +425,12 @@ def _inherited() -> dict[str, str]:
         del environ["PYTHONPATH"]
         environ |= {"PYTHONPATH": rest} if rest else {}
     return environ
+
+
+def _check_unchanged() -> None:
+    """Raise EditedError if a file of the code is seen to have changed for the first time."""
+    if importer.has_just_changed():
+        raise EditedError
 
 
 def _start_stream(
