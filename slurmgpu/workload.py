@@ -581,6 +581,11 @@ def load_class(full_name: str, search_path: Path) -> type:
         sys.path.insert(0, str(search_path))
     module = import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     found = getattr(module, class_name, None)
+    if inspect.isroutine(found):
+        raise SlurmGPUError(
+            f"{module_name}: {class_name} is a function, and a run file names a class. A function is mapped from "
+            f"Python, without a run file: slurmgpu.map({class_name}, items), where items may be the path of the input."
+        )
     if not isinstance(found, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))

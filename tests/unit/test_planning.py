@@ -338,6 +338,12 @@ def test_a_workload_without_call_is_refused(project):
     assert "no method '__call__'" in refused(folder)
 
 
+def test_for_a_function_in_place_of_a_class_what_maps_it_is_said(project):
+    folder = project(workload="Broken")
+    (folder / "workloads.py").write_text("def Broken(item): return {'x': 1}\n")
+    assert "Broken is a function, and a run file names a class" in refused(folder)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
