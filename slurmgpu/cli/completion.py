@@ -75,7 +75,7 @@ def complete_task(context: typer.Context, incomplete: str) -> list[str]:
 
 def complete_workload(incomplete: str) -> list[str]:
     """The built-in workloads, and those of installed packages."""
-    from slurmgpu.workload import BUILT_IN, installed_workloads
+    from slurmgpu.loader.names import BUILT_IN, installed_workloads
 
     installed = installed_workloads() if _are_offered(b"[slurmgpu.workloads]") else ()
     return _words(incomplete, dict.fromkeys([*BUILT_IN, *installed]))

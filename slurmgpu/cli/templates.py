@@ -15,11 +15,12 @@ from typing import Any
 from slurmgpu.cli.console import result
 from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.loader.build import template_of, translator_of
 from slurmgpu.plan.site_file import read_site, site_path
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.survey import Survey, survey
 from slurmgpu.util.atomic_files import write_new
-from slurmgpu.workload import Template, template_of, translator_of
+from slurmgpu.workload import Template
 
 TEMPLATE = """\
 # A run file of slurmgpu; every key is in docs/reference/run-file.md.

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slurmgpu.faults import KINDS, Fault
+from slurmgpu.loader.adapted import Adapted
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import read_bytes
-from slurmgpu.workload import Adapted, Item, Row
+from slurmgpu.workload import Item, Row
 
 log = logging.getLogger(__name__)
 

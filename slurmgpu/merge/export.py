@@ -26,6 +26,7 @@ from slurmgpu import results
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.build import build
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields, refuse_unknown_fields
 from slurmgpu.report.build import MOST_BYTES
 from slurmgpu.results import BLOCK_BYTES, Merged
@@ -47,7 +48,6 @@ from slurmgpu.util.shared_files import (
     retried,
     status_of,
 )
-from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
 

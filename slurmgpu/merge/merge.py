@@ -21,6 +21,7 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.code.versions import Stretch, makers_of
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.loader.build import build
 from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
 from slurmgpu.merge.join import Source, join, verify_joined
@@ -41,7 +42,6 @@ from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_fresh, list_names, remove, replace, retried
 from slurmgpu.worker.computer import check_debugger_left
 from slurmgpu.worker.parts import remove_parts
-from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
 

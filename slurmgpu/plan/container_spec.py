@@ -12,10 +12,10 @@ from typing import Any
 from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Identity, check_env, home_folder, whole_path
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.loader.names import title_of
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
 from slurmgpu.util.home import expanded
-from slurmgpu.workload import title_of
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:

@@ -11,6 +11,8 @@ from slurmgpu import inputs
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import listing, sweeps
 from slurmgpu.inputs.keys import check_names
+from slurmgpu.loader.adapted import Adapted
+from slurmgpu.loader.names import title_of
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import named
 from slurmgpu.report.build import is_complete
@@ -20,7 +22,6 @@ from slurmgpu.util.home import expanded
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
-from slurmgpu.workload import Adapted, title_of
 
 Configurations = Sequence[Mapping[str, Any]]
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.names import title_of
 from slurmgpu.plan.run_file import Part, RunFile, merge_tables, plain_names, read_value, table_of, takes
 from slurmgpu.util.dotted_keys import parts_of
-from slurmgpu.workload import title_of
 
 SET = "--set"
 TABLES = [name for name, field in RunFile.model_fields.items() if table_of((name,)) or "dict[" in str(field.annotation)]

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.loader.adapted import Adapted
+from slurmgpu.loader.names import title_of
 from slurmgpu.plan.run_file import Resources, size_bytes
-from slurmgpu.workload import Adapted, Placement, Share, title_of
+from slurmgpu.workload import Placement, Share
 
 _MEMORY_GB = """
     gh200 96:101.5, b300 288:287, b200 180:191, h200 141:150, h100_nvl 94:100, h100 80:85, h800 80:85,

@@ -26,6 +26,11 @@ from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.taking import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.kept import columns_kept, with_kept
+from slurmgpu.loader.adapted import Adapted, near_misses
+from slurmgpu.loader.build import build
+from slurmgpu.loader.modules import at_planning, load_class
+from slurmgpu.loader.names import hidden_by_built_in, resolve_use, title_of
+from slurmgpu.loader.settings import UnknownSettingError, names_of_settings, settings_hints, texts_of_files
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.extension import Extension, extend
@@ -44,20 +49,6 @@ from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of
 from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import status_of
-from slurmgpu.workload import (
-    Adapted,
-    UnknownSettingError,
-    at_planning,
-    build,
-    hidden_by_built_in,
-    load_class,
-    names_of_settings,
-    near_misses,
-    resolve_use,
-    settings_hints,
-    texts_of_files,
-    title_of,
-)
 
 LOOK = "-look"
 """What follows the name of a run in that of a look at it."""

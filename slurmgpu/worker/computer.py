@@ -18,6 +18,8 @@ from typing import Any
 from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
 from slurmgpu.inputs.kept import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
+from slurmgpu.loader.adapted import Adapted
+from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, LOADING, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
@@ -28,8 +30,9 @@ from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
+from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.preparing import Preparer
-from slurmgpu.workload import Adapted, Item, title_of
+from slurmgpu.workload import Item
 
 log = logging.getLogger(__name__)
 
@@ -400,7 +403,7 @@ class Computer:
         Each call has mappings of its own: one that fails may have changed them, and its items are called again.
         """
         if self._preparer is None:
-            return ([item.copy() for item in items],)
+            return (own_copies(items),)
         made = self._preparer.take(items)
         if ahead:
             self._preparer.begin(ahead)

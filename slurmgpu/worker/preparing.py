@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.side_thread import SideThread
+from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.workload import Item
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class Preparer:
         self._thread.close()
 
     def _made(self, items: Sequence[Item]) -> Made:
-        own = [item.copy() for item in items]
+        own = own_copies(items)
         _this_thread.prepares = True
         try:
             with ending_forks():

@@ -19,6 +19,8 @@ from pathlib import Path
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
 from slurmgpu.errors import GPUFaultError, Interrupted, SlurmGPUError, WorkerBrokenError
+from slurmgpu.loader.adapted import Adapted
+from slurmgpu.loader.build import build
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
@@ -57,7 +59,7 @@ from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparing import only_for_calls
 from slurmgpu.worker.publisher import ComputedShard, Publisher
 from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
-from slurmgpu.workload import Adapted, TaskContext, build
+from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")
 

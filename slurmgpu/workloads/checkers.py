@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from slurmgpu import workload
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.final_answers import ONE, Number, marked, number_in, reference_number
 from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
+from slurmgpu.loader.modules import import_file
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.home import expanded
 from slurmgpu.workloads.sandbox import Sandbox
@@ -281,7 +281,7 @@ def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
     if path is not None and not path.is_file():
         raise SlurmGPUError(f"checker {name!r}: there is no file {path}.")
     with located(f"the import of checker {name!r}", str(path or module_name), "Correct it there."):
-        module = workload.import_file(path) if path is not None else importlib.import_module(module_name)
+        module = import_file(path) if path is not None else importlib.import_module(module_name)
     found = getattr(module, function_name, None)
     if not callable(found):
         raise SlurmGPUError(

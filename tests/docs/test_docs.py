@@ -17,11 +17,11 @@ import pytest
 import typer
 
 import slurmgpu
-from slurmgpu import workload
 from slurmgpu.cli import exit_codes
 from slurmgpu.cli.app import app
 from slurmgpu.llm import settings
 from slurmgpu.llm.interface.engine import Sampling
+from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.plan.run_file import ContainerTable, Resources, RunFile, TrackTable, WorkloadTable
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History
@@ -188,7 +188,7 @@ LANGUAGE_MODELS = "language-models.md"
 
 @pytest.mark.parametrize("name", ["generate", "classify", "score", "perplexity", "judge", "collect"])
 def test_the_reference_lists_every_setting_of_a_workload_with_its_default(name):
-    module, _, class_name = workload.BUILT_IN[name].partition(":")
+    module, _, class_name = BUILT_IN[name].partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), class_name)).parameters
     own = {key: parameter for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert listed(LANGUAGE_MODELS, name) == own.keys()
@@ -344,9 +344,9 @@ def test_the_reference_lists_every_key_that_is_written_and_no_other(place, writt
 def test_init_and_its_reference_list_every_workload(tmp_path):
     done = subprocess.run([sys.executable, "-m", "slurmgpu", "init", "--help"], capture_output=True, text=True)
     [listed_there] = re.findall(r"The built-in workloads:\n\n((?: {4}\w.*\n)+)", done.stdout)
-    assert {line.split()[0] for line in listed_there.splitlines()} == set(workload.BUILT_IN)
+    assert {line.split()[0] for line in listed_there.splitlines()} == set(BUILT_IN)
     [sentence] = re.findall(r"for the built-in workload `WORKLOAD` \((.*?)\)", section("cli.md", "slurmgpu init"))
-    assert set(re.findall(r"`(\w+)`", sentence)) == set(workload.BUILT_IN)
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(BUILT_IN)
 
 
 def test_the_reference_lists_every_file_of_a_run_directory(written):

@@ -64,7 +64,14 @@ EXCEPTIONS = {
         ("cli/completion.py", "cli/views/follow.py", "cli/views/polling.py", "cli/views/run_list.py"), COSTS_NOTHING
     ),
     **dict.fromkeys(
-        ("workload.py", "code/importer.py", "executors/probe.py", "plan/planner.py", "trackers/tensorboard.py"),
+        (
+            "loader/names.py",
+            "loader/settings.py",
+            "code/importer.py",
+            "executors/probe.py",
+            "plan/planner.py",
+            "trackers/tensorboard.py",
+        ),
         NOT_OF_A_RUN,
     ),
     "plan/extension.py": "it reads the input; the shards of the former run within `retried`",

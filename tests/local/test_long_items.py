@@ -10,6 +10,7 @@ import pytest
 
 from slurmgpu import open as open_merged
 from slurmgpu.errors import Interrupted
+from slurmgpu.loader.adapted import adapt
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.report.status import read_status
@@ -18,7 +19,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.task.supervisor import Task
 from slurmgpu.worker.computer import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
-from slurmgpu.workload import Item, Placement, adapt
+from slurmgpu.workload import Item, Placement
 from tests.support.nightly import by_night
 from tests.support.runs import check_rows, let_go, published, records, report, start, wait_until, workers
 

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.worker.computer import Computer, Failure
-from slurmgpu.workload import Item, Share, TaskContext, adapt
+from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
 from slurmgpu.workloads.embed.workload import Embed

@@ -12,8 +12,9 @@ import slurmgpu as library
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import wilson_interval
 from slurmgpu.llm.interface.engine import Output, Scores
+from slurmgpu.loader.settings import settings_hints
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, TaskContext, settings_hints
+from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric, shipped
 from slurmgpu.workloads.judge.workload import Judge

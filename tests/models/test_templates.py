@@ -5,7 +5,8 @@ import json
 import pytest
 
 from slurmgpu import results
-from slurmgpu.workload import BUILT_IN, template_of
+from slurmgpu.loader.build import template_of
+from slurmgpu.loader.names import BUILT_IN
 from tests.support.nightly import by_night
 from tests.support.tiny_heads import CHAT, make_head
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
+from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, LOADING, POLICIES, Policy, class_of
 from slurmgpu.shards.columns import Array, Json
@@ -16,7 +17,8 @@ from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.util.broken_process import NO_FILES
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure, common_failure
-from slurmgpu.workload import Item, adapt
+from slurmgpu.worker.item_copies import own_copies
+from slurmgpu.workload import Item
 
 COLUMNS = {"x": Array("float64")}
 
@@ -529,7 +531,7 @@ def test_an_item_that_is_nested_beyond_what_python_calls_is_given_as_it_is():
     data = {"text": "a", "deep": []}
     for _ in range(2 * sys.getrecursionlimit()):
         data["deep"] = [data["deep"]]
-    assert Item(0, data).copy().data["text"] == "a"
+    assert own_copies([Item(0, data)])[0].data["text"] == "a"
 
 
 def test_no_pause_is_longer_than_the_longest():

@@ -4,12 +4,13 @@ import signal
 import pytest
 
 from slurmgpu.errors import WorkerBrokenError
+from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.shards.columns import Array
 from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
 from slurmgpu.worker.computer import Computer, Failure
-from slurmgpu.workload import Item, adapt
+from slurmgpu.workload import Item
 from tests.support.runs import planned_run
 
 COLUMNS = {"x": Array("int64")}

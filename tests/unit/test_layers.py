@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).parents[2] / "slurmgpu"
 
 FLOORS = {
     0: ["__init__", "errors"],
-    1: ["util"],
+    1: ["util", "workload"],
     2: ["shards", "containers", "influence", "training"],
     3: ["run"],
     4: ["code", "logs"],
-    5: ["report", "results", "workload", "llm"],
+    5: ["report", "results", "loader", "llm"],
     6: ["slurm", "search", "inputs", "faults", "progress"],
     7: ["plan", "worker", "page", "workloads"],
     8: ["task", "merge", "trackers"],

@@ -7,11 +7,12 @@ import threading
 import pytest
 
 from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
+from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.worker.computer import Computer, Failure
 from slurmgpu.worker.preparing import only_for_calls
-from slurmgpu.workload import Item, adapt
+from slurmgpu.workload import Item
 
 LONG_S = 60.0
 """How long to wait for what happens at once."""

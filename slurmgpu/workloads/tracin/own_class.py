@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.loader.modules import import_file
 from slurmgpu.util.home import expanded
 from slurmgpu.workloads.user_code import located
 
@@ -23,7 +23,7 @@ def class_of(architecture: str) -> tuple[Any, Path]:
     path, _, name = architecture.rpartition(":")
     file = expanded(path).resolve()
     with located(f"the import of {file.name}", str(file), ADVICE):
-        cls = getattr(workload.import_file(file), name, None)
+        cls = getattr(import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
         raise SlurmGPUError(
             f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "

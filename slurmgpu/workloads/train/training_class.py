@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.modules import import_file
 from slurmgpu.util.home import expanded
 from slurmgpu.workloads.user_code import located
 
@@ -102,7 +102,7 @@ def load_class(full_name: str) -> type[Any]:
     advice = f"Correct it, or install what it needs with {sys.executable}."
     with located(f"the import of {module}", module, advice):
         is_file = module.endswith(".py")
-        imported = workload.import_file(Path(module)) if is_file else importlib.import_module(module)
+        imported = import_file(Path(module)) if is_file else importlib.import_module(module)
     found = getattr(imported, name, None)
     if not isinstance(found, type):
         classes = [name for name, value in vars(imported).items() if isinstance(value, type)]

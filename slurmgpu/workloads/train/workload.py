@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.loader.settings import UnknownSettingError
 from slurmgpu.util.packages import check_torch
-from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, UnknownSettingError
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.train.exports import write_csv, write_curves
 from slurmgpu.workloads.train.items import Configuration, check_items, taken_over
 from slurmgpu.workloads.train.rows import COLUMNS, RESULT

@@ -1,0 +1,63 @@
+"""Read a member of the user's object or class; one of a wrong type is refused in a sentence."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import cached_property
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.loader.names import title_of
+
+
+def read_member(user: Any, name: str, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
+    """The attribute of a user's object or class, None if it has none; `name` is the full name of the class."""
+    value = getattr(user, attribute, None)
+    if isinstance(value, Iterator):
+        value = tuple(value)
+    if value is not None and not is_good(value):
+        raise SlurmGPUError(f"{title_of(name)} has {attribute} = {_shown(value)}; expected {expected}.")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if inspect.ismethod(value):
+        return f"a method, {value.__name__}{inspect.signature(value.__func__)}"
+    if isinstance(value, (property, cached_property)):
+        return "a property"
+    return reprlib.repr(value)
+
+
+def is_a(kind: type, value: Any) -> bool:
+    """Like isinstance, but True and False are not numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_many(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_many = isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, (str, bytes))
+    return is_many and all(isinstance(each, kinds) for each in value)
+
+
+def is_collection_of(*kinds: type) -> Callable[[Any], bool]:
+    """Tells whether a value is a collection, other than a text, of such values."""
+    return lambda value: _is_many(value, kinds)
+
+
+def is_mapping_to(*kinds: Any) -> Callable[[Any], bool]:
+    """Tells whether a value is a mapping of texts to such values."""
+    return lambda value: isinstance(value, Mapping) and _is_many(value, (str,)) and _is_many(value.values(), kinds)
+
+
+def takes(value: Any, n_arguments: int) -> bool:
+    """Whether a value can be called with that many arguments; True if Python cannot tell, as for some built-ins."""
+    if not callable(value):
+        return False
+    try:
+        inspect.signature(value).bind(*[None] * n_arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True

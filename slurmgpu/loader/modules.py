@@ -1,0 +1,106 @@
+"""Import a module or a class of the user's by its full name; a failed import ends in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from slurmgpu.code import importer
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.names import title_of
+from slurmgpu.util.exceptions import described
+
+
+def load_class(full_name: str, search_path: Path) -> type:
+    """Import a class by its full name, with `search_path` on `sys.path` as Python does for a script's folder."""
+    module_name, _, class_name = full_name.rpartition(":")
+    if str(search_path) not in sys.path:
+        sys.path.insert(0, str(search_path))
+    module = import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    found = getattr(module, class_name, None)
+    if inspect.isroutine(found):
+        raise SlurmGPUError(
+            f"{module_name}: {class_name} is a function, and a run file names a class. A function is mapped from "
+            f"Python, without a run file: slurmgpu.map({class_name}, items), where items may be the path of the input."
+        )
+    if not isinstance(found, type):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))
+    if "__call__" not in _members(found):
+        raise SlurmGPUError(f"{title_of(full_name)}: the class has no method '__call__', which every workload needs.")
+    return found
+
+
+def import_file(path: Path) -> ModuleType:
+    """The module in a Python file."""
+    name = importer.name_of_file(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path, loader=importer.loader_of(name, path))
+    if spec is None or spec.loader is None:
+        raise SlurmGPUError(f"{path} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def at_planning(full_name: str) -> Iterator[None]:
+    """Turn a failed import into a SlurmGPUError: only the image may have what is missing here."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise SlurmGPUError(
+            f"{title_of(full_name)}: {error.filename}, line {error.lineno}, is not Python: {error.msg}. "
+            f"Correct it there, and submit again."
+        ) from error
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name is None:
+            raise SlurmGPUError(
+                f"{title_of(full_name)}: {_users_line(error)}, has {described(error)}. "
+                f"Correct it there, and submit again."
+            ) from error
+        raise SlurmGPUError(
+            f"{title_of(full_name)} needs the module {error.name!r}, which is not installed here. Planning imports the "
+            f"workload on this machine, outside of any image: import it in `load`, or install it here as well. "
+            f"It is imported at {_users_line(error)}."
+        ) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """The last file and line of a failed import outside of Python's own and installed packages."""
+    others = tuple(str(Path(module.__file__ or "").parent) for module in (contextlib, sys.modules["slurmgpu"]))
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if not frame.filename.startswith(("<", *others))]
+    last = (mine or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise SlurmGPUError(
+                f"There is no module {error.name!r} on the path for workload module {name!r}."
+            ) from error
+        raise
+
+
+def _members(cls: type) -> set[str]:
+    # `callable(getattr(cls, "__call__"))` is true for every class, through its metaclass.
+    return {name for base in cls.__mro__ if base is not object for name in vars(base)}

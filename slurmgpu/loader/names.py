@@ -1,0 +1,95 @@
+"""The names of workloads: what `use` in a run file stands for, and what messages call it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.home import expanded
+
+BUILT_IN = {
+    "embed": "slurmgpu.workloads.embed:Embed",
+    "generate": "slurmgpu.workloads.generate:Generate",
+    "classify": "slurmgpu.workloads.classify:Classify",
+    "score": "slurmgpu.workloads.score:Score",
+    "perplexity": "slurmgpu.workloads.perplexity:Perplexity",
+    "judge": "slurmgpu.workloads.judge:Judge",
+    "collect": "slurmgpu.workloads.collect:Collect",
+    "tracin": "slurmgpu.workloads.tracin:Tracin",
+    "train": "slurmgpu.workloads.train:Train",
+    "command": "slurmgpu.workloads.command:Command",
+}
+"""Short names of the built-in workloads, which are known without any metadata of an installation."""
+
+ENTRY_POINTS = "slurmgpu.workloads"
+"""The group of entry points by which a package gives its workloads short names."""
+
+_SHORT_NAMES = {name: short for short, name in BUILT_IN.items()} | {"slurmgpu.workloads.function:Function": "function"}
+
+
+def title_of(full_name: str, noun: str = "Workload") -> str:
+    """A workload in messages: a built-in one by its short name, such as "command", another by `noun` and its name."""
+    return _SHORT_NAMES.get(full_name) or f"{noun} {full_name}"
+
+
+def installed_workloads() -> dict[str, dict[str, str]]:
+    """Workloads of other packages: by short name, full names and the distribution of each."""
+    import importlib.metadata  # takes long
+
+    found: dict[str, dict[str, str]] = {}
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
+        full_name = point.value.partition("[")[0].replace(" ", "")
+        if BUILT_IN.get(point.name) != full_name:
+            found.setdefault(point.name, {})[full_name] = point.dist.name if point.dist else "a package"
+    return found
+
+
+def hidden_by_built_in(use: str) -> list[str]:
+    """A sentence for each installed package that has a workload of the same name as the built-in `use`."""
+    others = installed_workloads().get(use, {}) if use in BUILT_IN else {}
+    return [
+        f'use = "{use}" is the built-in workload; {package} has one of the same name: use = "{full_name}".'
+        for full_name, package in others.items()
+    ]
+
+
+def _of_a_package(use: str) -> str:
+    """The full name of an installed package's workload of this short name."""
+    installed = installed_workloads()
+    others = installed.get(use)
+    if others is None:
+        known = {*BUILT_IN, *installed}
+        raise SlurmGPUError(
+            f"Workload {use!r} is neither built in, nor of an installed package, nor of the form "
+            f"'package.module:Class' or 'file.py:Class'.{did_you_mean(use, known)}"
+        )
+    [(full_name, package), *more] = others.items()
+    if more:
+        offered = " and ".join(f"{name} of {package}" for name, package in others.items())
+        raise SlurmGPUError(f"Workload {use!r} may be {offered}. Write the full name of one.")
+    if not re.fullmatch(r"[\w.]+:\w+", full_name):
+        raise SlurmGPUError(
+            f"Workload {use!r}: the entry point of {package} is {full_name!r}; expected 'package.module:Class'."
+        )
+    return full_name
+
+
+def resolve_use(use: str, base: Path) -> str:
+    """The full name of a workload that a run file in `base` names: `package.module:Class` or `/path/to/file.py:Class`.
+
+    A short name is looked up among the built-in workloads, then among installed packages' entry points.
+    """
+    full = BUILT_IN.get(use) or (use if ":" in use else _of_a_package(use))
+    module, colon, name = full.rpartition(":")
+    if not colon or not module or not name.isidentifier():
+        raise SlurmGPUError(
+            f"Workload {use!r} is not of the form 'package.module:Class' or 'file.py:Class'."
+            + did_you_mean(use, BUILT_IN)
+        )
+    if module.endswith(".py"):
+        path = (base / expanded(module)).resolve()
+        if not path.is_file():
+            raise SlurmGPUError(f"Workload {use!r}: there is no file {path}.")
+        return f"{path}:{name}"
+    return full

@@ -1,0 +1,91 @@
+"""The settings of a workload: those that its class takes, checked by name, and texts read from files."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.members import is_collection_of, read_member
+from slurmgpu.loader.names import title_of
+from slurmgpu.util.home import expanded
+
+FILE = "file:"
+
+
+class UnknownSettingError(SlurmGPUError):
+    """A workload has no setting `name`."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def settings_hints(cls: type) -> dict[str, Any]:
+    """The annotations of a class's settings by name, including those of a `**settings: Unpack[TypedDict]`.
+
+    Raises NameError or TypeError for annotations that exist for type checkers only.
+    """
+    takes = inspect.getattr_static(cls, "__init__")  # its own, or one that it inherits
+    hints = typing.get_type_hints(cls if takes is object.__init__ else takes)
+    for parameter in inspect.signature(cls).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            [table] = typing.get_args(hints.pop(parameter.name, None)) or (None,)
+            # Not typing.is_typeddict, which does not know the tables of typing_extensions.
+            hints |= typing.get_type_hints(table) if isinstance(table, type) and issubclass(table, dict) else {}
+    return hints
+
+
+def names_of_settings(cls: type) -> dict[str, inspect.Parameter] | None:
+    """The settings of a class as parameters, by name; None if it takes any."""
+    parameters = {parameter.name: parameter for parameter in inspect.signature(cls).parameters.values()}
+    known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    if len(known) < len(parameters):
+        unpacked = settings_hints(cls).keys() - known.keys() - {"return"}
+        if not unpacked:
+            return None
+        known |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in unpacked}
+    return known
+
+
+def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
+    """Refuse a setting that the class does not have, and one that it needs and that is not given."""
+    if (known := names_of_settings(cls)) is None:
+        return
+    for name in settings:
+        if name not in known:
+            hint = did_you_mean(name, known) or " It takes none."
+            raise UnknownSettingError(f"{title_of(full_name)} has no setting {name!r}.{hint}", name)
+    missing = [
+        name
+        for name, p in known.items()
+        if p.default is p.empty and name not in settings and p.kind is not p.VAR_POSITIONAL
+    ]
+    if missing:
+        raise SlurmGPUError(
+            f"{title_of(full_name)} needs the setting {missing[0]!r}: put it under [settings], or --set."
+        )
+
+
+def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
+    """For each setting in the class's `texts` with a value like `file:PATH`, the content of that file.
+
+    The plan keeps the text: a later change of the file changes no row.
+    """
+    expected = "a list of names of settings, as an attribute of the class"
+    found = {}
+    texts: Collection[str] = read_member(cls, full_name, "texts", expected, is_collection_of(str)) or ()
+    for name in texts:
+        value = settings.get(name)
+        if isinstance(value, str) and value.startswith(FILE):
+            path = expanded(value.removeprefix(FILE))
+            try:
+                found[name] = path.read_text(encoding="utf-8").removesuffix("\n")
+            except (OSError, ValueError) as error:
+                raise SlurmGPUError(
+                    f"{name} is {value!r}, and {path.absolute()} cannot be read: {error}. "
+                    f"Expected a text, or {FILE!r} and the path of one, relative to the run file."
+                ) from error
+    return found
