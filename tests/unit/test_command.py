@@ -493,14 +493,19 @@ def test_lines_that_begin_objects_are_read_once(text):
     assert time.process_time() - started < 3
 
 
-def test_what_a_program_writes_beside_the_columns_is_explained_unless_a_name_may_be_mistyped():
-    command = Command(run=["program", "{text}"], columns={"n": "int32"})
-    told = command.explain_misfit({"n": 1, "words": ["a"], "loss": 0.5})
-    assert told == (
-        'Do not write it, or add "words" = "json", "loss" = "float64" to the columns and submit again, into another '
-        "run directory."
-    )
-    assert command.explain_misfit({"m": 1}) == command.explain_misfit({"n": "one"}) == ""
+def test_what_a_program_writes_beside_the_columns_is_not_kept_and_the_log_says_so(one, capfd, caplog):
+    command = one("""print('{"n": 1, "words": ["a"], "loss": 0.5}')""")
+    assert command(items("a", "b")) == [{"n": 1}, {"n": 1}]
+    row = '{"n": 1, "words": ["a"], "loss": 0.5}'
+    assert capfd.readouterr().err == f"item 0 | {row}\nitem 1 | {row}\n"
+    assert [each.message for each in caplog.records] == [
+        'not kept, as it is no column: \'words\', \'loss\'. To keep them, add "words" = "json", "loss" = "float64" '
+        "to the columns and submit again, into another run directory."
+    ]
+
+
+def test_a_row_that_lacks_a_column_has_all_that_it_wrote_as_a_name_may_be_mistyped(one):
+    assert one("""print('{"m": 1, "loss": 2}')""")(items("a")) == [{"m": 1, "loss": 2}]
 
 
 def test_the_row_of_a_long_call_is_in_the_log_as_it_may_not_fit_the_columns(one, capfd, monkeypatch):

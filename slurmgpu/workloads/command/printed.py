@@ -56,11 +56,14 @@ class Printed:
         self._log.end()
 
     def row(self, *, is_logged: bool = False) -> dict[str, Any]:
-        """The row, which goes to the log as well if it `is_logged`; OutputError if there is none, or more than one."""
+        """The row; OutputError if there is none, or more than one.
+
+        It goes to the log as well if it `is_logged`, or has others than the columns.
+        """
         self.end()
         if self._held is not None:
             found, text = self._held
-            if is_logged:
+            if is_logged or self._kind == _OBJECT:
                 self._pass_on(text)
                 self._log.end()
             return found

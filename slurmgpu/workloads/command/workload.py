@@ -29,6 +29,7 @@ from slurmgpu.util.exit_codes import is_self_inflicted
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
+from slurmgpu.util.plurals import some_of
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, content_of, parse
@@ -194,6 +195,7 @@ class Command:
         if self._mode != STREAM:
             importer.expect_reads_again()
         self._told: set[int] = set()
+        self._passed_over: set[str] = set()
         self._n_gpus = task.gpus
         self._n_oom_kills = cgroups.oom_kills()
         self._guard = Guard()
@@ -207,24 +209,20 @@ class Command:
             except (CallFailedError, WorkloadError) as error:
                 raise SlurmGPUError(str(error)) from error
 
-    def explain_misfit(self, row: Mapping[str, object]) -> str:
-        """A sentence for a row with names that are no columns: how they become some."""
-        if not self.columns.keys() <= row.keys():
-            return ""  # one of the names may be mistyped
-        unknown = {name: value for name, value in row.items() if name not in self.columns}
-        try:
-            types = {name: kind or "json" for name, kind in types_of_rows([unknown]).items()}
-        except SlurmGPUError:
-            return ""
-        if not types:
-            return ""
-        line = ", ".join(f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(kind)}" for name, kind in types.items())
-        return f"Do not write it, or add {line} to the columns and submit again, into another run directory."
+    def _declared(self, answer: Answer) -> Answer:
+        """A row without what is no column, which the log tells of once; as it is if it lacks a column."""
+        if not isinstance(answer, Mapping) or not self.columns.keys() < answer.keys():
+            return answer
+        others = {name: value for name, value in answer.items() if name not in self.columns}
+        if not others.keys() <= self._passed_over:
+            self._passed_over |= others.keys()
+            log.warning("not kept, as it is no column: %s.%s", some_of(map(repr, others), 10), _as_columns(others))
+        return {name: answer[name] for name in self.columns}
 
     def __call__(self, items: Sequence[Item]) -> list[Answer]:
         """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
         if self._mode == ONE:
-            return [self._one(item) for item in items]
+            return [self._declared(self._one(item)) for item in items]
         requests: dict[int, bytes] = {}
         rows: dict[int, Answer] = {}
         for item in items:
@@ -235,7 +233,7 @@ class Command:
         if requests:
             call = self._stream_of if self._mode == STREAM else self._slices
             rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
-        return [rows[item.index] for item in items]
+        return [self._declared(rows[item.index]) for item in items]
 
     def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
         """What `call` returns. An item that is alone, and kills its process, is tried again.
@@ -457,6 +455,18 @@ def _is_script(path: Path) -> bool:
             return path.suffix in SCRIPTS or file.read(2) == b"#!"
     except OSError:
         return False
+
+
+def _as_columns(values: Mapping[str, object]) -> str:
+    """How values become columns, to append to a sentence; empty if the types are not known."""
+    try:
+        types = types_of_rows([values])
+    except SlurmGPUError:
+        return ""
+    line = ", ".join(
+        f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(kind or 'json')}" for name, kind in types.items()
+    )
+    return f" To keep them, add {line} to the columns and submit again, into another run directory."
 
 
 def _only_row(row: Values, requests: Mapping[int, bytes]) -> dict[int, Values]:
