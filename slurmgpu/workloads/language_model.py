@@ -83,10 +83,6 @@ class LanguageModelWorkload:
             self.prompts.choice = choice
             self.fields = {*self.fields, choice.field}
 
-    def use_model_of(self, other: LanguageModelWorkload) -> None:
-        """Take the model of another workload, and its settings."""
-        self._model, self._max_tokens = other._model, other._max_tokens
-
     @functools.cached_property
     def options(self) -> EngineOptions:
         """The model and the engine's settings; SlurmGPUError if there is no such model."""

@@ -185,7 +185,7 @@ class Told:
 
 def judge(nothing, engine, items, **settings):
     workload = Judge(model=nothing, **settings)
-    workload.engine = engine
+    workload.judging.engine = engine
     rows = workload(items)
     return workload, [row if isinstance(row, ItemError) else convert_row(workload.columns, row) for row in rows]
 

@@ -41,11 +41,11 @@ def llama(tmp_path_factory):
 def asked_by(llama, items, **settings):
     """The prompts of a judge, and its rows."""
     judge = Judge(model=llama, **{"rubric": SUMS, "retries": 0, **settings})
-    judge.engine = Says("Y", lambda request: request.id)
+    judge.judging.engine = Says("Y", lambda request: request.id)
     rows = judge(items)
     for row in rows:
         convert_row(judge.columns, row)
-    return [request.prompt for request in judge.engine.asked], rows
+    return [request.prompt for request in judge.judging.engine.asked], rows
 
 
 def test_a_rubric_may_be_written_in_jinja_and_its_plan_says_so(llama, tmp_path):
@@ -54,12 +54,12 @@ def test_a_rubric_may_be_written_in_jinja_and_its_plan_says_so(llama, tmp_path):
     for given in ({"rubric": {**rubric, "template_format": "jinja2"}}, {"rubric": rubric, "template_format": "jinja2"}):
         judge = Judge(model=llama, **given)
         assert judge.fields == {"steps", "text"}
-        assert judge.rubric.template_format == "jinja2"
+        assert judge.judging.rubric.template_format == "jinja2"
         [prompt], _ = asked_by(llama, [item], **given)
         assert prompt.text == "1. 1+1\n2. 2\nso 2</s>"
         assert [prompt.text[slice(*part)] for part in prompt.text.quoted][-1] == "so 2</s>"
         again = Judge(model=llama, rubric=json.loads(json.dumps(judge.frozen_settings["rubric"])))
-        assert again.rubric == judge.rubric
+        assert again.judging.rubric == judge.judging.rubric
     with pytest.raises(SlurmGPUError, match="prompt of the rubric: Jinja says in line 1"):
         read_rubric({**rubric, "prompt": "{% for %}"}, "jinja2")
     with pytest.raises(SlurmGPUError, match="template_format is 'jinja'; expected 'f-string' or 'jinja2'"):

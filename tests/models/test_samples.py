@@ -174,7 +174,7 @@ RUBRIC = {
 def test_every_path_of_a_collected_question_is_judged(unloadable):
     judge = Judge(model=unloadable, rubric=RUBRIC, each="paths", final="numeric", fields={"reference": "answer"})
     assert judge.fields == {"paths", "answer"}
-    judge.engine = Sums()
+    judge.judging.engine = Sums()
     paths = [{"text": text, "answer": text, "correct": text == "132"} for text in ("131", "132", "131")]
     items = [
         Item(0, {"answer": "132", "paths": paths}),
@@ -190,7 +190,7 @@ def test_every_path_of_a_collected_question_is_judged(unloadable):
 
 def test_without_a_reference_a_right_text_is_one_that_the_rubric_says_is_right(unloadable):
     judge = Judge(model=unloadable, rubric=RUBRIC, each="text", final="numeric", fields={"reference": "answer"})
-    judge.engine = Sums()
+    judge.judging.engine = Sums()
     [row] = judge([Item(0, {"answer": "132", "text": ["131", "132"]})])
     assert row["correct"] == [False, True]
 

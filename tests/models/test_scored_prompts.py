@@ -18,6 +18,7 @@ from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.workload import Judge
+from slurmgpu.workloads.language_model import IMAGE_ITEMS
 from slurmgpu.workloads.score.workload import Score
 from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama, make_tokenizer
@@ -160,6 +161,7 @@ def _rows(model, data, **settings):
 def test_a_scorer_judges_answers_about_images(gemma):
     judge = Judge(scorer={"model": gemma, "images": "photo", "precision": "fp32"})
     assert judge.fields == {"photo", "question", "text"}
+    assert judge.batch_size == IMAGE_ITEMS
     judge.load(TaskContext("cpu", 0, Path()))
     [row] = judge([Item(0, {"photo": make_png(1), "question": "cat?", "text": "yes"})])
     [wanted] = rows_of(gemma, [{"p": make_png(1), "q": "cat?", "t": "yes"}], prompt="{q}", answer="{t}", images="p")

@@ -66,7 +66,7 @@ class Digits:
 
 def test_a_rating_of_10_is_none_of_1_where_digits_are_tokens(tmp_path, model):
     judge = Judge(model=model, rubric="rating", method="score")
-    judge.engine = Digits(tmp_path)
+    judge.judging.engine = Digits(tmp_path)
     [row] = judge([ITEM])
     assert (row["verdict"], row["score"]) == ("10", pytest.approx(9.9, abs=1e-5))
 
@@ -75,9 +75,9 @@ def test_a_rubrics_system_text_can_be_another_or_none(model):
     given = [({}, "You are a careful and impartial grader."), ({"system": ""}, "")]
     for settings, expected in [*given, ({"system": "Grade {question}."}, "Grade 1+1.")]:
         judge = Judge(model=model, **settings)
-        judge.engine = Says("Verdict: Correct")
+        judge.judging.engine = Says("Verdict: Correct")
         judge([ITEM])
-        assert judge.engine.asked[0].prompt.system == expected
+        assert judge.judging.engine.asked[0].prompt.system == expected
         assert judge.frozen_settings["rubric"]["system"] == settings.get("system", expected)
 
 
@@ -85,7 +85,7 @@ def test_a_pattern_that_never_ends_is_the_error_of_its_item(model, monkeypatch):
     monkeypatch.setattr(parsing, "TIME_LIMIT_S", 0.1)
     rubric = {**read_rubric("correctness").to_json(), "pattern": "(a+)+b"}
     judge = Judge(model=model, rubric=rubric)
-    judge.engine = Says("a" * 5000)
+    judge.judging.engine = Says("a" * 5000)
     [row] = judge([ITEM])
     assert isinstance(row, ItemError)
     assert str(row).startswith("pattern of the rubric '(a+)+b' took more than 0.1 s to search a text of 5000 char")

@@ -22,6 +22,7 @@ from slurmgpu.workload import Item, Row, Share
 from slurmgpu.workloads.language_model import blocks
 from slurmgpu.workloads.score.outputs import distribution
 from slurmgpu.workloads.score.scorer import INPUTS, ScorerSettings, open_scorer, scorer_table
+from slurmgpu.workloads.score.workload import Score
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -87,7 +88,7 @@ class StepsScorer:
         shown = {} if own else dict(prompt)
         # Its batches must leave the rest of the memory to the other model.
         shown |= {"steps": STEPS, "step_delimiter": delimiter, "batch_tokens": ROW_TOKENS}
-        self.score = open_scorer(scorer, {name: value for name, value in shown.items() if value is not None})
+        self.score = open_scorer(scorer, {name: value for name, value in shown.items() if value is not None}, Score)
 
     @property
     def fields(self) -> set[str]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.interface.engine import Composed, Question, Request, Structure
-from slurmgpu.llm.interface.sampling import mix
-from slurmgpu.llm.prompts.structures import check_structure, structure_of
+from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.prompts.templates import take
-from slurmgpu.llm.settings import PromptedSettings, check_range, check_scored, check_temperature, prompts_of, sampling
-from slurmgpu.shards.columns import Array, Column, Json, Text
+from slurmgpu.llm.settings import PromptedSettings
+from slurmgpu.shards.columns import Column, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.judge.by_rubric import ByRubric
+from slurmgpu.workloads.judge.by_scorer import OTHER, ByScorer, check_alone
 from slurmgpu.workloads.judge.judged import (
     TEXTS,
     advice,
@@ -29,36 +28,20 @@ from slurmgpu.workloads.judge.judged import (
     truth_of,
 )
 from slurmgpu.workloads.judge.opponents import Opponent
-from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
-from slurmgpu.workloads.judge.rubrics import Reader, Rubric, check_choices, read_rubric
-from slurmgpu.workloads.judge.scored import (
-    COMPARED,
-    PREFERENCE,
-    check_alone,
-    check_compared,
-    compared,
-    judging_scorer,
-    summarize_compared,
-)
-from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
-from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload
+from slurmgpu.workloads.judge.rubrics import read_rubric
 from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, has_failed
-from slurmgpu.workloads.score.scorer import ScorerSettings, scorer_table
-from slurmgpu.workloads.score.workload import Score
+from slurmgpu.workloads.score.scorer import ScorerSettings
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 Method = Literal["parse", "score"]
-T = TypeVar("T")
-
-RETRIES, RETRY_TEMPERATURE = 2, 0.7
 
 FINAL = "final"
 """The name in prompts of the final answer that an answer checker finds in the judged text."""
 
 
-class Judge(LanguageModelWorkload):
+class Judge:
     """A verdict on each item, usually an answer of an earlier run, by a `rubric`, or the score of a trained head.
 
     `rubric` is the name of a built-in one, the path of a .toml file, or a table; `scorer` is a model with a trained
@@ -115,147 +98,103 @@ class Judge(LanguageModelWorkload):
                 "judge's answer, set the rubric's pattern."
             )
         self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
-        self._truncates = "truncation_side" in settings
-        self.scorer: Score | None = None
         if scorer is not None:
             check_alone({*given, *settings})
-            self._score_by(scorer)
+            self.judging: ByRubric | ByScorer = ByScorer.open(scorer)
         else:
+            if model is None:
+                raise SlurmGPUError(
+                    'judge needs the setting "model", which follows the rubric, or "scorer", a model with a trained '
+                    "head. Put one of them under [settings]."
+                )
             rules = {name: given[name] for name in ("system", "method") if name in given}
             found = read_rubric(rubric or "correctness", settings.get("template_format"))
-            structure = structure_of(schema, choices, regex, grammar)
-            self._follow(dataclasses.replace(found, **rules), settings, structure)
-            self._repeat(retries, retry_temperature, settings)
+            self.judging = ByRubric(
+                model,
+                dataclasses.replace(found, **rules),
+                structure_of(schema, choices, regex, grammar),
+                retries,
+                retry_temperature,
+                settings,
+                named=self._named,
+                has_truth=truth is not None,
+            )
+        self.opponent = None
         if against is not None:
-            self._check_compares(each)
-        self.names = self.rubric.names
-        self.opponent = None if against is None else Opponent.find(against)
+            first, second = self._pair = self.judging.compare(each)
+            mine = self.renamed.get(first, "text")
+            self._called = mine, mine if second == OTHER else self.renamed.get(second, "text")
+            self.opponent = Opponent.find(against)
         check_each(each, final, reference)
         if each is not None:
-            check_one_text(each, truth, self.rubric)
+            check_one_text(each, truth, self.judging.rubric)
         # With `each` a checker also finds the answers for votes, and no prompt need have them.
-        known = self._asked if self.checker is None else self._asked - {FINAL} | {"text"}
-        check_renamed(self.renamed, known, "the rubric" if self.scorer is None else "the scorer")
-        whole = self.prompts.whole_fields if self.scorer is None else self.scorer.whole_fields
-        self.whole = whole & (TEXTS | set(self.rubric.swap))
+        known = self.judging.asked if self.checker is None else self.judging.asked - {FINAL} | {"text"}
+        check_renamed(self.renamed, known, self.judging.owner)
+        self.whole = self.judging.whole_fields & (TEXTS | {OTHER} | set(self.judging.rubric.swap))
         self.each, self._reference = each, reference
-        self.fields = self._taken()
-        self.columns = self._own_columns()
+        self.fields = self._taken(known)
+        self.columns: dict[str, Column] = {**self.judging.columns, **({} if truth is None else {"truth": Text()})}
         self.samples = None
         if each is not None:
-            right = self._is_right if self.rubric.measure == "accuracy" else None
-            is_raw = min(self.rubric.values.values()) < 0 if self.scorer is None else self.scorer.is_raw
             self.most_parts = MOST_PARTS
-            self.samples = Samples(each, self.columns, self.checker, reference, is_raw, right)
+            self.samples = Samples(each, self.columns, self.checker, reference, self.judging.is_raw, self.judging.right)
             self.columns = self.samples.columns
-        if self.scorer is not None:
-            self.use_model_of(self.scorer)
-        elif model is None:
-            raise SlurmGPUError(
-                'judge needs the setting "model", which follows the rubric, or "scorer", a model with a trained head. '
-                "Put one of them under [settings]."
-            )
+
+    def _taken(self, names: Set[str]) -> set[str]:
+        """The items' fields that are read; `names` are those in prompts."""
+        if self.opponent is None:
+            taken = {self.renamed.get(name, name) for name in names}
         else:
-            self._use_judge(model, settings)
-
-    def _score_by(self, scorer: str | ScorerSettings) -> None:
-        """Take the scorer in place of a rubric."""
-        self._scorer_table, self.scorer = scorer_table(scorer), judging_scorer(scorer)
-        self.rubric, self.prompts, self._asked = PREFERENCE, self.scorer.prompts, frozenset(self.scorer.fields)
-
-    def _check_compares(self, each: str | None) -> None:
-        """Refuse a second run where single texts are judged."""
-        if self.scorer is not None:
-            check_compared(self.scorer, each)
-        elif len(self.rubric.swap) != 2:
-            raise SlurmGPUError(
-                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
-                'rubric = "pairwise". Remove against, or choose such a rubric.'
-            )
-
-    def _follow(self, rubric: Rubric, settings: Mapping[str, Any], structure: Structure | None) -> None:
-        """Take the rubric; SlurmGPUError for settings that do not go with it."""
-        if rubric.method not in ("parse", "score"):
-            raise SlurmGPUError(f"method is {rubric.method!r}; expected 'parse' or 'score'.")
-        if rubric.method == "score":
-            check_scored(settings, [] if structure is None else [structure.kind])
-        self.rubric, self._reader = rubric, Reader(rubric)
-        if structure is not None and structure.kind == "choices":
-            check_choices(json.loads(structure.text), self._reader, rubric)
-        written = {**settings, "template_format": rubric.template_format}
-        self.prompts = prompts_of(written, rubric.prompt, None, rubric.system or None, None, named=self._named)
-        self._asked = self.prompts.fields
-        self.sampling = sampling({"max_tokens": rubric.max_tokens, **settings}, structure=structure)
-        if settings.get("engine") == "server" and rubric.method == "parse":
-            self.rubric = dataclasses.replace(rubric, fallback=False)
-
-    def _repeat(self, retries: int | None, temperature: float | None, settings: Mapping[str, Any]) -> None:
-        """Take the settings of retries; SlurmGPUError for wrong ones."""
-        retries = RETRIES if retries is None else retries
-        temperature = RETRY_TEMPERATURE if temperature is None else temperature
-        if retries < 0:
-            raise SlurmGPUError(f"retries is {retries}; expected at least 0.")
-        if retries and temperature == 0:
-            raise SlurmGPUError(
-                f"retry_temperature is {temperature}, which repeats the same answer; expected more than 0, or "
-                f"retries = 0."
-            )
-        check_range("retry_temperature", temperature, 0, None)
-        if retries:
-            check_temperature("retry_temperature", temperature, settings)
-        self.retries, self.retry_temperature = retries, temperature
-
-    def _use_judge(self, model: str, settings: Mapping[str, Any]) -> None:
-        scores = f'{SCORES_NOTHING} Set method = "parse", or choose another engine for this rubric.'
-        beyond = [scores] if self.rubric.method == "score" else []
-        max_tokens = self.sampling.max_tokens if self.rubric.method == "parse" else 0
-        self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
-
-    def _taken(self) -> set[str]:
-        names = set(self._asked)
-        if self.checker is not None:
-            names = names - {FINAL} | {"text"}
-        if self.opponent is not None and self.rubric.swap:
-            first, second = self.rubric.swap
-            names = names - {first, second} | {self.renamed.get(first, "text")}
-        taken = {self.renamed.get(name, name) for name in names}
+            taken = {self.renamed.get(name, name) for name in names - {*self._pair}} | {self._called[0]}
         if self.each is not None:
             # A prompt's `text` and `steps` may be those of an entry.
             taken = taken - set(OF_PATHS) | {self.each}
+        if (adapters := self.judging.prompts.choice) is not None:
+            taken.add(adapters.field)
         return taken | {*filter(None, (self.truth, self._reference))}
 
     @property
     def advice(self) -> dict[str, str]:
         """Advice that planning adds if the input lacks one of `fields`."""
-        alone = () if self.opponent is not None else self.rubric.swap
-        return advice(self._asked, self.renamed, alone)
+        alone = () if self.opponent is not None else self.judging.rubric.swap
+        return advice(self.judging.asked, self.renamed, alone)
+
+    @property
+    def batch_size(self) -> int:
+        """The largest number of items in a call."""
+        return self.judging.batch_size
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
         """Settings that the plan fixes: also the rubric's text, or what the scorer's head says, and the second run."""
-        if self.scorer is None:
-            frozen = {**super().frozen_settings, "rubric": self.rubric.to_json()}
-        else:
-            frozen = {"scorer": {**self._scorer_table, **self.scorer.frozen_settings}}
+        frozen = self.judging.frozen_settings
         return frozen if self.opponent is None else {**frozen, "against": self.opponent.to_json()}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Environment variables of workers, for the model."""
+        return self.judging.environ
 
     @property
     def paths(self) -> list[Path]:
         """The model's files and the second run's, which a task reads beside the input."""
-        return super().paths + ([] if self.opponent is None else [self.opponent.path.parent])
+        return self.judging.paths + ([] if self.opponent is None else [self.opponent.path.parent])
+
+    def fetch(self) -> str:
+        """Download the model to where the tasks will look for it."""
+        return self.judging.fetch()
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
         """Refuse runs with several texts in each item, and a second run of other items."""
         if self.each is not None:
             return
         called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
-        if self.opponent is not None and self.scorer is not None:
-            check_texts(self.opponent.path, [called["text"]])
-        elif self.opponent is not None:
-            first, second = self.rubric.swap
-            called[first] = self.renamed.get(first, "text")
+        if self.opponent is not None:
+            first, second = self._pair
+            called[first], theirs = self._called
             if second in called:
-                check_texts(self.opponent.path, [self.renamed.get(second, "text")])
+                check_texts(self.opponent.path, [theirs])
                 del called[second]
         for path in files:
             check_texts(path, set(called.values()))
@@ -263,19 +202,12 @@ class Judge(LanguageModelWorkload):
             self.opponent.check_input(files, n_items)
 
     def place(self, share: Share) -> Placement:
-        """The judge's placement, or the scorer's, on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
-        if self.scorer is not None:
-            return self.scorer.place(share)
-        if self.sampling.structure is not None:
-            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
-        return super().place(share)
+        """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
+        return self.judging.place(share)
 
     def check_here(self) -> None:
         """Refuse a machine that lacks what the engine, the scorer or the checker needs."""
-        if self.scorer is None:
-            super().check_here()
-        else:
-            self.scorer.check_here()
+        self.judging.check_here()
         if self.checker is not None:
             self.checker.check_here()
 
@@ -285,18 +217,12 @@ class Judge(LanguageModelWorkload):
             self.opponent.open()
         if self.checker is not None:
             self.checker.load()
-        if self.scorer is None:
-            super().load(task)
-        else:
-            self.scorer.load(task)
+        self.judging.load(task)
 
     def sort_key(self, item: Item) -> int:
         """Long prompts first."""
         try:
-            first = item if self.samples is None else next(self.samples.parts(item))
-            if self.scorer is not None:
-                return self.scorer.sort_key(self._shown(first))
-            return -self.prompts.length(self._orders(first)[0])
+            return self.judging.sort_key(self._shown(item if self.samples is None else next(self.samples.parts(item))))
         except ItemError:
             return 0
 
@@ -305,109 +231,35 @@ class Judge(LanguageModelWorkload):
         return self._judge(items) if self.samples is None else self.samples.compute(items, self._judge)
 
     def _judge(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        if self.scorer is not None:
-            return self._score_texts(self.scorer, items)
-        asked: list[Asked] = []
-        rows: list[dict[str, Any] | ItemError] = []
-        for number, item in enumerate(items):
-            try:
-                row, questions = self._kept(item), self._ask(number, item)
-            except ItemError as error:
-                rows.append(error)
-                continue
-            rows.append(row)
-            asked += questions
-        if self.rubric.method == "score":
-            self._score(asked)
-        else:
-            self._parse(asked)
-        by_item: dict[int, list[Asked]] = {}
-        for one in asked:
-            by_item.setdefault(one.item, []).append(one)
-        return [
-            row
-            if isinstance(row, ItemError)
-            else _joined(row, verdict_row(self.rubric, by_item[number], truncates=self._truncates))
-            for number, row in enumerate(rows)
-        ]
-
-    def _score_texts(self, scorer: Score, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The scores of items, or their comparisons with those of the second run."""
-        asked: list[tuple[Item, ...] | ItemError] = []
+        kept: list[Row | ItemError] = []
+        shown: list[Item] = []
         for item in items:
             try:
-                self._kept(item)
-                first = self._shown(item)
-                if self.opponent is None:
-                    asked.append((first,))
-                    continue
-                field = self.renamed.get("text", "text")
-                second = {**first.data, "text": take(self.opponent.row(item, [field]), field)}
-                asked.append((first, dataclasses.replace(first, data=second)))
+                row, one = self._kept(item), self._shown(item)
             except ItemError as error:
-                asked.append(error)
-        rows = iter(scorer([one for each in asked if not isinstance(each, ItemError) for one in each]))
-        found = [each if isinstance(each, ItemError) else [next(rows) for _ in each] for each in asked]
-        return [each if isinstance(each, ItemError) else compared(*each) for each in found]
-
-    def _shown(self, item: Item) -> Item:
-        """The item as a scorer is shown it, with fields by the names in its templates."""
-        data = self._named(item.data)
-        self._check_texts(data)
-        return dataclasses.replace(item, data=data)
-
-    def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count the verdicts, and compute the rubric's measure; by a scorer, describe the scores."""
-        if self.scorer is not None:
-            is_compared = self.opponent is not None
-            return summarize_compared(merged) if is_compared else self.scorer.summarize(merged, self.samples)
-        if self.samples is not None:
-            found = self.samples.summarize(merged)
-            return found | summarize_each(merged, self.rubric, self.sampling.max_tokens)
-        return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self.truth is not None)
-
-    def _is_right(self, row: Row) -> bool:
-        """Whether a rubric that measures accuracy says that a text is right."""
-        return bool(row["verdict"]) and self.rubric.values[row["verdict"]] == 1
-
-    def _own_columns(self) -> dict[str, Column]:
-        if self.scorer is not None:
-            return {**self.scorer.columns, **(COMPARED if self.opponent is not None else {})}
-        columns: dict[str, Column] = {"verdict": Text(), "score": Array("float32"), "rationale": Text()}
-        columns |= {"parse_ok": Array("bool"), "how": Text()}
-        if self._truncates:
-            columns["n_truncated"] = Array("int32")
-        if self.rubric.method == "score":
-            columns["probabilities"] = Array("float32", (len(self.names),))
-        else:
-            columns["finish_reason"] = Text()
-        if self.rubric.swap:
-            columns |= {"agreement": Array("bool"), "verdicts": Json(), "rationale_swapped": Text()}
-        return columns if self.truth is None else columns | {"truth": Text()}
+                kept.append(error)
+                continue
+            kept.append(row)
+            shown.append(one)
+        judged = iter(self.judging(shown))
+        return [each if isinstance(each, ItemError) else _joined(each, next(judged)) for each in kept]
 
     def _kept(self, item: Item) -> dict[str, Any]:
         if has_failed(item.data, self.fields):
             raise ItemError(f"the judged item failed: {item.data['error']}")
-        return {} if self.truth is None else {"truth": truth_of(take(item.data, self.truth), self.rubric)}
+        truth = self.truth
+        return {} if truth is None else {"truth": truth_of(take(item.data, truth), self.judging.rubric)}
 
-    def _ask(self, number: int, item: Item) -> list[Asked]:
-        orders = self._orders(item)
-        prompts = [self.prompts.of(each, seed=item.seed, forms=orders) for each in orders]
-        return [Asked(number, order, prompt, mix(item.seed, order)) for order, prompt in enumerate(prompts)]
-
-    def _orders(self, item: Item) -> list[dict[str, Any]]:
-        """The fields for the prompt: once, or once for each order of the two texts."""
+    def _shown(self, item: Item) -> Item:
+        """The item with fields by the names in prompts; of two runs, with the text of each."""
         data = self._named(item.data)
         if self.opponent is not None:
-            first, second = self.rubric.swap
-            data[first] = take(item.data, self.renamed.get(first, "text"))
-            compared = [self.renamed.get(name, "text") for name in (first, second)]
-            data[second] = take(self.opponent.row(item, compared), compared[1])
-        self._check_texts(data)
-        if not self.rubric.swap:
-            return [data]
-        first, second = self.rubric.swap
-        return [data, {**data, first: take(data, second), second: take(data, first)}]
+            (first, second), (mine, theirs) = self._pair, self._called
+            data[first] = take(item.data, mine)
+            data[second] = take(self.opponent.row(item, self._called), theirs)
+        for name in self.whole:
+            text_in(data, name, self.renamed.get(name))
+        return dataclasses.replace(item, data=data)
 
     def _named(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """An item's fields, also by the names in templates, and its final answer if there is a checker."""
@@ -417,63 +269,10 @@ class Judge(LanguageModelWorkload):
             data[FINAL] = "(none)" if answer is None else answer
         return data
 
-    def _check_texts(self, data: Mapping[str, Any]) -> None:
-        for name in self.whole:
-            text_in(data, name, self.renamed.get(name))
-
-    def _score(self, asked: Sequence[Asked]) -> None:
-        """Choose verdicts by the probabilities of their texts, each with and without a space before it."""
-        choices = tuple(way for text in self.rubric.verdicts.values() for way in (text, f" {text}"))
-        questions = [
-            Question(number, dataclasses.replace(one.prompt, answer=Composed(self.rubric.answer)), choices, n_ways=2)
-            for number, one in enumerate(asked)
-        ]
-        for one, scores in zip(asked, self._scores(questions), strict=True):
-            try:
-                found = _expect(scores)
-                one.probabilities, one.n_truncated = shares_of(found), found.n_truncated
-            except ItemError as error:
-                one.error = str(error)
-                continue
-            one.verdict, one.how = self.names[int(one.probabilities.argmax())], "scored"
-
-    def _parse(self, asked: Sequence[Asked]) -> None:
-        """Find verdicts in free answers; without one ask again, and finally score."""
-        pending = list(asked)
-        for attempt in range(self.retries + 1):
-            pending = self._generate(pending, attempt)
-        if self.rubric.fallback:
-            self._score(pending)
-            for one in pending:
-                one.error = None  # no verdict is not an error
-
-    def _generate(self, asked: Sequence[Asked], attempt: int) -> list[Asked]:
-        """Ask once; returns the prompts without a verdict."""
-        how = dataclasses.replace(self.sampling, temperature=max(self.sampling.temperature, self.retry_temperature))
-        how = how if attempt else self.sampling
-        requests = [Request(number, one.prompt, how, mix(one.seed, attempt)) for number, one in enumerate(asked)]
-        for one, output in zip(asked, self._answers(requests), strict=True):
-            try:
-                answer = _expect(output)
-                one.rationale, one.finish_reason, one.n_truncated = (
-                    answer.text,
-                    answer.finish_reason,
-                    answer.n_truncated,
-                )
-                one.verdict = self._reader.verdict(answer.text)
-            except ItemError as error:
-                one.error = str(error)
-                continue
-            if one.verdict is not None:
-                one.how = "parsed again" if attempt else "parsed"
-        return [one for one in asked if one.verdict is None and one.error is None]
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """Count the verdicts, and compute the rubric's measure; by a scorer, describe the scores."""
+        return self.judging.summarize(merged, self.samples)
 
 
-def _expect(found: T | ItemError) -> T:
-    if isinstance(found, ItemError):
-        raise found
-    return found
-
-
-def _joined(row: Mapping[str, Any], verdict: Row | ItemError) -> Row | ItemError:
+def _joined(row: Row, verdict: Row | ItemError) -> Row | ItemError:
     return verdict if isinstance(verdict, ItemError) else {**row, **verdict}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from typing_extensions import Required
 
@@ -12,6 +12,8 @@ from slurmgpu.llm.heads.head import Activation
 from slurmgpu.llm.settings import PromptedModelSettings
 from slurmgpu.workloads.score.outputs import PathScore
 from slurmgpu.workloads.score.workload import Score
+
+ScoreT = TypeVar("ScoreT", bound=Score)
 
 INPUTS = ("prompt", "messages", "pair")
 """The settings of `score` that say what the model is shown; a scorer that has none of them is given its workload's."""
@@ -49,10 +51,10 @@ def scorer_table(scorer: str | ScorerSettings) -> dict[str, Any]:
     return table
 
 
-def open_scorer(scorer: str | ScorerSettings, defaults: Mapping[str, Any]) -> Score:
-    """The workload `score` of a scorer; `defaults` are settings for one that says nothing of them."""
+def open_scorer(scorer: str | ScorerSettings, defaults: Mapping[str, Any], kind: type[ScoreT]) -> ScoreT:
+    """The workload `score`, or a `kind` of it, of a scorer; `defaults` are for settings that it does not have."""
     try:
-        found = Score(**cast(Any, {**defaults, **scorer_table(scorer)}))
+        found = kind(**cast(Any, {**defaults, **scorer_table(scorer)}))
     except SlurmGPUError as error:
         raise SlurmGPUError(f"scorer: {error}") from error
     if "score" not in found.columns:

@@ -1,0 +1,165 @@
+"""Judging by the scores of a trained head in place of a rubric: one text of an item, or those of two runs compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import numpy as np
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.answers.metrics import ratio
+from slurmgpu.shards.columns import Array, Column, Text
+from slurmgpu.workload import Item, Row
+from slurmgpu.workloads.judge.rubrics import TIE, Rubric
+from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.samples import Samples
+from slurmgpu.workloads.score.outputs import distribution
+from slurmgpu.workloads.score.scorer import INPUTS, ScorerSettings, open_scorer, scorer_table
+from slurmgpu.workloads.score.workload import Score
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+PREFERENCE = Rubric(
+    prompt="",
+    verdicts={"a": "a", "b": "b", TIE: TIE},
+    values={"a": 1.0, "b": 0.0, TIE: 0.5},
+    method="score",
+    measure="win_rate",
+)
+"""The verdicts of a comparison by scores: "a" is the input's text."""
+
+COMPARED: Mapping[str, Column] = {"verdict": Text(), "score_b": Array("float32")}
+"""The columns of a comparison, beside those of the input's text."""
+
+
+OTHER = "text of the second run"
+"""The field by which an item has the text that is compared with its own."""
+
+
+class ByScorer(Score):
+    """Scores of items by a trained head, or comparisons of two texts by theirs.
+
+    Unless the scorer says otherwise it is shown the fields `question` and `text`, as a prompt and its answer.
+    """
+
+    owner = "the scorer"
+    rubric = PREFERENCE
+    right = None
+    table: Mapping[str, Any]
+    compares = False
+
+    @classmethod
+    def open(cls, scorer: str | ScorerSettings) -> ByScorer:
+        """The scorer of a setting."""
+        table, defaults = scorer_table(scorer), {}
+        if not any(name in table for name in INPUTS):
+            defaults["prompt"] = "{question}"
+            if "steps" not in table:
+                defaults["answer"] = "{text}"
+        found = open_scorer(scorer, defaults, cls)
+        found.table = table
+        return found
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The fields in the templates."""
+        return frozenset(self.fields)
+
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """The fields that its templates use without a key."""
+        found = super().whole_fields
+        return found | {OTHER} if self.compares and "text" in found else found
+
+    def compare(self, each: str | None) -> tuple[str, str]:
+        """Score two texts of each item from now on; returns the names by which items have them.
+
+        SlurmGPUError for a scorer that is not shown the field `text`, or for several texts.
+        """
+        if each is not None:
+            raise SlurmGPUError(
+                "against compares one text of an item with one of another run, and each is set. Remove one of them."
+            )
+        if "text" not in self.fields:
+            raise SlurmGPUError(
+                f"against compares the texts of two runs, and the scorer is shown {', '.join(sorted(self.fields))}; "
+                f'expected {{text}} in its answer or pair. What the items call it is said by fields = {{text = "…"}}.'
+            )
+        self.compares = True
+        self.columns = {**self.columns, **COMPARED}
+        return "text", OTHER
+
+    @property
+    def frozen_settings(self) -> dict[str, Any]:
+        """Settings that the plan fixes: also what the head says."""
+        return {"scorer": {**self.table, **super().frozen_settings}}
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The scores of each item, or its comparison, or an ItemError."""
+        if not self.compares:
+            return super().__call__(items)
+        pairs = []
+        for item in items:
+            data = {**item.data}
+            other = data.pop(OTHER)
+            pairs += [replace(item, data=data), replace(item, data={**data, "text": other})]
+        rows = super().__call__(pairs)
+        return [_compared(first, second) for first, second in zip(rows[::2], rows[1::2], strict=True)]
+
+    def summarize(self, merged: Merged, samples: Samples | None = None) -> dict[str, Any]:
+        """Describe the scores; of a comparison, count the verdicts as well."""
+        return _summarize_compared(merged) if self.compares else super().summarize(merged, samples)
+
+
+def check_alone(given: Collection[str]) -> None:
+    """Refuse settings of rubrics, and of the models that follow them, beside `scorer`."""
+    if not given:
+        return
+    name = min(given)
+    place = f"Remove {name}, or scorer."
+    if name != "model" and name in get_type_hints(ScorerSettings):
+        place = f'Put it into the table: scorer = {{model = "…", {name} = …}}.'
+    raise SlurmGPUError(
+        f"scorer and {name} are both set; a scorer is a model with a trained head, in place of a rubric and a model "
+        f"that follows it. {place}"
+    )
+
+
+def _compared(first: Row | ItemError, second: Row | ItemError) -> Row | ItemError:
+    """The row of a comparison, by the higher score."""
+    if isinstance(first, ItemError):
+        return first
+    if isinstance(second, ItemError):
+        return ItemError(f"the second run's text: {second}")
+    # As they are stored, so that a verdict does not contradict its row.
+    a, b = np.float32(first["score"]), np.float32(second["score"])
+    return {**first, "verdict": TIE if a == b else "a" if a > b else "b", "score_b": b}
+
+
+def _summarize_compared(merged: Merged) -> dict[str, Any]:
+    """Counts of the verdicts, the win rate of the input's texts, and how both runs' scores are distributed.
+
+    Failed items count as lost in `win_rate`; `scored_win_rate` leaves them out.
+    """
+    verdicts, scores, others = Counter[str](), [np.empty(0)], [np.empty(0)]
+    for start, stop in blocks(len(merged)):
+        good = ~merged.failed[start:stop]
+        verdicts.update(compress(merged["verdict"][start:stop], good.tolist()))
+        scores.append(merged["score"][start:stop][good])
+        others.append(merged["score_b"][start:stop][good])
+    won = sum(PREFERENCE.values[name] * count for name, count in verdicts.items())
+    second = distribution(np.concatenate(others))
+    return {
+        "n_items": len(merged),
+        "n_failed": len(merged) - verdicts.total(),
+        "verdicts": {name: verdicts[name] for name in PREFERENCE.names},
+        "win_rate": ratio(won, len(merged)),
+        "scored_win_rate": ratio(won, verdicts.total()),
+        **distribution(np.concatenate(scores)),
+        **{f"{name}_b": value for name, value in second.items()},
+    }
