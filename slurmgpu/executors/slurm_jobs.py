@@ -33,6 +33,10 @@ PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} 
 """Slurm may send SIGUSR2 a minute early: while Python starts it would die of it, as it has no handler yet."""
 
 
+NOT_READ = "Could not make sense of sbatch output"
+"""Submitit's message for an answer without "job 1234"."""
+
+
 def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
     """The sbatch scripts that `submit` would hand to Slurm, by job."""
     array = _array_executor(folder / "logs", name, submission)
@@ -52,12 +56,12 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
     with commands.outside_job(), job_entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
         numbers = [submission.submission] * len(tasks)
-        jobs = _queue(run, lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
+        jobs = _queue(run, "array", lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
             number = submission.submission
-            merge_job = _queue(run, lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
+            merge_job = _queue(run, "merge", lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
         except BaseException as error:
             _take_back(run, number, array_job, error)
             raise
@@ -97,7 +101,7 @@ def _take_back(run: Run, number: int, array_job: str, why: BaseException) -> Non
         ) from error
 
 
-def _queue(run: Run, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
+def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     try:
         # Submitit also prints to stderr what it raises.
         with (
@@ -108,21 +112,21 @@ def _queue(run: Run, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     except (FailedSubmissionError, FailedJobError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         told = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
-        said = ("; ".join(told) or str(error).strip()).rstrip(".")
+        said = ("; ".join(told) or " ".join(lines).strip()).rstrip(".")
         if commands.was_not_taken(said):
             raise commands.SlurmUnavailableError(
                 f"Slurm is out of reach: {said}. The job is not queued. Once Slurm answers: `slurmgpu resubmit "
                 f"{run.typed}`, or, if its directory was removed, the same command again.",
                 is_silent=True,
             ) from error
-        if commands.is_silence(said):
+        if (is_silent := commands.is_silence(said)) or NOT_READ in said:
+            what = "Slurm did not answer sbatch" if is_silent else "sbatch does not name the job"
             raise MayBeQueuedError(
-                f"Slurm did not answer sbatch: {said}. It may have queued the job, which would find none of its files. "
-                f"Once Slurm answers, `slurmgpu cancel {run.typed}` removes such a job, and `slurmgpu resubmit "
-                f"{run.typed}` submits the run."
+                f"{what}: {said}. It may have queued the job, which would find none of its files. Once Slurm answers, "
+                f"`slurmgpu cancel {run.typed}` removes such a job; `slurmgpu resubmit {run.typed}` submits the run."
             ) from error
         raise SlurmGPUError(
-            f"Slurm refuses the job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
+            f"Slurm refuses the {job} job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Retries for Submitit's own files: what it reads, writes and renames, on a file system that fails for a moment."""
+"""Submitit made steady: its own files on a file system that fails for a moment, and sbatch's answer among others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import submitit
 from submitit.core import utils
 
 from slurmgpu.errors import SlurmGPUError
@@ -22,7 +23,10 @@ class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by
 
 
 def make_steady() -> None:
-    """Make Submitit, in this process, try again what fails in a run's logs/; a second call changes nothing."""
+    """Make Submitit, in this process, try again what fails in a run's logs/, and know the id that sbatch prints.
+
+    A second call changes nothing.
+    """
     paths: Any = utils.JobPaths
     if paths.move_temporary_file is _move:
         return
@@ -32,10 +36,24 @@ def make_steady() -> None:
     changed: Any = utils
     changed.pickle_load, changed.cloudpickle_dump = _retrying(utils.pickle_load), _retrying(utils.cloudpickle_dump)
     changed.temporary_save_path = _saving
+    executor: Any = submitit.SlurmExecutor
+    executor._get_job_id_from_submission_command = staticmethod(_sbatchs_line(executor))
 
 
 def _steady(path_of: Callable[[Any], Path]) -> property:
     return property(lambda paths: _SteadyPath(path_of(paths)))
+
+
+def _sbatchs_line(executor: Any) -> Callable[[str | bytes], str]:
+    """Submitit's reader of a job's id, without the lines of a site's wrapper before it, which may name other jobs."""
+    read = executor._get_job_id_from_submission_command
+
+    def job_id(said: str | bytes) -> str:
+        text = said if isinstance(said, str) else said.decode(errors="replace")
+        _, begin, rest = text.rpartition("Submitted batch job ")
+        return str(read(begin + rest))
+
+    return job_id
 
 
 def _retrying(function: Callable[..., Any]) -> Callable[..., Any]:

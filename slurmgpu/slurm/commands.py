@@ -89,6 +89,15 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def table(separator: str, n_fields: int, *command: str) -> list[list[str]]:
+    """The lines of a Slurm command's answer that have so many fields.
+
+    Others are of a site's wrapper, which may print what it likes before and after.
+    """
+    found = (line.split(separator) for line in run(*command).splitlines())
+    return [fields for fields in found if len(fields) == n_fields]
+
+
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
     try:
@@ -144,8 +153,7 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float] = MappingProxy
     fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode,End"
     asked = ("--noheader", "--parsable2", "--duplicates", "--format", fields, "--jobs", ",".join(job_ids))
     lives: dict[str, list[Life]] = {}
-    for line in run("sacct", *asked).splitlines():
-        job_id, state, elapsed, tres, node, exit_code, end = line.split("|")
+    for job_id, state, elapsed, tres, node, exit_code, end in table("|", 7, "sacct", *asked):
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
         task, is_step, _ = job_id.partition(".")
         if (ended := epoch(end)) is not None and ended < since.get(array_of(task), 0.0):

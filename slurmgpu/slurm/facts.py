@@ -121,8 +121,8 @@ def _partitions() -> dict[str, Row]:
 
 def _gpus() -> dict[str, list[dict[str, int]]]:
     found: dict[str, list[dict[str, int]]] = {}
-    for line in commands.run("sinfo", "--noheader", "--all", "--format", "%R\x1f%D\x1f%G").splitlines():
-        name, n_nodes, gres = line.split("\x1f")
+    asked = ("sinfo", "--noheader", "--all", "--format", "%R\x1f%D\x1f%G")
+    for name, n_nodes, gres in commands.table("\x1f", 3, *asked):
         kinds: dict[str, int] = {}
         for kind, count in GPUS.findall(gres):
             kinds[kind] = kinds.get(kind, 0) + int(count)
@@ -133,7 +133,7 @@ def _gpus() -> dict[str, list[dict[str, int]]]:
 def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:
     """The account, the associations of the user, of the account and of those above it, and all QOSes."""
     if account is None:
-        account = next((row["DefaultAccount"] for row in _table("user", ("DefaultAccount",), user)), "")
+        account = next((row["DefaultAccount"] for row in _table("user", ("User", "DefaultAccount"), user)), "")
     found: dict[str, list[Row]] = {}
     above = account
     while above and above not in found and len(found) < MAX_ACCOUNTS:
@@ -147,5 +147,4 @@ def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list
 
 def _table(what: str, keys: Sequence[str], *which: str) -> list[Row]:
     ask = ("sacctmgr", "--noheader", "--parsable2", "show", what, *which, f"format={','.join(keys)}")
-    lines = commands.run(*ask).splitlines()
-    return [dict(zip(keys, line.split("|"), strict=True)) for line in lines if line]
+    return [dict(zip(keys, fields, strict=True)) for fields in commands.table("|", len(keys), *ask)]

@@ -105,7 +105,7 @@ def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
         for uid, job_id, state, reason, name, start, comment, folder, command in (
             record for record in records if len(record) == 9
         )
-        if uid in wanted
+        if uid.rpartition("\n")[2] in wanted  # a site's wrapper may print lines before the first
     ]
     # REQUEUED is an end in accounting; in the queue it is a job that will be pending again.
     return _with_arguments([job for job in jobs if job.state == "REQUEUED" or not commands.has_ended(job.state)])
@@ -218,9 +218,8 @@ def dependents(job_id: str) -> list[tuple[str, str]]:
     found = []
     own = _of_users([os.getuid()])
     asked = ("--noheader", "--all", *own, "--states", "PENDING", "--format", "%U|%i|%E")
-    for line in commands.run("squeue", *asked).splitlines():
-        uid, waiting, dependency = line.strip().split("|", 2)
-        if uid != str(os.getuid()):
+    for uid, waiting, dependency in commands.table("|", 3, "squeue", *asked):
+        if uid.strip() != str(os.getuid()):
             continue
         plain = re.sub(r"\([^)]*\)", "", dependency)  # afterok:12(unfulfilled)
         if re.search(rf"(?<!\d){job_id}(?!\d)", plain):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slurmgpu.slurm import commands
@@ -57,17 +58,16 @@ def survey() -> Survey:
     """Ask sinfo, scontrol and, if it answers, sacctmgr; SlurmUnavailableError if there is no Slurm."""
     if shutil.which("sinfo") is None:
         raise SlurmUnavailableError("There is no sinfo here. Write the site file on a node of the cluster.")
-    partitions = _partitions(commands.run("sinfo", "--noheader", "--format", "%P\x1f%a\x1f%l\x1f%D\x1f%G"))
+    partitions = _partitions(commands.table("\x1f", 5, "sinfo", "--noheader", "--format", "%P\x1f%a\x1f%l\x1f%D\x1f%G"))
     config = commands.configuration()
     accounts, qos = _accounts(config.get("ClusterName"))
     return Survey(config.get("ClusterName", "?"), partitions, accounts, qos, config.get("TmpFS", "/tmp"))
 
 
-def _partitions(text: str) -> list[Partition]:
+def _partitions(rows: Sequence[Sequence[str]]) -> list[Partition]:
     """From sinfo, which has a line for each kind of node in a partition."""
     found: dict[str, Partition] = {}
-    for line in text.splitlines():
-        name, available, limit, nodes, gres = line.split("\x1f")
+    for name, available, limit, nodes, gres in rows:
         if available.strip() != "up":
             continue
         plain = name.strip().rstrip("*")
@@ -86,10 +86,10 @@ def _accounts(cluster: str | None) -> tuple[list[str], list[str]]:
     user, of_cluster = own_name(), (f"cluster={cluster}",) if cluster else ()
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
-        default = commands.run(*ask, "user", user, "format=DefaultAccount").split()
-        lines = commands.run(*ask, "assoc", f"user={user}", *of_cluster, "format=Account,QOS").split()
+        default = [row[1] for row in commands.table("|", 2, *ask, "user", user, "format=User,DefaultAccount")]
+        rows = commands.table("|", 2, *ask, "assoc", f"user={user}", *of_cluster, "format=Account,QOS")
     except SlurmUnavailableError:
         return [], []
-    accounts, qos = [line.split("|")[0] for line in lines], [q for line in lines for q in line.split("|")[1].split(",")]
+    accounts, qos = [account for account, _ in rows], [q for _, named in rows for q in named.split(",")]
     default = [account for account in default if account in accounts]
     return list(dict.fromkeys([*default, *accounts])), sorted(filter(None, set(qos)))

@@ -317,7 +317,7 @@ def test_a_probe_on_slurm_is_one_task_and_the_array_follows_it(project, slurmgpu
     argv = ("submit", "--gpus", "1", "--run-dir", "other", "--slurm", "partition=nope", "--probe", "8", "--yes")
     said = slurmgpu(*argv, cwd=folder, expect=2).stderr
     assert said.count("invalid partition specified") == 1
-    assert "refuses the job: error: invalid partition specified: nope; error: Batch job submission failed" in said
+    assert "refuses the array job: error: invalid partition specified: nope; error: Batch job submission failed" in said
 
 
 @pytest.mark.slurm

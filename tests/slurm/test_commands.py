@@ -4,10 +4,13 @@ import os
 import time
 
 import pytest
+import submitit
 
 from slurmgpu.executors import slurm
+from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import attempts_of
-from slurmgpu.slurm import accounting, commands, queue
+from slurmgpu.slurm import accounting, commands, facts, queue
+from slurmgpu.slurm.survey import survey
 from slurmgpu.util import users
 from tests.files.test_status import change
 from tests.support.pretend_runs import pretend_run
@@ -180,3 +183,39 @@ def test_the_jobs_are_those_of_the_process_whatever_logname_says(cluster, monkey
         assert [waiting for waiting, _ in queue.dependents(job)] == [behind]
     finally:
         commands.cancel(job, behind)
+
+
+OWN = os.getuid()
+ANSWERS = {
+    "sacct": "7_0|FAILED|5|gres/gpu=1|gpu1|1:0|2026-11-22T06:17:00",
+    "squeue": "\x1f".join([str(OWN), "7_0", "RUNNING", "None", "slurmgpu:run", "N/A", "", "/", "x"]) + "\x1e",
+    "scontrol": "ClusterName = main",
+    "sinfo": "gpu*\x1fup\x1f1:00:00\x1f2\x1fgpu:a100:4",
+    "sacctmgr": "lab|lab",
+}
+
+
+def test_lines_of_a_sites_wrapper_around_an_answer_are_passed_over(pretending):
+    def answer(name, text):
+        pretending(name, f"echo '*** quota 83 % used, see job 4711 ***'; echo '{text}'")
+
+    for name, text in ANSWERS.items():
+        answer(name, text)
+    assert [life.state for life in commands.accounting(["7"])["7_0"]] == ["FAILED"]
+    assert [job.job_id for job in queue.own_jobs()] == ["7_0"]
+    found = survey()
+    assert [(each.name, each.gpus) for each in found.partitions] == [("gpu", {"a100": 4})]
+    assert (found.accounts, found.qos) == (["lab"], ["lab"])
+    answer("squeue", f"{OWN}|12|afterany:7(unfulfilled)")
+    assert queue.dependents("7") == [("12", "afterany:7")]
+    answer("sinfo", "gpu\x1f2\x1fgpu:a100:4")
+    known = facts.read_facts({})
+    assert known.gpus == {"gpu": [{"a100": 4}] * 2}
+    assert known.default_account == "lab"
+
+
+def test_the_id_of_a_job_is_the_one_that_sbatch_prints_itself():
+    make_steady()
+    read = submitit.SlurmExecutor._get_job_id_from_submission_command
+    assert read("Your last job 4711 has ended.\nSubmitted batch job 12\n") == "12"
+    assert read(b"caf\xe9 job 4711\nSubmitted batch job 12 on cluster main\n") == "12"

@@ -570,7 +570,7 @@ def test_types_of_gpus_nodes_and_setup_reach_the_script(project, slurmgpu, clust
 def test_a_type_of_gpu_that_the_cluster_lacks_is_refused_and_nothing_stays(project, slurmgpu):
     folder = project(8)
     done = slurmgpu(*SUBMIT, "--gpus", "1", "--gpu-type", "h900", cwd=folder, expect=2)
-    assert "Slurm refuses the job" in done.stderr
+    assert "Slurm refuses the array job" in done.stderr
     assert not (folder / "run").exists()
 
 

@@ -220,7 +220,7 @@ def test_a_survey_has_the_accounts_of_this_cluster_alone(monkeypatch):
 
     def answer(*command, **environ):
         if "user" in command:
-            return "guests\n"
+            return "me|guests\n"
         if "assoc" in command:
             of = [word.removeprefix("cluster=") for word in command if word.startswith("cluster=")]
             return "".join(rows[cluster] for cluster in of or rows)
