@@ -662,6 +662,50 @@ def say(error):
 """Behind the traceback of a rank, torchrun writes 2 KiB and more of its own."""
 
 
+@pytest.mark.parametrize(
+    ("run", "place"),
+    [
+        (["bash", "-c", "echo {text}"], "Write \"$1\" in its place, and behind the code 'bash' and {text}"),
+        (["env", "A=1", "/bin/sh", "-ec", "echo {text}"], "and behind the code '/bin/sh' and {text}"),
+        ([sys.executable, "-S", "-c", "print('{text}')"], "Write sys.argv[1] in its place, and behind the code {text}"),
+    ],
+)
+def test_a_field_within_code_is_taken_if_it_is_a_word_and_else_says_where_it_belongs(tmp_path, monkeypatch, run, place):
+    command = loaded(tmp_path, monkeypatch, run=run)
+    number, *others = command(items("-1.5e-3", "$(touch ran)", "a b", ""))
+    assert number == {"n": -0.0015}
+    assert all(isinstance(each, ItemError) and place in str(each) for each in others)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_argument_of_code_is_what_it_is(tmp_path, monkeypatch):
+    run = ["bash", "-c", 'echo "{{\\"n\\": ${{#1}}}}"', "bash", "{text}"]
+    assert loaded(tmp_path, monkeypatch, run=run)(items("$(touch ran)")) == [{"n": 12}]
+
+
+def test_each_call_has_a_port_of_its_own_unless_one_is_set(one, monkeypatch):
+    code = "import os; print(os.environ['MASTER_PORT'])"
+    ports = {row["n"] for row in one(code)(items("a", "b", "c"))}
+    assert len(ports) > 1
+    assert all(1024 < port < 1 << 16 for port in ports)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert one(code)(items("a")) == [{"n": 29500}]
+
+
+@pytest.mark.parametrize("before", ["[INFO] - ", "\\rstep 1/2 loss=0.5"])
+def test_an_object_that_does_not_begin_its_line_is_no_row_and_the_error_says_so(one, before):
+    [error] = one(f"""print('{before}{{"n": 1}}')""")(items("a"))
+    assert "in which the object does not begin the line: print a newline before it" in str(error)
+
+
+def test_a_bar_of_progress_is_no_reason(one):
+    bars = "Working ━━━━━━━━━━ 100% 0:00:00\\n", "\\r100%|██████████| 30/30 [00:00<00:00, 183.59it/s]\\n"
+    for bar in bars:
+        code = f"import sys; sys.stdout.buffer.write('{bar}'.encode()); sys.exit(3)"
+        [error] = one(code)(items("a"))
+        assert str(error).splitlines()[0] == f"{Path(sys.executable).name} exited with code 3"
+
+
 def test_the_headline_of_an_error_is_what_was_raised_also_behind_what_a_launcher_prints(one):
     [error] = one(f"{LAUNCHER}\nsay('ValueError: the tokenizer has no pad token')")(items("a"))
     first, title, *lines = str(error).splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import re
@@ -25,6 +26,10 @@ OF_A_SLICE = (IN, START, END)
 FILE = ":file"
 """Behind a field's name: the path of a file with its content, in place of the content."""
 _NAME = re.compile(r"[\w-]+")
+_READS_CODE = re.compile(r"(?:.*/)?(?:(?:ba|da|z|k)?sh|python[\d.]*)")
+_AS_CODE = re.compile(r"-[A-Za-z]*c")
+_PLAIN = re.compile(rb"[\w@%+=:,./-]+", re.ASCII)
+"""Values that are the same in code of a shell as in an argument; so `shlex.quote` has it."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
@@ -83,6 +88,17 @@ class CommandLine:
         }
         return {number: "".join(map(str, each)) for number, each in pieces.items()}
 
+    @functools.cached_property
+    def code(self) -> dict[int, str]:
+        """The places of arguments that a shell, or Python, runs as code, behind `-c`; and what runs them."""
+        found, program = {}, ""
+        for place, text in self.texts.items():
+            if not text.startswith("-"):
+                program = text
+            elif _AS_CODE.fullmatch(text) and _READS_CODE.fullmatch(program):
+                found[place + 1] = program
+        return found
+
     @property
     def named(self) -> tuple[str, ...]:
         """The placeholders of a slice that it has."""
@@ -94,13 +110,13 @@ class CommandLine:
         ItemError where a field is missing, or cannot be an argument.
         """
         filled = []
-        for pieces in self.arguments:
+        for place, pieces in enumerate(self.arguments):
             parts = [
                 piece.encode("utf-8", "surrogateescape")
                 if isinstance(piece, str)
                 else os.fsencode(values[piece.name])
                 if piece.name in values
-                else _argument(piece.name, data)
+                else _argument(piece.name, data, self.code.get(place))
                 for piece in pieces
             ]
             filled.append(b"".join(parts))
@@ -189,9 +205,16 @@ def _slot(name: str, formats: Mapping[str, set[str]]) -> Slot:
     return Slot(first)
 
 
-def _argument(name: str, data: Mapping[str, Any]) -> bytes:
-    """A field as (a part of) an argument."""
+def _argument(name: str, data: Mapping[str, Any], runs_it: str | None) -> bytes:
+    """A field as (a part of) an argument; of code that a program `runs_it`, unless it is None."""
     found = content_of(name, data)
+    if runs_it is not None and not _PLAIN.fullmatch(found):
+        parameter = "sys.argv[1]" if "python" in runs_it else '"$1"'
+        behind = "" if "python" in runs_it else f" {runs_it!r} and"
+        raise ItemError(
+            f"{{{name}}} stands in code of {runs_it}, which would run {found.decode(errors='replace')!r:.80} as well. "
+            f"Write {parameter} in its place, and behind the code{behind} {{{name}}} as an argument of its own"
+        )
     if b"\0" in found:
         raise ItemError(
             f"field {name!r} has a NUL character, which no argument can hold. Write {{{name}:file}} for a file with "

@@ -14,6 +14,7 @@ _JSON = json.JSONDecoder()
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 """A string of JSON, which ends on its line."""
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
+_BEHIND = re.compile(rb"[^{]\{\s*\".*\}\Z")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
 _NOTHING, _NUMBER, _TEXT, _OBJECT, _ROW = range(5)
 """Kinds of what is printed: a number alone, other lines, objects with other columns, and those with the columns."""
@@ -75,6 +76,8 @@ class Printed:
         seen = f"; its last line is {last!r}" if last else ""
         if _OF_PYTHON.match(self._last):
             seen += ", a dictionary as Python prints it: print json.dumps(…) of it"
+        elif _BEHIND.search(self._last):
+            seen += ", in which the object does not begin the line: print a newline before it, and no logger's prefix"
         raise OutputError(f"stdout has no JSON object, such as {{{shown}}}{seen}")
 
     def tail(self) -> str:

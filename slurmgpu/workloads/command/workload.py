@@ -12,6 +12,7 @@ import math
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 import weakref
@@ -51,7 +52,7 @@ from slurmgpu.workloads.command.temporary import why_unusable
 log = logging.getLogger(__name__)
 
 Answer = Row | ItemError | Retry
-SCRIPTS = {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
+SCRIPTS = {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk", ".ipynb"}
 """Suffixes of files that are code."""
 LONGEST_SCRIPT = 1 << 20
 """A longer file, in bytes, is no script of the user's own."""
@@ -283,11 +284,12 @@ class Command:
 
     def _environment(self) -> dict[str, str]:
         """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
+        environ = {"MASTER_PORT": str(_free_port()), **self._environ}
         folders = importer.python_path_as_submitted() if self._runs_copies or self._is_entry else []
         if folders:
-            given = self._environ.get("PYTHONPATH")
-            return {**self._environ, "PYTHONPATH": os.pathsep.join([*folders, *([given] if given else [])])}
-        return self._environ
+            given = environ.get("PYTHONPATH")
+            environ["PYTHONPATH"] = os.pathsep.join([*folders, *([given] if given else [])])
+        return environ
 
     def _as_submitted(self, number: int, path: Path) -> Path | None:
         """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
@@ -429,6 +431,14 @@ def _check_unchanged() -> None:
     """Raise EditedError if a file of the code is seen to have changed for the first time."""
     if importer.has_just_changed():
         raise EditedError
+
+
+def _free_port() -> int:
+    """A port for `torch.distributed`, whose own default, 29500, is another call's of the node."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def _start_stream(
