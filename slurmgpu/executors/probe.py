@@ -10,7 +10,8 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.spec import PROMISED
-from slurmgpu.plan.planner import Draft, allocate
+from slurmgpu.plan.allocation import allocate
+from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.plan.planner import allocate
+from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan

@@ -19,8 +19,8 @@ from slurmgpu.errors import MayBeQueuedError, SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.executors.steady import make_steady
-from slurmgpu.plan.planner import refuse_odd_path
 from slurmgpu.plan.run_file import RunFile
+from slurmgpu.plan.run_path import refuse_odd_path
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue

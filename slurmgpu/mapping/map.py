@@ -29,8 +29,9 @@ from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.operations import probing, submitting
+from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.overrides import SET, Overrides
-from slurmgpu.plan.planner import Draft, allocate, draft_run
+from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file

@@ -12,9 +12,10 @@ TARGET_SHARDS = 2048
 
 @dataclass(frozen=True)
 class ShardSize:
-    """The items of a shard, and a note for the user if it has fewer than a run with one task would have."""
+    """The items of a shard, the parts of each item, and a note for the user if a run with one task has others."""
 
     n_items: int
+    parts: int = 1
     note: str | None = None
 
 
@@ -23,30 +24,29 @@ def default_shard_items(n_items: int, batch_size: int, most_shards: int = TARGET
     return batch_size * -(-n_items // (batch_size * most_shards))
 
 
-def shard_size(n_items: int, batch_size: int, n_tasks: int, most_shards: int = TARGET_SHARDS) -> ShardSize:
-    """The default size of a shard, but an equal part for each of the tasks where they are more than such shards."""
+def shard_size(
+    n_items: int, batch_size: int, n_tasks: int, most_shards: int = TARGET_SHARDS, most_parts: int = 1
+) -> ShardSize:
+    """The default size of a shard, but an equal part for each of the tasks where they are more than such shards.
+
+    Each item of a shard of its own is computed in several parts where there are tasks for them: never in more, since an
+    item in parts takes a GPU longer than in one.
+    """
     size = default_shard_items(n_items, batch_size, most_shards)
     part = -(-n_items // n_tasks)
-    n_shards, n_parts = -(-n_items // size), -(-n_items // part)
-    if n_shards >= n_tasks or n_parts <= n_shards:
-        return ShardSize(size)
-    return ShardSize(
-        part,
-        f"{count_of(n_items, 'item')} are cut into {count_of(n_parts, 'shard')} of {part:,}, in place of "
-        f"{n_shards:,} of {size:,}, so that {n_parts:,} tasks have one each; shard_items sets another size.",
-    )
-
-
-def parts_of(n_items: int, n_tasks: int, most_parts: int) -> tuple[int, str | None]:
-    """Into how many parts tasks divide each item of a shard of its own, and a note if they do.
-
-    Never into more parts than there are tasks for: an item in parts takes a GPU longer than in one.
-    """
-    parts = max(1, min(n_tasks // n_items, most_parts))
-    if parts == 1:
-        return 1, None
-    each = "The item is" if n_items == 1 else f"Each of {n_items:,} items is"
-    return parts, (
-        f"{each} computed in {parts} parts, so that {n_items * parts:,} tasks have one each; shard_items = 1 computes "
-        f"{'it' if n_items == 1 else 'them'} whole, which takes less time on few tasks."
-    )
+    n_shards, n_shares = -(-n_items // size), -(-n_items // part)
+    note = None
+    if n_shards < n_tasks and n_shares > n_shards:
+        note = (
+            f"{count_of(n_items, 'item')} are cut into {count_of(n_shares, 'shard')} of {part:,}, in place of "
+            f"{n_shards:,} of {size:,}, so that {n_shares:,} tasks have one each; shard_items sets another size."
+        )
+        size = part
+    parts = max(1, min(n_tasks // n_items, most_parts)) if min(size, n_items) == 1 else 1
+    if parts > 1:
+        each = "The item is" if n_items == 1 else f"Each of {n_items:,} items is"
+        note = (
+            f"{each} computed in {parts} parts, so that {n_items * parts:,} tasks have one each; shard_items = 1 "
+            f"computes {'it' if n_items == 1 else 'them'} whole, which takes less time on few tasks."
+        )
+    return ShardSize(size, parts, note)

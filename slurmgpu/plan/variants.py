@@ -14,7 +14,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.overrides import Overrides, place_of
-from slurmgpu.plan.planner import LOOK, Draft, draft_run
+from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.plan.run_path import LOOK
 from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.plan.sweep_keys import split_sweep
 from slurmgpu.plan.variant_names import as_text, names_beside, respelled

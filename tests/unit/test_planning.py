@@ -8,7 +8,8 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import fewer_tasks, first_submission
-from slurmgpu.plan.planner import Allocation, allocate, draft_run
+from slurmgpu.plan.allocation import Allocation, allocate
+from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
 from slurmgpu.plan.shard_size import default_shard_items, shard_size
 from slurmgpu.plan.site_file import GivenRunFile

@@ -20,9 +20,11 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.faults import gpu_trial
 from slurmgpu.inputs import sweeps
+from slurmgpu.plan.allocation import allocate
+from slurmgpu.plan.checked_workload import workload_of
 from slurmgpu.plan.container_spec import identify_image, image_path
 from slurmgpu.plan.overrides import Overrides
-from slurmgpu.plan.planner import Draft, allocate, draft_run, workload_of
+from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import read_run_file
 from slurmgpu.plan.variants import variants_of

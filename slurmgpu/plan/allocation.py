@@ -1,0 +1,52 @@
+"""How many tasks a run has, and how many GPUs each of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import Resources
+from slurmgpu.util.gpus import number_of
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The number of tasks, how many of them may run at once, and the GPUs of each."""
+
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+
+
+def allocate(resources: Resources, n_shards: int | None) -> Allocation:
+    """Tasks and GPUs by [resources], with at most as many tasks as shards: docs/reference/cli.md has the rule."""
+    gpus, per_task, nodes = resources.gpus, resources.gpus_per_task, resources.nodes_per_task
+    if gpus == 0:
+        if per_task is not None:
+            raise SlurmGPUError("gpus = 0 runs on CPUs, so gpus_per_task cannot be set; tasks says how many tasks.")
+        n_concurrent, per_task = resources.tasks or 1, 0
+    elif resources.array:
+        per_task = per_task or 1
+        if gpus % per_task:
+            raise SlurmGPUError(f"gpus = {gpus} is not a multiple of gpus_per_task = {per_task}.")
+        n_concurrent = gpus // per_task
+    else:
+        if per_task not in (None, gpus):
+            raise SlurmGPUError(
+                f"Without --array one task holds all of gpus = {gpus}, but gpus_per_task = {per_task}; add --array."
+            )
+        n_concurrent, per_task = 1, gpus
+    if nodes > 1 and (per_task == 0 or per_task % nodes):
+        raise SlurmGPUError(
+            f"nodes_per_task = {nodes}, but a task has {number_of(per_task)}: expected a multiple of {nodes}, "
+            f"the same number on each node. Correct gpus or gpus_per_task."
+        )
+    if nodes > 1 and resources.processes == "one":
+        raise SlurmGPUError(
+            f'nodes_per_task = {nodes}, but processes = "one": one process sees the GPUs of its own node only. '
+            f'Set processes = "per-gpu".'
+        )
+    limit = n_shards or sys.maxsize
+    n_tasks = min(resources.tasks or n_concurrent, limit)
+    return Allocation(n_tasks, min(n_concurrent, n_tasks), per_task)

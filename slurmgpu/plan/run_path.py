@@ -1,0 +1,49 @@
+"""The path of a run directory: where it lies by the run file and the options, and which paths are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import RunFile
+from slurmgpu.util.home import expanded
+
+LOOK = "-look"
+"""What follows the name of a run in that of a look at it."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+NOT_UTF8 = re.compile(r"[\ud800-\udfff]")
+"""How Python has the bytes of a path that are no UTF-8."""
+
+
+def run_path(config: RunFile, path: Path, run_dir: Path | None, *, is_look: bool) -> Path:
+    """The absolute path of the directory for a run of the run file at `path`; `run_dir` is that of an option."""
+    named = expanded(config.run_dir or f"runs/{path.stem}")
+    if is_look:
+        named = named.with_name(f"{named.name}{LOOK}")
+    return (path.parent / named if run_dir is None else expanded(run_dir)).absolute()
+
+
+def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
+    """Raise SlurmGPUError for a run directory whose path Slurm would change, or that is no UTF-8.
+
+    The executor refuses `not_in_paths`. Submitit and Slurm replace %j and other patterns anywhere in the path of a log;
+    a backslash turns that off. A line break ends a line of #SBATCH, and versions of sbatch differ in how they read a
+    quote in one.
+    """
+    path = str(run_dir)
+    if found := CONTROL.search(path):
+        what = f"the control character {found[0]!a}"
+    elif found := NOT_UTF8.search(path):
+        what = f"{found[0]!a}, a byte that is no UTF-8, as the files of a run and Slurm's messages are"
+    elif "%" in path:
+        what = "a %, which Slurm replaces by numbers of jobs in the paths of logs"
+    elif odd := sorted({each for each in path if each in not_in_paths}):
+        what = f"{' and '.join(odd)}, which versions of Slurm read differently"
+    else:
+        return
+    raise SlurmGPUError(
+        f"The path of the run directory {path!r} has {what}. "
+        f"Name another with --run-dir, or run_dir in the run file, or rename the folder."
+    )
