@@ -13,7 +13,7 @@ import pytest
 
 from slurmgpu.cli.views.polling import Look
 from slurmgpu.cli.views.state_words import failure_words, merge_words, parting_words, queue_words
-from slurmgpu.cli.views.tables import show_status
+from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import judged_attempts, read_report
@@ -191,6 +191,23 @@ def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
     renumbered = [{**line, "folder": str(moved.folder), "inode": 9} for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in renumbered))
     assert slurms_queue.jobs_of(moved, jobs) == jobs  # a file system that numbers its files again at each mount
+
+
+@pytest.mark.parametrize("lives", [None, {"4711_0": [Life("FAILED", "crash", True, 2, 1, "gpu1")]}])
+def test_where_no_task_has_begun_the_logs_are_named(ended_run, lives, capsys):
+    for path in (*ended_run.tasks.iterdir(), *ended_run.shards.iterdir()):
+        path.unlink()
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    report = report_of(ended_run, lives=lives)
+    show_status(read_status(ended_run, [], now=NOW))
+    show_report(report)
+    told = capsys.readouterr()
+    advice = f"no task has begun: slurmgpu logs {ended_run.folder} lists what their jobs wrote\n"
+    assert advice in told.out
+    assert advice in told.err
+    assert (f"failed without a record: 1 crash; slurmgpu report {ended_run.folder} names them" in told.out) == bool(
+        lives
+    )
 
 
 def test_the_report_knows_better_why_attempts_ended(ended_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -50,6 +51,7 @@ MAX_ODD = 8
 """The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
 """The ledger of fewer hours is not printed: some minutes are not representative."""
+NONE_BEGAN = "no task has begun: slurmgpu logs {} lists what their jobs wrote"
 OTHER_RUN = "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir"
 
 
@@ -79,6 +81,10 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
         _show_living(console, attempts)
     _more(len(status["attempts"]), "status --json lists them", len(attempts))
     _show_failures(console, attempts)
+    unseen = Counter(status["failures"]) - Counter(a["failure"] or "" for a in status["attempts"])
+    if unseen:
+        counts = ", ".join(f"{n:,} {plain(kind)}" for kind, n in unseen.items())
+        result(f"failed without a record: {counts}; slurmgpu report {shlex.quote(status['run_dir'])} names them")
     for name in status["damaged_records"]:
         result(f"record damaged: {name}")
     for name in status["unreadable_records"]:
@@ -89,6 +95,8 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
             result(f"queued: {job['job_id']} ({job['reason']}{start})")
         elif job["state"] in SUSPENDED:
             result(f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed")
+    if status["state"] == "incomplete" and not status["attempts"]:
+        say(NONE_BEGAN.format(shlex.quote(status["run_dir"])))
     if command := _next(status):
         say(f"next: {command}")
 
@@ -184,6 +192,8 @@ def _show_next(report: Report) -> None:
             f"\nno task has started: the array waited for {jobs} (--after), and Slurm cancels it where that run stays "
             "incomplete. Complete that run first."
         )
+    elif report["resubmit"] and all(attempt["submission"] is None for attempt in report["attempts"]):
+        result(f"\n{NONE_BEGAN.format(folder)}")
     if report["resubmit"]:
         policies = [POLICIES.get(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
