@@ -21,7 +21,7 @@ from typing import TypedDict, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.owners import is_trusted, name_of
-from slurmgpu.run.submissions import Code, CodeAbout, Pickled, SubmissionLine
+from slurmgpu.run.submissions import Code, CodeAbout, SubmissionLine
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
@@ -96,17 +96,13 @@ class Snapshot:
     def digest(self) -> str:
         """The digest of names and syntax trees, which ignores comments and layout, and of functions given since."""
         parts = sorted((file.name, file.digest) for file in self.files)
-        parts += sorted((f"{role}()", _known_by(each)) for role, each in self.about.get("functions", {}).items())
+        parts += sorted((f"{role}()", each["same"]) for role, each in self.about.get("functions", {}).items())
         parts += sorted((f"{file.name}:read", file.sha256) for file in self.read)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
 
     def line(self) -> Code:
         """The record of the snapshot in a submission's line."""
         return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
-
-
-def _known_by(given: Pickled) -> str:
-    return given.get("same", given["sha256"])
 
 
 def write(run: Path, snapshot: Snapshot) -> None:
@@ -269,7 +265,7 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     found += [
         f"`{role}` is another function"
         for role, each in of_now.items()
-        if role not in of_former or _known_by(of_former[role]) != _known_by(each)
+        if role not in of_former or of_former[role]["same"] != each["same"]
     ]
     return found + changed_versions(before.about, now.about)
 

@@ -286,8 +286,7 @@ def _about_former(folder: Path, draft: Draft) -> str:
 def _as_pickled_in(former: Plan, plan: Plan) -> Plan:
     """A plan with the pickle of a former one, if that has the same function: no two processes pickle it alike."""
     then, now = (each.settings.get("pickled", {}) for each in (former, plan))
-    known_by = "same" if "same" in then else "sha256"  # older runs have the digest of the pickle only
-    same = known_by in then and all(then[key] == now.get(key) for key in (known_by, "python"))
+    same = then and all(then[key] == now.get(key) for key in ("same", "python"))
     return replace(plan, settings={**plan.settings, "pickled": then}) if same else plan
 
 

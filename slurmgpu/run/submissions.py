@@ -26,19 +26,15 @@ class Git(TypedDict):
     dirty: bool
 
 
-class _Known(TypedDict, total=False):
-    same: str
-
-
-class Pickled(_Known):
+class Pickled(TypedDict):
     """The digest of a pickle of functions, and the version of Python that can read it.
 
-    `same` is the digest by which the functions are known in another process, which pickles them otherwise; older
-    records have none.
+    `same` is the digest by which the functions are known in another process, which pickles them otherwise.
     """
 
     sha256: str
     python: str
+    same: str
 
 
 class _Replaced(TypedDict, total=False):

@@ -1,7 +1,6 @@
 """`slurmgpu.map` by the local executor: what a user writes in a script or a notebook, and what outlives it."""
 
 import importlib
-import json
 import os
 import re
 import runpy
@@ -9,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -201,18 +199,6 @@ def test_a_file_that_a_function_by_value_reads_is_told_and_part_of_its_code(tmp_
     assert former != now
     with slurmgpu.open(run.merged) as merged:
         assert (merged["result"][:].tolist(), merged.code.tolist()) == ([2.0, 4.0], [now, now])
-
-
-def test_a_run_without_a_digest_of_its_function_is_known_by_the_pickle(caplog):
-    def double(item):
-        return 2.0 * item
-
-    run = slurmgpu.map(double, [1, 2], columns="float64", **IN_PROCESS).run
-    settings = {**run.plan.settings, "pickled": {**run.plan.settings["pickled"]}}
-    del settings["pickled"]["same"]  # as in older runs
-    (run.folder / "run.json").write_text(json.dumps(replace(run.plan, settings=settings).to_json()))
-    slurmgpu.map(double, [1, 2], columns="float64", **IN_PROCESS)
-    assert f"{run.folder} is of the same function and items" in caplog.text
 
 
 def test_a_bad_item_of_the_first_batch_keeps_no_column_from_being_learnt():

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slurmgpu.code import importer
 from slurmgpu.code.functions import PICKLE, import_named, path_of, unpack
@@ -46,7 +46,8 @@ class Function:
             raise SlurmGPUError(f"function: items is {items!r}; expected one of {', '.join(UNWRAP)}.")
         self.columns: Mapping[str, Column] = {"types": Json()} if learn else columns_of_types(columns or {}, "function")
         self.takes_one = not batched
-        self._names, self._pickled, self._learns = (function, load), pickled, learn
+        self._names, self._learns = (function, load), learn
+        self._pickled = cast(Pickled | None, pickled)
         self._batched, self._unwrap, self._argv = batched, UNWRAP[items], argv
 
     def place(self, share: Share) -> Placement:
@@ -72,8 +73,7 @@ class Function:
 
     def _planned(self, run: Path) -> dict[str, Callable[..., Any] | None]:
         if self._pickled is not None:
-            pickled: Pickled = {"sha256": self._pickled["sha256"], "python": self._pickled["python"]}
-            return unpack(run / PICKLE, pickled)
+            return unpack(run / PICKLE, self._pickled)
         name, load_name = self._names
         return {"function": import_named(name), "load": import_named(load_name) if load_name else None}
 
