@@ -698,6 +698,12 @@ def test_an_object_that_does_not_begin_its_line_is_no_row_and_the_error_says_so(
     assert "in which the object does not begin the line: print a newline before it" in str(error)
 
 
+def test_the_reason_of_an_error_of_hydras_is_its_first_line(one):
+    said = "Could not override 'modle'.\\n    object_type=dict\\n\\nSet the environment variable HYDRA_FULL_ERROR=1."
+    [error] = one(f"""import sys; sys.exit("{said}")""")(items("a"))
+    assert str(error).splitlines()[0].endswith(" exited with code 1: Could not override 'modle'.")
+
+
 def test_a_bar_of_progress_is_no_reason(one):
     bars = "Working ━━━━━━━━━━ 100% 0:00:00\\n", "\\r100%|██████████| 30/30 [00:00<00:00, 183.59it/s]\\n"
     for bar in bars:

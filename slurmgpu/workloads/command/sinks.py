@@ -17,6 +17,7 @@ OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
 """Words in an error after which it is checked whether the GPUs still work."""
 _BAR = re.compile(r"\d%\|.*\||[━╸╺█▏▎▍▌▋▊▉]{4}")
 """What tqdm and Rich print of progress."""
+_OF_HYDRA = "HYDRA_FULL_ERROR=1"
 _RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
 """The line that ends a traceback of Python, behind a rank of torchrun's, or tells what C++ has thrown."""
 _OF_LAUNCHER = "ChildFailedError"
@@ -108,14 +109,15 @@ class ToLog:
     def headline(self, *, of_error: bool) -> str:
         """The line that tells most; with `of_error` one that ends a traceback, also before the end.
 
-        Else it is the last line that is more than a rule or a bar of progress. Behind a traceback come those of
-        torchrun, and what trackers and warnings print.
+        Else it is the last line that is more than a rule or a bar of progress; of Hydra, which ends an error by advice,
+        the first. Behind a traceback come those of torchrun, and what trackers and warnings print.
         """
         if of_error and (told := self.told()):
             return told
         lines = self.tail().split("\n")
         shown = [line for line in lines if not _BAR.search(line)] or [""]
-        return next((line for line in reversed(shown) if any(map(str.isalnum, line))), shown[-1])
+        ordered = shown if _OF_HYDRA in shown[-1] else shown[::-1]
+        return next((line for line in ordered if any(map(str.isalnum, line))), shown[-1])
 
     def _shown(self, line: str) -> str:
         """A line as a terminal shows it, without the paths of temporary files."""
