@@ -115,7 +115,7 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -
         said = ("; ".join(told) or " ".join(lines).strip()).rstrip(".")
         if commands.was_not_taken(said):
             raise commands.SlurmUnavailableError(
-                f"Slurm is out of reach: {said}. The job is not queued. Once Slurm answers: `slurmgpu resubmit "
+                f"Slurm takes no job at present: {said}. The job is not queued. Once it does: `slurmgpu resubmit "
                 f"{run.typed}`, or, if its directory was removed, the same command again.",
                 is_silent=True,
             ) from error

@@ -37,11 +37,14 @@ NOT_SET_UP = (
 NO_CONFIGURATION = "Could not establish a configuration source"
 """The end of Slurm's message for it."""
 
+FULL = "Resource temporarily unavailable|Unable to create job record, try again"
+"""sbatch says so after two minutes if slurmctld has MaxJobCount jobs, those that ended within MinJobAge included."""
 SILENCE = re.compile(
     "Unable to contact slurm controller|Socket timed out|Zero Bytes were|Communication \\w+ failure|standby mode"
+    f"|{FULL}"
 )
 """Messages of slurm_errno.h; sbatch may have queued a job all the same, unless no slurmctld took its request."""
-NOT_TAKEN = re.compile("Unable to contact slurm controller \\(connect failure\\)|standby mode")
+NOT_TAKEN = re.compile(f"Unable to contact slurm controller \\(connect failure\\)|standby mode|{FULL}")
 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}

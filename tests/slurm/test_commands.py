@@ -219,3 +219,21 @@ def test_the_id_of_a_job_is_the_one_that_sbatch_prints_itself():
     read = submitit.SlurmExecutor._get_job_id_from_submission_command
     assert read("Your last job 4711 has ended.\nSubmitted batch job 12\n") == "12"
     assert read(b"caf\xe9 job 4711\nSubmitted batch job 12 on cluster main\n") == "12"
+
+
+SAID = "error: Batch job submission failed: {}"
+
+
+@pytest.mark.parametrize(
+    ("said", "not_taken", "silent"),
+    [
+        ("Resource temporarily unavailable", True, True),
+        ("Unable to create job record, try again", True, True),
+        ("Unable to contact slurm controller (connect failure)", True, True),
+        ("Unable to contact slurm controller (connect failure); Socket timed out on send/recv operation", False, True),
+        ("Socket timed out on send/recv operation", False, True),
+        ("Invalid account or account/partition combination specified", False, False),
+    ],
+)
+def test_a_full_queue_is_no_refusal_and_leaves_no_job(said, not_taken, silent):
+    assert (commands.was_not_taken(SAID.format(said)), commands.is_silence(SAID.format(said))) == (not_taken, silent)
