@@ -18,6 +18,10 @@ _FOR_WRITING = re.compile(r"[wax][bt+]*|r[bt]?\+[bt]?")
 _MOVES = frozenset({"replace", "rename", "move", "copy", "copy2", "copyfile"})
 _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
+_NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "FileHandler", "basicConfig"})
+"""Calls that get no name of a file, or that of a log, to which all may write."""
+_APPENDS = frozenset({"a", "ab", "at", "a+"})
+_FILE = re.compile(r"(?!/dev/)[^\s*?]*[^\s*?/.]\.[A-Za-z]\w{0,9}")
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
 
 
@@ -56,6 +60,8 @@ class NamesInSource(ast.NodeVisitor):
         """Packages of which it imports all names, and so the modules in their `__all__`."""
         self.written: set[str] = set()
         """Texts in calls that write files, which are names of what it makes."""
+        self.outputs: set[str] = set()
+        """The files that it writes by a name which it spells out."""
         self._assigned: list[tuple[set[str], set[str]]] = []
         """The names of variables, arguments and options, and the texts that they are given."""
         self._written_names: set[str] = set()
@@ -130,10 +136,13 @@ class NamesInSource(ast.NodeVisitor):
                 if each.arg == "default":
                     option = str(node.args[0].value).lstrip("-").replace("-", "_")
                     self._assigned.append(({option}, _path_in(each.value)[0]))
-        for path in _written_by(name, node):
+        written = _written_by(name, node)
+        for path in written:
             texts, variables = _path_in(path)
             self.written |= texts
             self._written_names |= variables
+        if name not in _NO_OUTPUTS and not _APPENDS.intersection(whole := set(map(_spelt_out, written))):
+            self.outputs |= {each for each in whole if each is not None and _FILE.fullmatch(each)}
         is_of_hydra = name in ("main", "initialize", "initialize_config_dir") and ast.unparse(function) in _OF_HYDRA
         if is_of_hydra and node.args and isinstance(node.args[0], ast.Constant):
             self.config_folders |= _path_in(node.args[0])[0]
@@ -303,6 +312,21 @@ def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
             return set(), set()
     found = list(map(_path_in, parts))
     return set().union(*(texts for texts, _ in found)), set().union(*(names for _, names in found))
+
+
+def _spelt_out(node: ast.expr) -> str | None:
+    """The path that an expression is, whatever the arguments of the program."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            parts = [left, right]
+        case ast.Call(func=ast.Name(id="Path") | ast.Attribute(attr="Path"), args=[_, *_] as parts):
+            pass
+        case _:
+            return None
+    texts = [text for text in map(_spelt_out, parts) if text is not None]
+    return "/".join(texts) if len(texts) == len(parts) else None
 
 
 def _written_by(name: str, call: ast.Call) -> list[ast.expr]:

@@ -84,6 +84,8 @@ class Tracer:
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
         self._first: set[Path] = set()
+        self._outputs: dict[str, list[str]] = {}
+        """The files that scripts write by a name which is the same in each call, by the script."""
         self._defined: dict[str, frozenset[str]] = {}
 
     def add_named(self, module: str, *, needed: bool) -> None:
@@ -254,6 +256,12 @@ class Tracer:
                 f"{_some(file.name for file in read)}. Rows that are computed after a change "
                 f"of one of them are by unknown code in the report."
             )
+        found += [
+            f"{script} writes {some_of(names, MANY_NAMED)} by the same name in each call: calls that run at once "
+            f"overwrite each other's, and one may read what another has left. Take a part of the name from the command "
+            f"line, as in --out fits/{{id}}, unless each call has a working folder of its own."
+            for script, names in self._outputs.items()
+        ]
         if elsewhere := [f"{name} ({path})" for name, path in self.where.elsewhere.items()]:
             found.append(
                 f"The code imports from folders that are not bound into the image; tasks import the image's versions, "
@@ -319,6 +327,8 @@ class Tracer:
         package = None if module is None else module if is_package else module.rpartition(".")[0]
         path = Path(found.path)
         imports = names_in(tree, package or (self._package_of_script(path) if found.is_script else None))
+        if found.is_script and imports.outputs:
+            self._outputs[found.name] = sorted(imports.outputs)
         for each in imports.path_folders:
             self._add_path_folder(each, path, is_script=found.is_script)
         for name in sorted(imports.stars):

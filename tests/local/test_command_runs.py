@@ -270,6 +270,23 @@ def test_a_package_that_a_script_finds_on_its_path_is_as_it_was_submitted(slurmg
         assert merged.code.tolist() == [code.stem]
 
 
+def test_a_file_that_each_call_writes_by_the_same_name_is_told(slurmgpu, tmp_path):
+    writes = """
+import json, pathlib, sys
+pathlib.Path("own", sys.argv[1] + ".json").parent.mkdir(exist_ok=True)
+open(pathlib.Path("own") / f"{sys.argv[1]}.json", "w")
+open("log.txt", "a").write("as in read.me")
+with open("out.json", "w", encoding="utf-8") as file:
+    json.dump({"n": "a.b"}, file)
+(pathlib.Path("plots.d") / "curve.csv").touch()
+"""
+    folder = make(tmp_path / "project", "one.py", texts=["a", "b"])
+    (folder / "plots.d").mkdir()
+    (folder / "one.py").write_text((folder / "one.py").read_text() + writes)
+    said = slurmgpu("submit", cwd=folder, expect=0).stderr
+    assert "one.py writes out.json, plots.d/curve.csv by the same name in each call: calls that run at once" in said
+
+
 READS = """
 import sys
 factor = open("conf.yaml").read()
