@@ -40,7 +40,7 @@ from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_fresh, list_names, remove, replace, retried
-from slurmgpu.worker.computer import check_debugger_left
+from slurmgpu.worker.call_failures import check_debugger_left
 from slurmgpu.worker.parts import remove_parts
 
 log = logging.getLogger(__name__)

@@ -2,102 +2,40 @@
 
 from __future__ import annotations
 
-import bdb
 import contextlib
 import gc
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
+from slurmgpu.errors import Interrupted, ItemError, WorkerBrokenError
 from slurmgpu.inputs.kept import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
-from slurmgpu.run.failures import FILES, ITEM, LOADING, POLICIES, class_of
+from slurmgpu.run.failures import LOADING, POLICIES
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
-from slurmgpu.shards.shard_file import FailedRow
-from slurmgpu.util.broken_process import is_broken, is_used_up, says_used_up
-from slurmgpu.util.early_signals import INTERRUPTS
+from slurmgpu.util.broken_process import is_used_up
 from slurmgpu.util.exceptions import described, message_of, trace_of
-from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
+from slurmgpu.worker.call_failures import INTERRUPTED, MAY_PASS, NOT_ASKED, Failure, attempt, may_pass, of_item
 from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.preparing import Preparer
 from slurmgpu.workload import Item
 
 log = logging.getLogger(__name__)
 
-ERROR_LENGTH = 4000
-"""Longest `error` of an item, in characters."""
-LINE_LENGTH = 500
-"""Longest first line of an underlying error, in characters."""
 PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
 """How long to wait before items are computed again, and by which factor longer the next time."""
 LONGEST_PAUSE_S = 300.0
 """The longest such wait, whatever the workload asks for: it may hold a GPU meanwhile."""
-MAY_PASS = (Retry, ConnectionError, TimeoutError)
-"""Exceptions after which the same items are computed again."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known.
-
-    `retry_after` is how long to wait before the item is computed again, in seconds; None if that would not help. With
-    `is_of_process` the process had no file or thread left.
-    """
-
-    kind: str
-    message: str
-    way: tuple[str, ...] | None = None
-    trace: str = ""
-    retry_after: float | None = None
-    is_of_process: bool = False
-
-    @property
-    def first_line(self) -> str:
-        """The first line of the message, for the log."""
-        return self.message.partition("\n")[0][:ERROR_LENGTH]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Failure:
-        """A failure from its `asdict` after JSON, which turns tuples into lists."""
-        return cls(**{**value, "way": None if value["way"] is None else tuple(value["way"])})
-
-    def to_row(self, values: Mapping[str, Any] = {}) -> FailedRow:
-        """What the shard has of the item: the failure class and the message as its `error`, and these values."""
-        return FailedRow(f"{self.kind}: {self.message}"[:ERROR_LENGTH], values)
-
-
 _PENDING = Failure("item_error", "not computed")
-INTERRUPTED = Failure("interrupted", "left for later")
-"""A call whose workload saved its progress and raised Interrupted: no failure, and no row."""
-NOT_ASKED = Failure(
-    "item_error",
-    "the workload raised Interrupted though nobody had asked it to stop: task.stopping() says when to",
-    ("interrupted",),
-)
-
-
-def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
-    """How a call ended for the whole group, from how it ended on each rank: as on the lowest rank that failed.
-
-    If the group was asked to stop, Interrupted goes first: other errors may come from a rank that missed the others,
-    and rows from one that did not hear in time. The item resumes from its progress, and real errors occur again.
-    """
-    if INTERRUPTED in ways and is_asked:
-        return INTERRUPTED
-    failures = [way for way in ways if way is not None]
-    return next((way for way in failures if way != INTERRUPTED), NOT_ASKED if failures else None)
 
 
 @dataclass
@@ -148,6 +86,21 @@ def common_failure(shards: Sequence[Computed]) -> Failure | None:
 
 
 @dataclass
+class _Shard:
+    """A shard while it is computed: what is done of it, and calls that are put off to its end, alone or not."""
+
+    taken_in: TakenIn
+    done: Computed
+    n_tries_left: int
+    put_off: list[tuple[list[int], bool]] = field(default_factory=list)
+
+    def called(self, index: int) -> str:
+        """An item in the log: by its index, and its name if it has one."""
+        names = self.taken_in.names
+        return f"item {index}" + (f" ({names[index]})" if index in names else "")
+
+
+@dataclass
 class Computer:
     """Computes shards with one loaded workload.
 
@@ -181,11 +134,7 @@ class Computer:
     following: Callable[[], Sequence[Item]] = tuple
     meanwhile: Callable[[], None] = lambda: None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
-    _names: dict[int, str] = field(default_factory=dict)
-    _kept_of: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    _n_tries_left: int = 0
     _has_computed: bool = False
-    _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
     _preparer: Preparer | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -224,7 +173,7 @@ class Computer:
         """The items by the workload's `sort_key`, without those for which it raises: these are failures in `found`."""
         keyed = []
         for item in items:
-            value, failure = self._try(partial(key, item), 1)
+            value, failure = self._attempt(partial(key, item), 1)
             self._end_if_used_up(failure)
             if failure is None:
                 keyed.append((value, item.index, item))
@@ -246,25 +195,24 @@ class Computer:
         again, and WorkerFailedError if a resumable one could not keep what it has of an item: then the shard has no
         rows yet.
         """
-        done = Computed(taken_in.rows)
+        shard = _Shard(taken_in, Computed(taken_in.rows), self.retries)
+        done = shard.done
         self.noted.clear()
-        self._n_tries_left, self._put_off = self.retries, []
-        self._names, self._kept_of = taken_in.names, taken_in.kept
         for index, row in taken_in.rows.items():
             if row is not _PENDING and isinstance(row, Failure):
-                self._log(index, row)
+                self._log(shard, index, row)
         batches = taken_in.batches
         is_isolated = [history.isolates([item.index for item in batch]) for batch in batches]
         for number, batch in enumerate(batches):
             if is_isolated[number]:
                 done.isolated += 1
-                self._compute_alone(batch, history, done)
+                self._compute_alone(batch, history, shard)
             else:
                 is_last = number + 1 == len(batches)
                 following = None if is_last else () if is_isolated[number + 1] else batches[number + 1]
-                self._compute_batch(batch, following, done)
-        self._try_again({item.index: item for batch in batches for item in batch}, done)
-        for index, kept in self._kept_of.items():
+                self._compute_batch(batch, following, shard)
+        self._try_again({item.index: item for batch in batches for item in batch}, shard)
+        for index, kept in taken_in.kept.items():
             if isinstance(done.rows[index], Failure):
                 done.kept[index] = self._stored(kept)
         done.noted = dict(self.noted)
@@ -278,112 +226,112 @@ class Computer:
                 stored[name] = self.columns[name].convert(value)
         return stored
 
-    def _try_again(self, items: Mapping[int, Item], done: Computed) -> None:
+    def _try_again(self, items: Mapping[int, Item], shard: _Shard) -> None:
         """Call the workload again for what was put off, until nothing is, or no try is left."""
         pause_s = PAUSE_S
-        while self._n_tries_left:
-            again = self.share(self._put_off)
-            self._put_off = []
+        while shard.n_tries_left:
+            again = self.share(shard.put_off)
+            shard.put_off = []
             if not again:
                 return
-            self._n_tries_left -= 1
+            shard.n_tries_left -= 1
             indices = [index for batch, _ in again for index in batch]
-            wanted_s = min(self._wanted_pause_s(indices, done) or pause_s, LONGEST_PAUSE_S)
+            wanted_s = min(self._wanted_pause_s(indices, shard) or pause_s, LONGEST_PAUSE_S)
             goes_on = self.keeps_rows and self.pause(wanted_s, len(indices))
             if not self.share(goes_on):
                 raise Interrupted
             pause_s *= PAUSE_GROWTH
             for batch, isolated in again:
-                self._call_narrowing([items[index] for index in batch], done, isolated=isolated)
+                self._call_narrowing([items[index] for index in batch], shard, isolated=isolated)
 
-    def _wanted_pause_s(self, indices: Sequence[int], done: Computed) -> float:
+    def _wanted_pause_s(self, indices: Sequence[int], shard: _Shard) -> float:
         """The longest pause that was asked for; 0 if none was."""
-        rows = (done.rows[index] for index in indices)
+        rows = (shard.done.rows[index] for index in indices)
         return max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
 
-    def _compute_alone(self, batch: Sequence[Item], history: History, done: Computed) -> None:
+    def _compute_alone(self, batch: Sequence[Item], history: History, shard: _Shard) -> None:
         for item in batch:
             if item.index in history.quarantined:
                 kind, _, message = history.quarantined[item.index].partition(": ")
-                deadly = done.rows[item.index] = Failure(kind, message)
-                self._log(item.index, deadly)
+                deadly = shard.done.rows[item.index] = Failure(kind, message)
+                self._log(shard, item.index, deadly)
             else:
-                self._call_narrowing([item], done, isolated=True)
+                self._call_narrowing([item], shard, isolated=True)
 
-    def _compute_batch(self, batch: Sequence[Item], following: Sequence[Item] | None, done: Computed) -> None:
+    def _compute_batch(self, batch: Sequence[Item], following: Sequence[Item] | None, shard: _Shard) -> None:
         """Compute one batch, before the `following` one, in pieces of `oom_batch` after memory was short.
 
         None follows the last of a shard: then it is the first of another shard.
         """
         start = 0
         while start < len(batch):
-            size = done.oom_batch or len(batch)
+            size = shard.done.oom_batch or len(batch)
             piece, rest = batch[start : start + size], batch[start + size :]
-            self._call_narrowing(piece, done, ahead=self._ahead_of(rest or following, done))
+            self._call_narrowing(piece, shard, ahead=self._ahead_of(rest or following, shard))
             start += size
 
-    def _ahead_of(self, following: Sequence[Item] | None, done: Computed) -> Sequence[Item]:
+    def _ahead_of(self, following: Sequence[Item] | None, shard: _Shard) -> Sequence[Item]:
         """The items to prepare during a call; those of another shard begin with a whole batch."""
         if self._preparer is None:
             return ()
-        return self.following() if following is None else following[: done.oom_batch or None]
+        return self.following() if following is None else following[: shard.done.oom_batch or None]
 
     def _call_narrowing(
-        self, items: Sequence[Item], done: Computed, *, isolated: bool = False, ahead: Sequence[Item] = ()
+        self, items: Sequence[Item], shard: _Shard, *, isolated: bool = False, ahead: Sequence[Item] = ()
     ) -> None:
         """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively."""
         self.on_batch([item.index for item in items], isolated, [item.index for item in ahead])
-        failure = self._call(items, ahead, done)
+        failure = self._call(items, ahead, shard)
         if failure is None:
-            self._put_rows_off(items, done, isolated=isolated)
+            self._put_rows_off(items, shard, isolated=isolated)
             return
         if self._preparer is not None:
             self._preparer.drop()  # its items may be cut in another way now
-        if failure.retry_after is not None and self._n_tries_left:
-            done.rows.update({item.index: failure for item in items})
-            self._put_items_off(items, failure, isolated=isolated)
+        if failure.retry_after is not None and shard.n_tries_left:
+            shard.done.rows.update({item.index: failure for item in items})
+            self._put_items_off(items, failure, shard, isolated=isolated)
             return
         if len(items) == 1:
-            self._log(items[0].index, failure)
-            done.rows[items[0].index] = failure
+            self._log(shard, items[0].index, failure)
+            shard.done.rows[items[0].index] = failure
             return
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
             _free_memory()
-            done.oom_batch = min(done.oom_batch or half, half)
+            shard.done.oom_batch = min(shard.done.oom_batch or half, half)
             first, last = min(item.index for item in items), max(item.index for item in items)
             log.warning("%s of %d, items %d..%d; going on with %d", logged, len(items), first, last, half)
         else:
-            done.narrowed += 1
-        self._call_narrowing(items[:half], done, isolated=isolated)
-        self._call_narrowing(items[half:], done, isolated=isolated)
+            shard.done.narrowed += 1
+        self._call_narrowing(items[:half], shard, isolated=isolated)
+        self._call_narrowing(items[half:], shard, isolated=isolated)
 
-    def _put_items_off(self, items: Sequence[Item], failure: Failure, *, isolated: bool) -> None:
+    def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:
         """Note that these items are to be computed again, in one call as they failed."""
         indices = [item.index for item in items]
-        self._put_off.append((indices, isolated))
+        shard.put_off.append((indices, isolated))
         if self.keeps_rows:
             said = failure.first_line
             log.warning("items %d..%d are put off to the end of the shard: %s", min(indices), max(indices), said)
 
-    def _put_rows_off(self, items: Sequence[Item], done: Computed, *, isolated: bool) -> None:
+    def _put_rows_off(self, items: Sequence[Item], shard: _Shard, *, isolated: bool) -> None:
         """Put off those items of a call for which the workload returned an error that may pass."""
-        rows = ((item, done.rows[item.index]) for item in items if self.keeps_rows)
+        rows = ((item, shard.done.rows[item.index]) for item in items if self.keeps_rows)
         failed = [(item, row) for item, row in rows if isinstance(row, Failure) and row.retry_after is not None]
-        if failed and self._n_tries_left:
-            self._put_items_off([item for item, _ in failed], failed[0][1], isolated=isolated)
+        if failed and shard.n_tries_left:
+            self._put_items_off([item for item, _ in failed], failed[0][1], shard, isolated=isolated)
         elif failed:
             for item, row in failed:
-                self._log(item.index, row)
+                self._log(shard, item.index, row)
 
-    def _call(self, items: Sequence[Item], ahead: Sequence[Item], done: Computed) -> Failure | None:
+    def _call(self, items: Sequence[Item], ahead: Sequence[Item], shard: _Shard) -> Failure | None:
         """Call the workload and keep its rows; the failure of the whole call, if any."""
-        given, own_failure = self._try(lambda: self._arguments(items, ahead), len(items))
+        given, own_failure = self._attempt(lambda: self._arguments(items, ahead), len(items))
         returned: Any = []
         if own_failure is None:
             if self._preparer is not None:
                 self.meanwhile()
-            returned, own_failure = self._try(lambda: self._returned(given), len(items))
+            returned, own_failure = self._attempt(lambda: self._returned(given), len(items))
         self._end_if_used_up(own_failure)
         self._has_computed |= own_failure is None
         failure = self.agree(own_failure)
@@ -392,9 +340,9 @@ class Computer:
                 self._preparer.drop()
             raise Interrupted
         if failure is not None and self._ends_task(failure.kind):
-            raise WorkerFailedError(failure.kind, f"{self._called(items[0].index)}: {failure.message}", failure.trace)
+            raise WorkerFailedError(failure.kind, f"{shard.called(items[0].index)}: {failure.message}", failure.trace)
         if failure is None and self.keeps_rows:
-            self._keep(items, returned, done)
+            self._keep(items, returned, shard)
         return failure
 
     def _arguments(self, items: Sequence[Item], ahead: Sequence[Item]) -> tuple[Any, ...]:
@@ -415,40 +363,8 @@ class Computer:
         are_rows = self.keeps_rows and _may_be_rows(returned)
         return list(returned) if are_rows or isinstance(returned, Iterator) else returned
 
-    def _try(self, function: Callable[[], Any], n_items: int) -> tuple[Any, Failure | None]:
-        """What a function of the workload returned, or how it failed with so many items.
-
-        The exception must not leave this function: its traceback would keep the tensors of the failed call alive.
-        """
-        try:
-            with ending_forks():
-                return function(), None
-        except Interrupted:
-            return [], INTERRUPTED
-        except ItemError as error:
-            return [], _of_item(error)
-        except Retry as error:
-            return [], _may_pass(error)
-        except WorkerBrokenError:
-            raise
-        except INTERRUPTS:
-            raise
-        except BaseException as error:  # also a panic of a library in Rust, and asyncio's CancelledError
-            check_debugger_left(error)
-            kind = class_of(error, ITEM)
-            if isinstance(error, NodeError | GPUFaultError | WorkloadError):
-                return [], Failure(kind, message_of(error))
-            if POLICIES[kind].node_at_fault:
-                return [], _failure(error, kind, self.folder)
-            if logged := POLICIES[kind].logged:
-                return [], _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
-            if is_broken(error):
-                raise WorkerBrokenError(described(error)) from error
-            of_files = class_of(error, FILES)
-            if self.workload.resumes and POLICIES[of_files].ends_task:
-                kind = of_files
-            failure = replace(_failure(error, kind, self.folder), is_of_process=says_used_up(error))
-            return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
+    def _attempt(self, function: Callable[[], Any], n_items: int) -> tuple[Any, Failure | None]:
+        return attempt(function, n_items, folder=self.folder, resumes=self.workload.resumes)
 
     def _end_if_used_up(self, failure: Failure | None) -> None:
         """Raise WorkerBrokenError if no file or thread was left, and none is now that what failed has let its own go.
@@ -463,7 +379,7 @@ class Computer:
         policy = POLICIES[kind]
         return policy.node_at_fault or policy.rest == LOADING or (policy.ends_task and self.workload.resumes)
 
-    def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:
+    def _keep(self, items: Sequence[Item], returned: Any, shard: _Shard) -> None:
         is_list = isinstance(returned, list)
         if not is_list or len(returned) != len(items):
             kind = "None" if returned is None else f"a {type(returned).__name__}"
@@ -472,37 +388,37 @@ class Computer:
             message += "" if is_list else "; expected a list with a row, or an ItemError, for each of them"
             # Not narrowed: a single item would get the one row that was meant for all.
             failure = Failure("item_error", message, ("rows",))
-            self._log(items[0].index, failure)
-            done.rows.update({item.index: failure for item in items})
+            self._log(shard, items[0].index, failure)
+            shard.done.rows.update({item.index: failure for item in items})
             return
-        if not self._keep_at_once(items, returned, done):
+        if not self._keep_at_once(items, returned, shard):
             for item, row in zip(items, returned, strict=True):
-                done.rows[item.index] = self._check(item, row)
+                shard.done.rows[item.index] = self._check(shard, item, row)
 
-    def _keep_at_once(self, items: Sequence[Item], rows: list[Any], done: Computed) -> bool:
+    def _keep_at_once(self, items: Sequence[Item], rows: list[Any], shard: _Shard) -> bool:
         """Keep all rows of a call, if all of them fit; else the one that does not is found one by one."""
         if not all(type(row) is dict for row in rows):
             return False
         if self.kept:
-            rows = [{**row, **self._kept_of[item.index]} for item, row in zip(items, rows, strict=True)]
+            rows = [{**row, **shard.taken_in.kept[item.index]} for item, row in zip(items, rows, strict=True)]
         try:
             converted = convert_rows(self.columns, rows)
         except Exception:  # a value of a user's class may raise any; `_check` says which
             return False
-        done.rows.update(zip((item.index for item in items), converted, strict=True))
+        shard.done.rows.update(zip((item.index for item in items), converted, strict=True))
         return True
 
-    def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
+    def _check(self, shard: _Shard, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
-            failure = _of_item(row)
-            self._log(item.index, failure)
+            failure = of_item(row)
+            self._log(shard, item.index, failure)
             return failure
         if isinstance(row, MAY_PASS):
-            return _may_pass(row)
+            return may_pass(row)
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
-            return convert_row(self.columns, {**row, **self._kept_of[item.index]} if self.kept else row)
+            return convert_row(self.columns, {**row, **shard.taken_in.kept[item.index]} if self.kept else row)
         except Exception as error:  # a row or a value of a user's class may raise any
             is_misfit = isinstance(error, ValueError)
             said = message_of(error) if is_misfit else described(error)
@@ -510,78 +426,24 @@ class Computer:
             if is_misfit and (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
                 message += f". {more}"
             failure = Failure("item_error", message, ("row", said))
-            self._log(item.index, failure)
+            self._log(shard, item.index, failure)
             return failure
 
-    def _log(self, index: int, failure: Failure) -> None:
+    def _log(self, shard: _Shard, index: int, failure: Failure) -> None:
         """Log each failed item; the traceback only once per place that raised."""
         if not self.keeps_rows:
             return
         first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
         told = "" if first in (None, index) else f" [traceback: item {first}]"
         said = failure.first_line
-        log.warning("%s: %s: %s%s", self._called(index), failure.kind, said, told)
+        log.warning("%s: %s: %s%s", shard.called(index), failure.kind, said, told)
         if first == index:
             log.warning("%s", failure.trace)
-
-    def _called(self, index: int) -> str:
-        return f"item {index}" + (f" ({self._names[index]})" if index in self._names else "")
 
 
 def _may_be_rows(returned: Any) -> bool:
     """Whether iteration may give rows; a dict or a data frame gives its keys."""
     return isinstance(returned, Iterable) and not (isinstance(returned, str | bytes) or hasattr(returned, "keys"))
-
-
-def check_debugger_left(error: BaseException) -> None:
-    """Raise KeyboardInterrupt if `error` comes from typing `q` in pdb.
-
-    That is BdbQuit, and from Python 3.14 on a SystemExit raised in pdb's own code.
-    """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    raised_in = trace.tb_frame.f_globals.get("__name__") if trace is not None else None
-    if isinstance(error, bdb.BdbQuit) or (isinstance(error, SystemExit) and raised_in in ("pdb", "bdb")):
-        raise KeyboardInterrupt("the debugger was left") from error
-
-
-def _of_item(error: ItemError) -> Failure:
-    """The failure that an ItemError stands for; a user's subclass may use its attributes for something else."""
-    kind = error.failure if isinstance(error.failure, str) and error.failure in POLICIES else "item_error"
-    is_way = isinstance(error.way, tuple) and all(isinstance(each, str) for each in error.way)
-    return Failure(kind, message_of(error), error.way if is_way else None)
-
-
-def _may_pass(error: BaseException) -> Failure:
-    """The failure of an item that is computed again; `way` is that of the message."""
-    after = error.after if isinstance(error, Retry) and isinstance(error.after, int | float) else 0.0
-    message = message_of(error) or type(error).__name__
-    return Failure("item_error", message, ("retry", message), retry_after=max(0.0, after))
-
-
-def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:
-    said = message_of(error).strip().partition("\n")[0]
-    if is_alone and said:  # larger batches are retried in halves; an item's error needs the details
-        message += f": {said[:LINE_LENGTH]}"
-    return Failure(kind, message, (kind,))
-
-
-def _failure(error: BaseException, kind: str, folder: str) -> Failure:
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    first, end, more = described(error).partition("\n")
-    own = [frame for frame in frames if folder and _lies_below(frame.filename, folder)]
-    place = own[-1] if own else last
-    message = f"{first} ({Path(place.filename).name}, line {place.lineno}){end}{more}"
-    trace = trace_of(error)
-    return Failure(kind, message, (type(error).__name__, last.filename, str(last.lineno)), trace)
-
-
-def _lies_below(filename: str, folder: str) -> bool:
-    """Whether code is the user's: in the run's folder, but not in a virtual environment there."""
-    path = Path(filename)
-    return path.is_relative_to(folder) and "site-packages" not in path.parts
 
 
 def _free_memory() -> None:

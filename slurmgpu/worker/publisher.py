@@ -23,7 +23,8 @@ from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import retried
 from slurmgpu.util.side_thread import SideThread
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
-from slurmgpu.worker.computer import Computed, Failure
+from slurmgpu.worker.call_failures import Failure
+from slurmgpu.worker.computer import Computed
 
 log = logging.getLogger("slurmgpu.worker")
 

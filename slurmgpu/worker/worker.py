@@ -42,15 +42,8 @@ from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
-from slurmgpu.worker.computer import (
-    INTERRUPTED,
-    LONGEST_PAUSE_S,
-    Computer,
-    Failure,
-    check_debugger_left,
-    common_failure,
-    settle,
-)
+from slurmgpu.worker.call_failures import INTERRUPTED, Failure, check_debugger_left, settle
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.item_reader import ItemReader
 from slurmgpu.worker.logged_values import LoggedValues, noted_number

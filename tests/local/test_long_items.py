@@ -18,7 +18,8 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.task.supervisor import Task
-from slurmgpu.worker.computer import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
+from slurmgpu.worker.call_failures import INTERRUPTED, NOT_ASKED, Failure, settle
+from slurmgpu.worker.computer import Computer
 from slurmgpu.workload import Item, Placement
 from tests.support.nightly import by_night
 from tests.support.runs import check_rows, let_go, published, records, report, start, wait_until, workers

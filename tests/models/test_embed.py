@@ -19,7 +19,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
-from slurmgpu.worker.computer import Computer, Failure
+from slurmgpu.worker.call_failures import Failure
+from slurmgpu.worker.computer import Computer
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens

@@ -9,7 +9,8 @@ from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.shards.columns import Array
 from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
-from slurmgpu.worker.computer import Computer, Failure
+from slurmgpu.worker.call_failures import Failure
+from slurmgpu.worker.computer import Computer
 from slurmgpu.workload import Item
 from tests.support.runs import planned_run
 

@@ -10,7 +10,7 @@ from slurmgpu.errors import ItemError, Retry
 from slurmgpu.run.failures import FILES, INPUT, ITEM, LOADING, class_of
 from slurmgpu.util.exceptions import MOST_SAID, MOST_TRACED, described, message_of, trace_of
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.computer import Failure
+from slurmgpu.worker.call_failures import Failure
 from tests.unit.test_computing import Recorder, compute, failures, raise_at
 
 PACKAGE = Path(__file__).parents[2] / "slurmgpu"

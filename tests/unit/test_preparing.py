@@ -10,7 +10,8 @@ from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
 from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
-from slurmgpu.worker.computer import Computer, Failure
+from slurmgpu.worker.call_failures import Failure
+from slurmgpu.worker.computer import Computer
 from slurmgpu.worker.preparing import only_for_calls
 from slurmgpu.workload import Item
 

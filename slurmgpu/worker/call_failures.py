@@ -1,0 +1,164 @@
+"""How a call of the workload failed: the failure of its items, by the exception or by what was returned."""
+
+from __future__ import annotations
+
+import bdb
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError, WorkloadError
+from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
+from slurmgpu.shards.shard_file import FailedRow
+from slurmgpu.util.broken_process import is_broken, says_used_up
+from slurmgpu.util.early_signals import INTERRUPTS
+from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.forks import ending_forks
+
+ERROR_LENGTH = 4000
+"""Longest `error` of an item, in characters."""
+LINE_LENGTH = 500
+"""Longest first line of an underlying error, in characters."""
+MAY_PASS = (Retry, ConnectionError, TimeoutError)
+"""Exceptions after which the same items are computed again."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known.
+
+    `retry_after` is how long to wait before the item is computed again, in seconds; None if that would not help. With
+    `is_of_process` the process had no file or thread left.
+    """
+
+    kind: str
+    message: str
+    way: tuple[str, ...] | None = None
+    trace: str = ""
+    retry_after: float | None = None
+    is_of_process: bool = False
+
+    @property
+    def first_line(self) -> str:
+        """The first line of the message, for the log."""
+        return self.message.partition("\n")[0][:ERROR_LENGTH]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Failure:
+        """A failure from its `asdict` after JSON, which turns tuples into lists."""
+        return cls(**{**value, "way": None if value["way"] is None else tuple(value["way"])})
+
+    def to_row(self, values: Mapping[str, Any] = {}) -> FailedRow:
+        """What the shard has of the item: the failure class and the message as its `error`, and these values."""
+        return FailedRow(f"{self.kind}: {self.message}"[:ERROR_LENGTH], values)
+
+
+INTERRUPTED = Failure("interrupted", "left for later")
+"""A call whose workload saved its progress and raised Interrupted: no failure, and no row."""
+NOT_ASKED = Failure(
+    "item_error",
+    "the workload raised Interrupted though nobody had asked it to stop: task.stopping() says when to",
+    ("interrupted",),
+)
+
+
+def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
+    """How a call ended for the whole group, from how it ended on each rank: as on the lowest rank that failed.
+
+    If the group was asked to stop, Interrupted goes first: other errors may come from a rank that missed the others,
+    and rows from one that did not hear in time. The item resumes from its progress, and real errors occur again.
+    """
+    if INTERRUPTED in ways and is_asked:
+        return INTERRUPTED
+    failures = [way for way in ways if way is not None]
+    return next((way for way in failures if way != INTERRUPTED), NOT_ASKED if failures else None)
+
+
+def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: bool) -> tuple[Any, Failure | None]:
+    """What a function of the workload returned, or how it failed with so many items.
+
+    Errors name the line in the user's code, which lies in `folder`. A full disk is no item's fault if the workload
+    `resumes`. The exception must not leave this function: its traceback would keep the failed call's tensors alive.
+    """
+    try:
+        with ending_forks():
+            return function(), None
+    except Interrupted:
+        return [], INTERRUPTED
+    except ItemError as error:
+        return [], of_item(error)
+    except Retry as error:
+        return [], may_pass(error)
+    except WorkerBrokenError:
+        raise
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # also a panic of a library in Rust, and asyncio's CancelledError
+        check_debugger_left(error)
+        kind = class_of(error, ITEM)
+        if isinstance(error, NodeError | GPUFaultError | WorkloadError):
+            return [], Failure(kind, message_of(error))
+        if POLICIES[kind].node_at_fault:
+            return [], _failure(error, kind, folder)
+        if logged := POLICIES[kind].logged:
+            return [], _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
+        if is_broken(error):
+            raise WorkerBrokenError(described(error)) from error
+        of_files = class_of(error, FILES)
+        if resumes and POLICIES[of_files].ends_task:
+            kind = of_files
+        failure = replace(_failure(error, kind, folder), is_of_process=says_used_up(error))
+        return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
+
+
+def check_debugger_left(error: BaseException) -> None:
+    """Raise KeyboardInterrupt if `error` comes from typing `q` in pdb.
+
+    That is BdbQuit, and from Python 3.14 on a SystemExit raised in pdb's own code.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__") if trace is not None else None
+    if isinstance(error, bdb.BdbQuit) or (isinstance(error, SystemExit) and raised_in in ("pdb", "bdb")):
+        raise KeyboardInterrupt("the debugger was left") from error
+
+
+def of_item(error: ItemError) -> Failure:
+    """The failure that an ItemError stands for; a user's subclass may use its attributes for something else."""
+    kind = error.failure if isinstance(error.failure, str) and error.failure in POLICIES else "item_error"
+    is_way = isinstance(error.way, tuple) and all(isinstance(each, str) for each in error.way)
+    return Failure(kind, message_of(error), error.way if is_way else None)
+
+
+def may_pass(error: BaseException) -> Failure:
+    """The failure of an item that is computed again; `way` is that of the message."""
+    after = error.after if isinstance(error, Retry) and isinstance(error.after, int | float) else 0.0
+    message = message_of(error) or type(error).__name__
+    return Failure("item_error", message, ("retry", message), retry_after=max(0.0, after))
+
+
+def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:
+    said = message_of(error).strip().partition("\n")[0]
+    if is_alone and said:  # larger batches are retried in halves; an item's error needs the details
+        message += f": {said[:LINE_LENGTH]}"
+    return Failure(kind, message, (kind,))
+
+
+def _failure(error: BaseException, kind: str, folder: str) -> Failure:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    first, end, more = described(error).partition("\n")
+    own = [frame for frame in frames if folder and _lies_below(frame.filename, folder)]
+    place = own[-1] if own else last
+    message = f"{first} ({Path(place.filename).name}, line {place.lineno}){end}{more}"
+    trace = trace_of(error)
+    return Failure(kind, message, (type(error).__name__, last.filename, str(last.lineno)), trace)
+
+
+def _lies_below(filename: str, folder: str) -> bool:
+    """Whether code is the user's: in the run's folder, but not in a virtual environment there."""
+    path = Path(filename)
+    return path.is_relative_to(folder) and "site-packages" not in path.parts
