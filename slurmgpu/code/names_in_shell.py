@@ -57,6 +57,11 @@ def is_for_output(option: str) -> bool:
     return re.fullmatch(_FOR_OUTPUT, option) is not None
 
 
+def is_before_code(option: str) -> bool:
+    """Whether the argument behind this one is code, as it is for `bash -lc`."""
+    return re.fullmatch(r"-[A-Za-z]*c", option) is not None
+
+
 def folders_in(python_path: str) -> list[str]:
     """The folders of a PYTHONPATH that are no variables."""
     return [folder for folder in python_path.split(":") if folder and "$" not in folder]

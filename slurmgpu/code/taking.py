@@ -44,6 +44,8 @@ def snapshot_of(
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
     before = ""
     for text in plan.texts():
+        if names_in_shell.is_before_code(before):
+            tracer.add_shell_code(text)
         option, before = before if "=" not in text else text.partition("=")[0], text
         if len(text) < LONG_TEXT:
             if found := NAMED.fullmatch(text):

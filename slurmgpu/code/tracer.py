@@ -114,6 +114,10 @@ class Tracer:
             self._roots.append(_root_of(path))
         self._take(str(path), None, needed=False, is_script=True)
 
+    def add_shell_code(self, code: str) -> None:
+        """Add what the code of `bash -c` names, which runs in the run file's folder."""
+        self._follow_shell(self._base / "-c", code.encode())
+
     def add_folders(self, names: Iterable[str], *, is_first: bool) -> None:
         """Look for modules in folders as well; if they are the first on a program's path, it does not find copies."""
         for name in names:

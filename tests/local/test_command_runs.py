@@ -287,6 +287,25 @@ with open("out.json", "w", encoding="utf-8") as file:
     assert "one.py writes out.json, plots.d/curve.csv by the same name in each call: calls that run at once" in said
 
 
+def test_a_script_that_the_code_of_a_shell_starts_is_named_and_rows_after_its_edit_are_by_unknown_code(
+    slurmgpu, tmp_path
+):
+    run = ["bash", "-c", f'test -f none || {sys.executable} -S one.py "$1"', "bash", "{text}"]
+    texts = ["a", "b", "edit"]
+    folder = make(tmp_path / "project", "one.py", run=run, columns={"n": "int32"}, texts=texts)
+    (folder / "one.py").write_text(EDITS_ITSELF)
+    said = slurmgpu("submit", "-s", "shard_items=1", cwd=folder, expect=0)
+    assert "tasks read as they are by then, not as they are now: one.py." in said.stderr
+    assert "1 by unknown code" in said.stdout
+
+
+EDITS_ITSELF = """
+import sys
+if sys.argv[1] == "edit":
+    open(sys.argv[0], "a").write("# edited")
+print(1)
+"""
+
 READS = """
 import sys
 factor = open("conf.yaml").read()

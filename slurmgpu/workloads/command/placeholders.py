@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slurmgpu.code.names_in_shell import is_before_code
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 FORMATS = ("jsonl", "csv", "npz")
@@ -27,7 +28,6 @@ FILE = ":file"
 """Behind a field's name: the path of a file with its content, in place of the content."""
 _NAME = re.compile(r"[\w-]+")
 _READS_CODE = re.compile(r"(?:.*/)?(?:(?:ba|da|z|k)?sh|python[\d.]*)")
-_AS_CODE = re.compile(r"-[A-Za-z]*c")
 _PLAIN = re.compile(rb"[\w@%+=:,./-]+", re.ASCII)
 """Values that are the same in code of a shell as in an argument; so `shlex.quote` has it."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -95,7 +95,7 @@ class CommandLine:
         for place, text in self.texts.items():
             if not text.startswith("-"):
                 program = text
-            elif _AS_CODE.fullmatch(text) and _READS_CODE.fullmatch(program):
+            elif is_before_code(text) and _READS_CODE.fullmatch(program):
                 found[place + 1] = program
         return found
 
