@@ -365,8 +365,8 @@ def export(
 ) -> None:
     """Write the rows as JSONL, CSV, Parquet, a Hugging Face data set or tensors.
 
-    Of a run at work, the rows that are published. Says how many items have none. Of the folder of a sweep, the rows of
-    all runs beside the values that vary, as JSONL or CSV.
+    A run at work gives the rows that are published. Says how many items have none. The folder of a sweep gives the
+    rows of all runs beside the values that vary, as JSONL or CSV.
 
     \b
       slurmgpu export runs/judge -o scores.parquet

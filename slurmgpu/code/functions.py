@@ -140,8 +140,8 @@ def import_named(name: str) -> Any:
 def arguments_read() -> list[str] | None:
     """The command line, `sys.argv`, if a module of the user's that is imported reads one; else None.
 
-    A task imports such a module in a process of its own. Of a notebook the command line is Jupyter's. SlurmGPUError
-    where it holds a secret, as the plan would show it.
+    A task imports such a module in a process of its own. None in a notebook, whose command line is Jupyter's.
+    SlurmGPUError where it holds a secret, as the plan would show it.
     """
     if len(sys.argv) < 2 or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(is_utf8, sys.argv)):
         return None

@@ -23,7 +23,7 @@ MOST_BYTES = 10_000_000
 """The largest pickle of a function with the values that it uses: it is read by each worker."""
 _CACHED = type(functools.lru_cache(lambda: None))
 _PROTOCOL = 4
-"""Of the parts that `reducer` takes objects into: arrays are bytes, where protocol 5 may have buffers."""
+"""The protocol of what `reducer` returns: arrays are bytes, which may be buffers by protocol 5."""
 _WITH_VARIABLES = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
 
 

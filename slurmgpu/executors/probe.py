@@ -46,7 +46,7 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
         raise SlurmGPUError(f"--probe {n_items}: expected how many items to compute first, 1 at least.")
     if draft.extension is not None:
         raise SlurmGPUError(
-            "--probe foretells a whole run, and --extend computes the rest of one. Leave one of them out."
+            "--probe estimates a whole run, and --extend computes the rest of one. Leave one of them out."
         )
     if n_items >= plan.n_items:
         n_batches = (plan.n_items - 1) // plan.batch_size  # whole batches that are fewer than all items

@@ -51,7 +51,7 @@ class ArrowRows(Groups):
         if magic == _FILE_MAGIC:
             self._reader = pa.ipc.open_file(self._source)
             schema, n_batches = self._reader.schema, self._reader.num_record_batches
-            # Of a compressed file the first column alone is unpacked.
+            # Unpacks only the first column of a compressed file.
             first = pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=[0]))
             sizes = [first.get_batch(number).num_rows for number in range(n_batches)]
         else:

@@ -123,7 +123,7 @@ def _check_header(header: bytes, size: int, spec: InputSpec) -> None:
     if version != VERSION:
         raise ValueError(f"it has version {version}, and this slurmgpu reads version {VERSION}")
     n_items = sum(file.n_items for file in spec.files)
-    # Of an input whose items are not found by offsets it has neither files nor offsets.
+    # It has neither files nor offsets if the input's items are not found by offsets.
     counts = (len(spec.files), -(-n_items // max(spec.stride, 1))) if n_files else (0, 0)
     if (stride, digest.hex(), n_files, n_offsets) != (spec.stride, spec.digest, *counts):
         raise ValueError("it belongs to another plan")

@@ -112,7 +112,7 @@ class Adapted:
 
     @cached_property
     def advice(self) -> Mapping[str, str]:
-        """By field, a sentence to add to the error if the input lacks the field."""
+        """A sentence for each field, to add to the error if the input lacks the field."""
         return self._read("advice", "a mapping of fields to sentences", is_mapping_to(str)) or {}
 
     @cached_property

@@ -124,8 +124,8 @@ def compare(
 
     Rows belong together by their index, or by `key`: a column, or a field of the input, with another value in each
     row. `columns` are those to compare, by default all that both have, and `error`. Numbers x and y are the same if
-    `|x - y| <= tolerance * max(1, |x|, |y|)`; NaN is the same as NaN. Of rows that differ, or that one side lacks, the
-    first `n_examples` are told. SlurmGPUError for what is no run and no merged file, or has no such key or column.
+    `|x - y| <= tolerance * max(1, |x|, |y|)`; NaN is the same as NaN. The result has the first `n_examples` rows that
+    differ, or that one side lacks. SlurmGPUError for what is no run and no merged file, or has no such key or column.
 
     By index, memory is bounded by a block of rows; a key takes 40 bytes for each row as well.
     """

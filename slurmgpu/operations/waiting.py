@@ -22,9 +22,9 @@ from slurmgpu.util.shared_files import exists
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Between two looks at a run that is waited for."""
+"""The pause between two looks at a run that is waited for."""
 ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
-"""Between looks for the next rows: the first pause behind some, in general and when only so many shards are left."""
+"""The first pause after new rows: in general, and when at most FEW_SHARDS shards are left."""
 
 
 def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:

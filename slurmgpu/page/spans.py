@@ -64,7 +64,7 @@ def begin_of(report: Report, lives: Sequence[Life]) -> float:
 
 
 def makers_of(lives: Sequence[Life]) -> dict[int, str]:
-    """By shard, the attempt whose rows are in the result."""
+    """The attempt whose rows are in the result, by shard."""
     return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
 
 

@@ -148,7 +148,7 @@ def forecast(
     slack_s = (max(seen.batch_s) - mean) * math.ceil(plan.shard_items / plan.batch_size)
     slowly = SLOW_START if submission.n_concurrent == 1 else SLOW_START_TOGETHER
     paces = ((low, QUICK_START, 0.0), (mean, 1.0, 0.0), (high, slowly, slack_s))
-    times = [foretell(*asked, *pace, resumes=resumes) for pace in paces]
+    times = [forecast_of(*asked, *pace, resumes=resumes) for pace in paces]
 
     def spread(name: str) -> Spread:
         low, expected, high = (round(float(getattr(each, name)), 4) for each in times)
@@ -194,7 +194,7 @@ def mean_within(seconds: Sequence[float]) -> tuple[float, float, float]:
     return min(low, mean - least), mean, max(high, mean + least)
 
 
-def foretell(
+def forecast_of(
     plan: Plan,
     submission: Submission,
     seen: Observed,

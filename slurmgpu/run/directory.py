@@ -61,7 +61,7 @@ MOST_RECORD_BYTES = 64 << 20
 """More than the record of an attempt that published every shard of the largest run."""
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _NEVER_NULL = {"submission", "executor", "state"}
-"""Of a line of submissions.jsonl."""
+"""Keys of a line of submissions.jsonl."""
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 

@@ -62,7 +62,7 @@ class CachedRun(Run):
 
     @cached_property
     def last_begun(self) -> Callable[[str], int | None]:
-        """By attempt, the last shard that it began, by its log and its record."""
+        """The last shard that each attempt began, by its log and its record."""
         return cache(self._last_begun)
 
     def _last_begun(self, attempt: str) -> int | None:

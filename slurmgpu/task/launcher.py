@@ -37,7 +37,7 @@ OWN_ENVIRON = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
 
 
 SHOWN = 400
-"""The most characters of what a runtime said that are told."""
+"""The longest message of a runtime that is repeated, in characters."""
 
 WORKER = "slurmgpu.worker.main"
 """The module of a worker."""

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 WHOLE = -1
 """Stands for the whole run in place of an item."""
 MOST_OPEN = 32
-"""Of one destination at a time, as a tracker may have a process for each."""
+"""The most trackers that are open at a time for one destination: each may have a process."""
 BATCH = 10_000
 SCHEMA = """
 create table points (

@@ -53,7 +53,7 @@ class Evaluator:
         self._warned: set[str] = set()
 
     def names(self) -> list[str]:
-        """The names of the results, found with a batch; ItemError on all ranks as of `evaluate`."""
+        """The names of the results, found with a batch; ItemError on all ranks as in `evaluate`."""
         with self._undisturbed():
             # The first of several may be the only one of a single sample.
             reading = max(itertools.islice(self._readings, 2), key=lambda each: len(each.indices))

@@ -32,7 +32,7 @@ class Outcome:
     eval_curve: Sequence[float]
     """`metric` at each evaluation."""
     wall_s: float
-    """Of all attempts, without lost and repeated work; as are the following."""
+    """Seconds of all attempts without lost and repeated work, as in the fields below."""
     start_s: float
     """Before the first step: loading data, model, optimizer and checkpoint."""
     data_s: float

@@ -11,13 +11,11 @@ from concurrent.futures import BrokenExecutor
 from slurmgpu.util.exceptions import message_of
 
 NO_HANDLE = "_STATUS_NOT_INITIALIZED"
-"""What cuBLAS, cuDNN and cuSOLVER say that could not begin, as without memory, which a new process has again."""
+"""In messages of cuBLAS, cuDNN and cuSOLVER that could not begin, e.g. without memory; a new process has it again."""
 NO_FILES = "Too many open files"
-"""What EMFILE is called, also by PyTorch and HDF5, whose errors have no number."""
-
-
+"""The text of EMFILE, also in errors of PyTorch and HDF5, which have no number."""
 NO_THREADS = "can't start new thread"
-"""What Python says where a thread cannot be started."""
+"""Python's message if a thread cannot be started."""
 NEEDED_FILES = 16
 """How many files a process must be able to open to be of use."""
 LOST_CONTEXT = (
@@ -26,8 +24,8 @@ LOST_CONTEXT = (
     *("uncorrectable ECC error encountered", "cudaErrorMisalignedAddress", "CUDA_ERROR_MISALIGNED_ADDRESS"),
     *("cudaErrorHardwareStackError", "CUDA_ERROR_HARDWARE_STACK_ERROR"),
 )
-"""What CUDA calls errors after which "the process must be terminated and relaunched" (cudaError_t in its manual), as
-Triton, CuPy and JAX have them in theirs. Two are too common as English, and are known by their names."""
+"""CUDA's texts of errors after which "the process must be terminated and relaunched" (cudaError_t in its manual), which
+messages of Triton, CuPy and JAX contain. Two texts are too common as English: their names stand here."""
 
 
 def is_broken(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 
 
 def spans_within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Of the items in `ranges`, counted from 0 in their order, those from `start` to `stop` - 1, as ranges."""
+    """The items `start` to `stop` - 1 of those in `ranges`, counted from 0 in their order, as ranges."""
     n_before = 0
     for first, end in ranges:
         low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)

@@ -1,4 +1,4 @@
-"""End what this process has started, once it has ended itself, and whoever would have ended it is gone."""
+"""End the processes that this one has started once it has ended, if the task that would end them is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel about itself: prctl(2)."""
+"""Options of this process that the kernel keeps: prctl(2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prctl(option: int, value: int | bytes) -> None:
 def end_with(parent: int) -> None:
     """Let the kernel send SIGTERM to this process, a fork of the process `parent`, when that ends, however it ends.
 
-    More exactly, when the thread ends that has forked; a fork of this process gets no such signal.
+    More exactly, when the thread that forked ends; a fork of this process gets no such signal.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has ended before
@@ -26,5 +26,5 @@ def end_with(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Take `end_with` back."""
+    """Undo `end_with`."""
     prctl(PR_SET_PDEATHSIG, 0)

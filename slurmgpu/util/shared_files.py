@@ -37,7 +37,7 @@ TRANSIENT = frozenset(
 """Errors of a file system that may pass within a moment."""
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 PATIENCE_S = 60.0
-"""How long an operation is tried again by default: NFS clients use a cache no longer."""
+"""How long an operation is tried again by default: NFS clients use a cached answer no longer than that."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BRIEF_PATIENCE_S = 5.0
 """How long if a user waits at a terminal, or if a file that cannot be read is left out."""

@@ -105,7 +105,7 @@ class Parts:
         return LATER if any(now - seen < self.run.plan.lease_s for seen in since) else None
 
     def _stages(self) -> dict[int, tuple[int, str]]:
-        """Of each shard that has stages, the last call, and the folder of the last stage in it."""
+        """The last call of each shard that has stages, and the folder of the last stage in it."""
         found: dict[int, tuple[int, int, str]] = {}
         for name in _names(self.folder) or ():
             numbers = name.split(".")

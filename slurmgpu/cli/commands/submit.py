@@ -50,7 +50,7 @@ def submit(
         raise SlurmGPUError("--yes answers the question of --probe; leave it out, or add --probe N.")
     if probe is not None and dry_run:
         raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
-    foretold: Mapping[str, Any] | None = None
+    estimate: Mapping[str, Any] | None = None
     inject = inject or ()
     other = Run.open(after) if after is not None else None
     look, old = look_at(items, limit), None if extend is None else Run.open(extend)
@@ -74,17 +74,17 @@ def submit(
             say(line)
         if probe is not None:
             submitting.submission_of(draft, other, inject)  # finds errors before the probe
-            foretold = _probe(draft, probe, as_json=as_json)
-            if foretold["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
+            estimate = _probe(draft, probe, as_json=as_json)
+            if estimate["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
                 if as_json:
-                    result_json({**foretold, "submitted": None})
-                return EXIT_INCOMPLETE if foretold["failure"] else 0
+                    result_json({**estimate, "submitted": None})
+                return EXIT_INCOMPLETE if estimate["failure"] else 0
         with following(draft.run_dir, draft.plan.n_items) as follow:
             made = submitting.submit_draft(draft, other, follow.run, inject)
     assert made.outcome is not None
     code, told = conclude(made.run, made.outcome, wait=wait, as_json=as_json)
     if as_json:
-        result_json({**foretold, "submitted": told} if foretold else told)
+        result_json({**estimate, "submitted": told} if estimate else told)
     return code
 
 
@@ -104,12 +104,12 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
     with following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
-        foretold = probing.probe_draft(draft, n_items, follow.run, follow.status)
-    if foretold["failure"]:
-        forecasts.show_failure(foretold)
+        estimate = probing.probe_draft(draft, n_items, follow.run, follow.status)
+    if estimate["failure"]:
+        forecasts.show_failure(estimate)
     elif not as_json:
-        forecasts.show_forecast(foretold)
-    return foretold
+        forecasts.show_forecast(estimate)
+    return estimate
 
 
 @json_alone

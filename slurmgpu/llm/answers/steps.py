@@ -141,7 +141,7 @@ class Tree:
     def weights(self) -> list[Fraction]:
         """The part of all independent samples that each path stands for; they add up to 1.
 
-        Of independent paths each has the same. In a tree, a node's part goes to its children by how often each was
+        Independent paths have equal parts. In a tree, a node's part goes to its children by how often each was
         drawn from it, and a leaf's to its paths; so for any property of paths, the sum of the weights of those that
         have it is unbiased. A path whose step turned out longer than that of the node it was drawn from has 0.
         """

@@ -159,7 +159,7 @@ class HeadEngine:
             if self._head.kind == "sequence":
                 logits = self._loaded.model(input_ids=ids, attention_mask=mask, **more).logits
                 return list(logits.double().cpu().numpy())
-            # Of a decoder, only the columns that end a step in any row: a vocabulary of logits for each is large.
+            # A decoder computes only the columns that end a step in any row: a vocabulary of logits for each is large.
             columns = sorted({end for each in batch for end in each.ends})
             if self._head.kind == "choices":
                 # On the CPU, since the hidden states may be on another GPU than the tokens.

@@ -27,7 +27,7 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 """Options of llguidance: JSON as Python's `json.dumps` writes it, which models have seen most."""
 
 OWN_KEYWORD = "x-guidance"
-"""The keyword of a schema by which llguidance has its options."""
+"""The keyword of a schema that holds options of llguidance."""
 
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of JSON Schema whose values are schemas by name."""

@@ -221,7 +221,7 @@ class Continuous:
         if self._flash is not None:
             log.info("continuous batches use %s", self._flash)
         self._manager: Any = None
-        # Of all requests so far: a manager with more features is cheaper than another manager.
+        # The needs of all requests so far: a manager with more features is cheaper than another manager.
         self._needs, self._longest = Needs(), 0
         self._made_for: tuple[Needs, float] = (Needs(), 0)
         self._names = itertools.count()

@@ -113,7 +113,7 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
     model.eval()
     if place.device == "cpu" and place.world_size == 1:
         store_by_columns(model)
-    # Of the checkpoint's generation config only the end of answers is used, not its sampling.
+    # Only the end tokens of the checkpoint's generation config are used, not its sampling.
     eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
     try:
         kv_bytes = _kv_bytes(model)

@@ -29,7 +29,7 @@ FILE = ":file"
 _NAME = re.compile(r"[\w-]+")
 _READS_CODE = re.compile(r"(?:.*/)?(?:(?:ba|da|z|k)?sh|python[\d.]*)")
 _PLAIN = re.compile(rb"[\w@%+=:,./-]+", re.ASCII)
-"""Values that are the same in code of a shell as in an argument; so `shlex.quote` has it."""
+"""Values that are the same in code of a shell as in an argument, as in `shlex.quote`."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 

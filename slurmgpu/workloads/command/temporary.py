@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 LEAST_BYTES = 1 << 20
-"""With less room, calls fail whose files are small as well."""
+"""With less room even calls whose files are small fail."""
 
 
 def why_unusable(folder: Path) -> str | None:
-    """Why the folder of temporary files is of no use to any call, in words; None if it is of some."""
+    """Why no call can use the folder for temporary files, in words; None if calls can."""
     named = f"the folder for temporary files, {folder},"
     try:
         found = os.statvfs(folder)

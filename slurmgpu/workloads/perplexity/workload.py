@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 MOST_EXPONENT = math.log(np.finfo(np.float32).max)
-"""Of a perplexity above this the column has infinity."""
+"""The column has infinity for a perplexity above this."""
 
 
 class Perplexity(LanguageModelWorkload):
