@@ -1,0 +1,182 @@
+"""What computes on a GPU, on a pretended one: tensors of two devices never meet, and nothing waits that need not."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.interface import noise
+from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.settings import engine_options
+from slurmgpu.training.loop import Training
+from slurmgpu.training.pacing import Pace
+from slurmgpu.training.ranks import Place as Rank
+from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.embed.workload import Embed
+from tests.gpu.influence import TOY, _graph, _influences
+from tests.models.test_embed import save_encoder
+from tests.support.pretended_card import Card, on_card
+from tests.support.tiny_models import make_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXTS = ["12+5=", "123+45=", "1+1=", "99+1=?100"]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    made = Card()
+    made.install(monkeypatch)
+    monkeypatch.setattr(noise, "_kernels", {torch.device("cuda:0"): None})  # there is no NVRTC for it
+    with made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+def test_the_pretended_card_refuses_what_a_card_does(card):
+    there, here = torch.arange(6.0, device="cuda").reshape(2, 3), torch.ones(2, 3)
+    assert (there.device, (there.T * 2.0).is_cuda, there.cpu().device) == (torch.device("cuda:0"), True, here.device)
+    assert on_card(nn.Linear(2, 2).to("cuda").weight)
+    assert torch.equal((there + torch.tensor(1.0)).cpu(), here.cumsum(1) + torch.tensor([[0], [3]]))
+    for wrong in (
+        lambda: there + here,
+        lambda: torch.cat([there, here]),
+        lambda: torch.where(there > 1, there, here),
+        lambda: here[there[0].long()],
+        lambda: there.scatter_(1, torch.zeros(2, 1, dtype=torch.int64), 0.0),
+        lambda: torch.randn(2, device="cuda", generator=torch.Generator()),
+        lambda: np.asarray(there),
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=r"device"):
+            wrong()
+
+
+def test_the_pretended_card_counts_waits_and_does_later_what_nobody_waits_for(card):
+    there = torch.arange(6.0, device="cuda")
+    pinned = torch.empty(6, pin_memory=True)
+    pinned.copy_(there, non_blocking=True)
+    assert (pinned.sum(), sum(card.waits.values())) == (0, 0)
+    assert float(there.sum()) == pinned.sum() == 15
+    assert len(there[there > 2]) == len(there.nonzero()) - 2
+    there[there > 2] = 0.0  # waits for nothing
+    assert card.waits == {"__float__": 1, "mask": 1, "nonzero": 1}
+    made = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(made):
+        doubled = there.view(2, 3) * 2
+        with pytest.raises(RuntimeError, match="capturing: item"):
+            there.sum().item()
+    there.fill_(1.0)
+    made.replay()
+    assert doubled.tolist() == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_an_engine_on_a_card_has_the_cpus_answers_and_waits_once_for_a_token(card, llama, cuda_graphs):
+    def engine(device, **settings):
+        options = engine_options(
+            str(llama), {"batching": "static", "precision": "fp32", "batch_tokens": 1024, **settings}
+        )
+        return open_engine(options, Place(device, gpus=device != "cpu"))
+
+    def asked(n_tokens, **sampling):
+        each = Sampling(max_tokens=n_tokens, **sampling)
+        return [Request(i, Prompt(text), each, key=i) for i, text in enumerate(TEXTS * 2)]
+
+    def answers(made, requests):
+        return {each.id: each.tokens.tolist() for each in made.generate(requests)}
+
+    def n_ends():
+        # Without graphs transformers looks in each step whether there is padding.
+        return card.n_ends - (0 if cuda_graphs else card.waits["__bool__"])
+
+    ours, cpus = engine("cuda:0", cuda_graphs=cuda_graphs), engine("cpu")
+    questions = [Question(i, Prompt(text), ("1", "12", "N")) for i, text in enumerate(TEXTS)]
+    expected = {each.id: each.logprobs for each in cpus.score(questions)}
+    for each in ours.score(questions):
+        assert each.logprobs == pytest.approx(expected[each.id], abs=1e-4)
+    n_waits = []
+    for sampling in ({}, {"temperature": 0.8, "top_k": 5, "min_p": 0.01}):
+        answers(ours, asked(12, **sampling))  # captures its graphs
+        for n_tokens in (4, 12):
+            before = n_ends()
+            found = answers(ours, asked(n_tokens, **sampling))
+            n_waits.append(n_ends() - before)
+            assert found == answers(cpus, asked(n_tokens, **sampling))
+    assert ours._static._decodings.uses_slots == cuda_graphs
+    assert [n_waits[1] - n_waits[0], n_waits[3] - n_waits[2]] == [8, 8]
+
+
+def test_embeddings_are_begun_without_a_wait(card, tmp_path):
+    items = [Item(i, {"text": text}) for i, text in enumerate(["a cat", "the dog sat on the mat", "a mat"])]
+    found = {}
+    for device in ("cpu", "cuda:0"):
+        workload = Embed(model=save_encoder(tmp_path / device, "bert"))
+        workload.load(TaskContext(device, int(device != "cpu"), tmp_path))
+        card.waits.clear()
+        begun = workload.prepare(items)
+        assert not card.waits
+        found[device] = [row["embedding"] for row in workload(items, begun)]
+        assert card.waits == ({"event": 1} if device != "cpu" else {})
+    assert np.array_equal(found["cpu"], found["cuda:0"])
+
+
+class Digits:
+    """Keeps, in `ends`, how often the card had been waited for when each step began."""
+
+    def __init__(self, card):
+        self.card, self.ends = card, []
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def data(self, split):
+        draw = torch.Generator().manual_seed(len(split))
+        rows = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
+        return None if split == "test" else TensorDataset(*rows)
+
+    def loss(self, model, batch):
+        self.ends.append(self.card.n_ends)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model, batch):
+        return {"right": (model(batch[0]).argmax(1) == batch[1]).float()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_training_on_a_card_waits_for_no_step_and_goes_on(card, tmp_path, monkeypatch, optimizer):
+    monkeypatch.setattr(Pace, "due", lambda *_, **__: False)  # else the first steps look how long they take
+    settings = TrainingSettings(epochs=3, batch_size=4, seed=0, optimizer=optimizer, lr=0.01)
+    curves = []
+    for device in ("cpu", "cuda:0"):
+        folder = tmp_path / device
+        folder.mkdir()
+        torch.manual_seed(0)
+        first = Training(user := Digits(card), settings, Rank(device), folder).run()
+        again = Training(Digits(card), settings, Rank(device), folder).run()
+        assert (again.resumed, again.final) == (1, first.final)
+        curves.append(first.curve)
+        # One batch to begin with, then six steps and six batches of validation in each epoch; one step ends warming up.
+        assert [len({*user.ends[start : start + 6]}) for start in (13, 25)] == [1, 1]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("normalize", ["none", "cosine"])
+def test_influences_on_a_card_are_the_cpus(card, normalize):
+    train, tests = _graph(TOY)
+    found = []
+    for device in ("cpu", "cuda:0"):
+        influences = _influences(TOY, train, device, "fp32", top_k=0, full="float64", normalize=normalize)
+        influences.of(tests[:1])
+        card.waits.clear()
+        found.append(influences.of(tests).full)
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
