@@ -171,7 +171,7 @@ def test_a_training_on_a_card_waits_for_no_step_and_goes_on(card, tmp_path, monk
 
 
 @pytest.mark.parametrize("normalize", ["none", "cosine"])
-def test_influences_on_a_card_are_the_cpus(card, normalize):
+def test_influences_on_a_card_are_the_cpus_and_wait_for_no_gradient(card, normalize):
     train, tests = _graph(TOY)
     found = []
     for device in ("cpu", "cuda:0"):
@@ -180,3 +180,4 @@ def test_influences_on_a_card_are_the_cpus(card, normalize):
         card.waits.clear()
         found.append(influences.of(tests).full)
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+    assert card.waits["nonzero"] == 2
