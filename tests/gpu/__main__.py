@@ -54,6 +54,7 @@ def main() -> int:
     marks, words = (MARKS, {}) if found else ({**MARKS, HELD: "·"}, {HELD: "ran"})
     rows: list[Row] = []
     written: Path | None = None
+    claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
     for part, findings in parts.items():
         begun = time.monotonic()
         print(f"== {part} (at most {seconds[part]:.0f} s)", flush=True)
@@ -62,10 +63,9 @@ def main() -> int:
             if row.trace and row.figures not in [other.figures for other in rows]:
                 print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
             rows.append(row)
+            if found:  # now, so that one who stops the rest has a record of these
+                written = record.write(RESULTS, found, rows, claims)
         print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
-        if found:  # after each part, so that one who stops the rest has a record of these
-            claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
-            written = record.write(RESULTS, found, rows, claims)
     counts = record.count([row.verdict for row in rows], words)
     print(f"{counts}; {time.monotonic() - started:.0f} s", flush=True)
     if written is not None:

@@ -181,6 +181,35 @@ def test_a_finding_that_the_parts_time_cuts_short_is_not_to_be_had(tmp_path, mon
     assert last.figures == "the 3 s of the part are over"
 
 
+def test_who_stops_a_part_has_a_record_of_what_it_found_before(tmp_path, monkeypatch):
+    def rows(part, findings, n_gpus, limit_s):
+        yield Row(part, "It holds", HELD, "1", 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kit, "RESULTS", tmp_path)
+    monkeypatch.setattr(kit, "visible_gpus", lambda: [GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")])
+    monkeypatch.setattr(kit, "run_part", rows)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "core"])
+    with pytest.raises(KeyboardInterrupt):
+        kit.main()
+    assert "| It holds | held | 1 |" in (tmp_path / "A-GPU.md").read_text()
+
+
+def test_a_variant_that_fails_costs_the_others_no_figures(tmp_path, monkeypatch):
+    llm = importlib.import_module("tests.gpu.llm")
+
+    def quantised(machine, variant):
+        if variant == "4bit":
+            raise ValueError("it has\nno kernel")
+        return "1 GB"
+
+    monkeypatch.setattr(llm, "_quantised", quantised)
+    monkeypatch.setattr(llm.importlib.util, "find_spec", lambda name: name)
+    line, is_broken = run(llm.quantised_variants_have_their_size, Machine("cpu", 0, tmp_path))
+    assert (line["verdict"], is_broken) == (NOT_HELD, False)
+    assert line["figures"] == "-8bit 1 GB; -4bit: ValueError: it has; -fp8 1 GB"
+
+
 def test_findings_are_chosen_by_part_and_by_name():
     wanted = ["llm.scores_are_those_of_the_model_alone", "core.two_runs_share_a_gpu", "llm.vllm_answers_as_fp32"]
     chosen = kit.choose(wanted)
