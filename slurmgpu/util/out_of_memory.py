@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 from slurmgpu.util.exceptions import message_of
 
 GPU_TEXTS = (
@@ -46,3 +49,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _is_runtime_error_with(texts: tuple[str, ...], error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in message_of(error) for words in texts)
+
+
+def free_memory() -> None:
+    """Free unreferenced memory, also what PyTorch's allocator keeps of it, if that is imported."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +20,7 @@ from slurmgpu.run.failures import LOADING, POLICIES
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.util.broken_process import is_used_up
 from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, MAY_PASS, NOT_ASKED, Failure, attempt, may_pass, of_item
@@ -297,7 +296,7 @@ class Computer:
             return
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
-            _free_memory()
+            free_memory()
             shard.done.oom_batch = min(shard.done.oom_batch or half, half)
             first, last = min(item.index for item in items), max(item.index for item in items)
             log.warning("%s of %d, items %d..%d; going on with %d", logged, len(items), first, last, half)
@@ -444,10 +443,3 @@ class Computer:
 def _may_be_rows(returned: Any) -> bool:
     """Whether iteration may give rows; a dict or a data frame gives its keys."""
     return isinstance(returned, Iterable) and not (isinstance(returned, str | bytes) or hasattr(returned, "keys"))
-
-
-def _free_memory() -> None:
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -11,11 +11,12 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface import exchange
-from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Sampling, Scores
 from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing
 from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_takes_text_alone, check_tokenizer
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
 from slurmgpu.llm.placement.place import place
+from slurmgpu.llm.prompts.structures import check_structure
 from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
@@ -58,6 +59,7 @@ class LanguageModelWorkload:
 
     engine: Engine
     prompts: Prompts
+    sampling = Sampling()
     given: Mapping[str, Any] = {}
     fields: Collection[str] = ()
     _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
@@ -141,7 +143,12 @@ class LanguageModelWorkload:
         return [] if folder is None else [expanded(folder).absolute()]
 
     def place(self, share: Share) -> Placement:
-        """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
+        """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit.
+
+        SlurmGPUError also if the engine cannot keep answers to their structure.
+        """
+        if self.sampling.structure is not None:
+            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
         self._check_image_folder()
         if self.options.engine == "server":
             if share.processes == "per-gpu":

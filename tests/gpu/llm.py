@@ -57,7 +57,7 @@ def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int, 
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    from slurmgpu.llm.interface.batching import free_memory
+    from slurmgpu.util.out_of_memory import free_memory
 
     folder.mkdir()
     vocabulary = {"<pad>": 0, **{f"w{i}": i for i in range(1, n_words)}}
@@ -156,7 +156,7 @@ def _allocated(machine: Machine) -> int:
 
 def _forget(machine: Machine) -> None:
     """Close the engines and free the card."""
-    from slurmgpu.llm.interface.batching import free_memory
+    from slurmgpu.util.out_of_memory import free_memory
 
     _by_graphs.cache_clear()
     _engine.cache_clear()

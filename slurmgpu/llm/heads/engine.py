@@ -24,7 +24,6 @@ from slurmgpu.llm.interface.batching import (
     Load,
     attempt,
     default_tokens,
-    free_memory,
     n_that_fit,
     of_like_length,
 )
@@ -35,6 +34,7 @@ from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
 from slurmgpu.util.allocator import keep_freed_memory
+from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from itertools import accumulate, islice, pairwise, takewhile
 from typing import Any, TypeVar
 
 from slurmgpu.llm.interface.engine import Place
-from slurmgpu.util.out_of_memory import is_out_of_memory
+from slurmgpu.util.out_of_memory import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +71,6 @@ def attempt(work: Callable[[], T], place: Place) -> T | None:
             raise
     # After the except block: its traceback referred to the tensors.
     return None
-
-
-def free_memory() -> None:
-    """Free unreferenced memory."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def cpu_tokens(kv_bytes: int) -> int:

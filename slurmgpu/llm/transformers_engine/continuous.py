@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface import noise
-from slurmgpu.llm.interface.batching import free_memory
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.interface.sampling import Kinds
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
@@ -27,6 +26,7 @@ from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.quantising import is_int8
 from slurmgpu.llm.transformers_engine.selfcheck import agree, difference, probes
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
     from slurmgpu.llm.transformers_engine.loading import Loaded

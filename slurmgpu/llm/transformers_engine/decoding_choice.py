@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.batching import Budget, Load, free_memory
+from slurmgpu.llm.interface.batching import Budget, Load
 from slurmgpu.llm.interface.engine import CudaGraphs, Place
 from slurmgpu.llm.transformers_engine import graph_check
 from slurmgpu.llm.transformers_engine.compiling import LIMIT_S, Compiled
@@ -19,6 +19,7 @@ from slurmgpu.llm.transformers_engine.prefilling import PADDING, Prefill
 from slurmgpu.llm.transformers_engine.selfcheck import MOST_FACTOR, ROUNDING
 from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions

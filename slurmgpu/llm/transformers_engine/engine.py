@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.batching import Budget, default_tokens, free_memory
+from slurmgpu.llm.interface.batching import Budget, default_tokens
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
@@ -18,6 +18,7 @@ from slurmgpu.llm.transformers_engine.scoring import Scorer
 from slurmgpu.llm.transformers_engine.static import StaticBatches
 from slurmgpu.llm.transformers_engine.token_scoring import TokenScorer
 from slurmgpu.llm.transformers_engine.windows import likelihoods
+from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
     from slurmgpu.llm.transformers_engine.continuous import Continuous

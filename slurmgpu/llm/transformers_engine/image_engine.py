@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.batching import Budget, default_tokens, free_memory
+from slurmgpu.llm.interface.batching import Budget, default_tokens
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.grammars import Grammars
@@ -16,6 +16,7 @@ from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, ShownRe
 from slurmgpu.llm.transformers_engine.image_scoring import ImageScorer
 from slurmgpu.llm.transformers_engine.loading import load_model
 from slurmgpu.llm.transformers_engine.rows import Chooser
+from slurmgpu.util.out_of_memory import free_memory
 
 log = logging.getLogger(__name__)
 

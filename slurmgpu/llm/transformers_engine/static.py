@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, n_that_fit
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
@@ -24,6 +24,7 @@ from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, Waiting, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,21 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.llm.interface.batching import (
-    Budget,
-    Load,
-    attempt,
-    free_memory,
-    n_in_pack,
-    n_that_fit,
-    of_like_length,
-)
+from slurmgpu.llm.interface.batching import Budget, Load, attempt, n_in_pack, n_that_fit, of_like_length
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text, Tokens
 from slurmgpu.llm.transformers_engine.prefilling import Prefill
 from slurmgpu.llm.transformers_engine.scoring import MOST_LOGITS
 from slurmgpu.llm.transformers_engine.windows import Read, Window
+from slurmgpu.util.out_of_memory import free_memory
 
 
 class TokenScorer:

@@ -18,12 +18,12 @@ from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, 
 from slurmgpu.llm.interface.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.models.adapters import choice_of
-from slurmgpu.llm.prompts.structures import check_structure, structure_of
+from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.prompts.templates import Last, take, text_of
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
-from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.language_model import (
     SCORES_NOTHING,
     LanguageModelWorkload,
@@ -143,12 +143,6 @@ class Classify(LanguageModelWorkload):
         if self._truncates:
             columns["n_truncated"] = Array("int32")
         return columns | {name: Text() for name in ("truth", "group") if getattr(self, name) is not None}
-
-    def place(self, share: Share) -> Placement:
-        """The model's placement; SlurmGPUError if it does not fit, or if answers cannot be kept to their form."""
-        if self.sampling.structure is not None:
-            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
-        return super().place(share)
 
     def load(self, task: TaskContext) -> None:
         """Load the model, and score the prompt without an item if calibrate is set."""

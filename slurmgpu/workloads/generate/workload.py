@@ -15,12 +15,12 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.interface.engine import Prompt, Request
 from slurmgpu.llm.interface.sampling import mix
-from slurmgpu.llm.prompts.structures import check_structure, structure_of
+from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import FETCH, Item, Placement, Row, Share, Template
+from slurmgpu.workload import FETCH, Item, Row, Template
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, n_truncated
 from slurmgpu.workloads.structured import Answers
 
@@ -109,12 +109,6 @@ class Generate(LanguageModelWorkload):
         if self.logprobs:
             columns["logprobs"] = Ragged("float32")
         return columns
-
-    def place(self, share: Share) -> Placement:
-        """The model's placement; SlurmGPUError if it does not fit, or if answers cannot be kept to their structure."""
-        if self.sampling.structure is not None:
-            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
-        return super().place(share)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The answers to each item, or an ItemError for one without a prompt or an answer."""

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Composed, Question, Request, Structure
 from slurmgpu.llm.interface.sampling import mix
-from slurmgpu.llm.prompts.structures import check_structure
 from slurmgpu.llm.prompts.templates import take
 from slurmgpu.llm.settings import check_range, check_scored, check_temperature, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
-from slurmgpu.workload import Item, Placement, Row, Share
+from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, Rubric, check_choices
 from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
@@ -136,12 +135,6 @@ class ByRubric(LanguageModelWorkload):
     def frozen_settings(self) -> dict[str, Any]:
         """Settings that the plan fixes: also the rubric's text."""
         return {**super().frozen_settings, "rubric": self.rubric.to_json()}
-
-    def place(self, share: Share) -> Placement:
-        """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
-        if self.sampling.structure is not None:
-            check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
-        return super().place(share)
 
     def sort_key(self, item: Item) -> int:
         """Long prompts first."""

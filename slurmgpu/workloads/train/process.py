@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from slurmgpu.training.states import seed_everything
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.gpus import visible_ids
 from slurmgpu.util.nvml import Cards, open_cards
+from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.workload import Row, TaskContext
 from slurmgpu.workloads.train.rows import read_result, row_of, write_result
 
@@ -53,9 +53,7 @@ def row(
 
 
 def _free_memory(settings: TrainingSettings) -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     if settings.compile:
         torch.compiler.reset()  # all models share their code, and torch limits how often it is recompiled
 
