@@ -14,6 +14,7 @@ _ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=[\"']?
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
 _TO_ITS_FOLDER = re.compile(r"\bcd\s[^\n;&]*(?:dirname|BASH_SOURCE|\$\{?0|%/\*)")
 _PYTHON_PATH = re.compile(r"\bPYTHONPATH=[\"']?([^\s\"';]+)")
+_GPUS = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?(?!\$\{?CUDA_VISIBLE_DEVICES)[\w$]")
 _MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
 
 
@@ -21,13 +22,14 @@ _MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
 class NamesInShell:
     """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules.
 
-    `path` are the folders, of the latter kind, that it puts on PYTHONPATH.
+    `path` are the folders, of the latter kind, that it puts on PYTHONPATH. `chooses_gpus` by CUDA_VISIBLE_DEVICES.
     """
 
     beside: frozenset[str]
     here: frozenset[str]
     modules: frozenset[str]
     path: tuple[str, ...] = ()
+    chooses_gpus: bool = False
 
 
 def is_shell(source: bytes, suffix: str) -> bool:
@@ -48,13 +50,18 @@ def names_in(source: bytes) -> NamesInShell:
     modules = frozenset(_MODULE.findall(text))
     path = tuple(folder for found in _PYTHON_PATH.findall(text) for folder in folders_in(found))
     if _TO_ITS_FOLDER.search(text):
-        return NamesInShell(frozenset(beside | here), frozenset(), modules, path)
-    return NamesInShell(frozenset(beside), frozenset(here), modules, path)
+        beside, here = beside | here, set()
+    return NamesInShell(frozenset(beside), frozenset(here), modules, path, sets_gpus(text))
 
 
 def is_for_output(option: str) -> bool:
     """Whether the value of an option is by its name a file that a program writes: `--output`, `--log-file`, `-o`."""
     return re.fullmatch(_FOR_OUTPUT, option) is not None
+
+
+def sets_gpus(text: str) -> bool:
+    """Whether a text sets CUDA_VISIBLE_DEVICES, so that it shows GPUs, as in `env CUDA_VISIBLE_DEVICES=1`."""
+    return _GPUS.search(text) is not None
 
 
 def is_before_code(option: str) -> bool:

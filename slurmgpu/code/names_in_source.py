@@ -60,6 +60,8 @@ class NamesInSource(ast.NodeVisitor):
         """Packages of which it imports all names, and so the modules in their `__all__`."""
         self.written: set[str] = set()
         """Texts in calls that write files, which are names of what it makes."""
+        self.chooses_gpus = 0
+        """The line that sets CUDA_VISIBLE_DEVICES to show GPUs."""
         self.outputs: set[str] = set()
         """The files that it writes by a name which it spells out."""
         self._assigned: list[tuple[set[str], set[str]]] = []
@@ -154,7 +156,12 @@ class NamesInSource(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """`CACHE = "cache.json"`, which a later call may write."""
+        """`CACHE = "cache.json"`, which a later call may write; `os.environ["CUDA_VISIBLE_DEVICES"] = "0"`."""
+        match node:
+            case ast.Assign(value=ast.Constant(value="" | "-1")):
+                pass
+            case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="CUDA_VISIBLE_DEVICES"))]):
+                self.chooses_gpus = node.lineno
         texts, _ = _path_in(node.value)
         self._assigned += [(_path_in(target)[1], texts) for target in node.targets]
         self.generic_visit(node)

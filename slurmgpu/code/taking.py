@@ -46,6 +46,8 @@ def snapshot_of(
     for text in plan.texts():
         if names_in_shell.is_before_code(before):
             tracer.add_shell_code(text)
+        elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
+            tracer.choosing_gpus.append(text)
         option, before = before if "=" not in text else text.partition("=")[0], text
         if len(text) < LONG_TEXT:
             if found := NAMED.fullmatch(text):
@@ -57,6 +59,8 @@ def snapshot_of(
                 tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
     if isinstance(environ := plan.settings.get("env"), Mapping):
         tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
+        if names_in_shell.sets_gpus(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')}"):
+            tracer.choosing_gpus.append("env under [settings]")
     for text in texts:
         tracer.add_text(text, (Path(plan.search_path),), CONFIGURATIONS | PROGRAMS | TEXTS)
     for file in formerly_read:

@@ -84,6 +84,8 @@ class Tracer:
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
         self._first: set[Path] = set()
+        self.choosing_gpus: list[str] = []
+        """Places that set CUDA_VISIBLE_DEVICES."""
         self._outputs: dict[str, list[str]] = {}
         """The files that scripts write by a name which is the same in each call, by the script."""
         self._defined: dict[str, frozenset[str]] = {}
@@ -260,6 +262,11 @@ class Tracer:
                 f"{_some(file.name for file in read)}. Rows that are computed after a change "
                 f"of one of them are by unknown code in the report."
             )
+        if self.choosing_gpus:
+            found.append(
+                f"CUDA_VISIBLE_DEVICES is set by {some_of(self.choosing_gpus, MANY_NAMED)}, to GPUs that may be "
+                f"another task's, or none. Leave that out: a task sees its own GPUs alone, as cuda:0 and so on."
+            )
         found += [
             f"{script} writes {some_of(names, MANY_NAMED)} by the same name in each call: calls that run at once "
             f"overwrite each other's, and one may read what another has left. Take a part of the name from the command "
@@ -331,6 +338,8 @@ class Tracer:
         package = None if module is None else module if is_package else module.rpartition(".")[0]
         path = Path(found.path)
         imports = names_in(tree, package or (self._package_of_script(path) if found.is_script else None))
+        if imports.chooses_gpus:
+            self.choosing_gpus.append(f"{found.name} in line {imports.chooses_gpus}")
         if found.is_script and imports.outputs:
             self._outputs[found.name] = sorted(imports.outputs)
         for each in imports.path_folders:
@@ -383,6 +392,8 @@ class Tracer:
     def _follow_shell(self, script: Path, source: bytes) -> None:
         """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
         names = names_in_shell.names_in(source)
+        if names.chooses_gpus:
+            self.choosing_gpus.append(self._shown(script) if script.name != "-c" else "the code behind -c")
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
             path = script.parent / name

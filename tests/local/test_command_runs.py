@@ -306,6 +306,32 @@ if sys.argv[1] == "edit":
 print(1)
 """
 
+
+@pytest.mark.parametrize(
+    ("run", "line", "env", "place"),
+    [
+        (RUN["one.py"], 'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = str(3)\n', {}, "one.py in line 2"),
+        (["env", "CUDA_VISIBLE_DEVICES=1", *RUN["one.py"]], "", {}, "CUDA_VISIBLE_DEVICES=1"),
+        (RUN["one.py"], "", {"CUDA_VISIBLE_DEVICES": "0"}, "env under [settings]"),
+        (
+            ["bash", "-c", "CUDA_VISIBLE_DEVICES=$2 python -S one.py $1", "bash", "{text}", "0"],
+            "",
+            {},
+            "code behind -c",
+        ),
+        (RUN["one.py"], 'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\n', {}, None),
+        (["bash", "-c", "CUDA_VISIBLE_DEVICES= python -S one.py $1", "bash", "{text}"], "", {}, None),
+    ],
+)
+def test_what_chooses_gpus_itself_is_told(tmp_path, run, line, env, place):
+    folder = make(tmp_path / "project", "one.py", run=run, env=env, texts=["a"])
+    (folder / "one.py").write_text(line + (folder / "one.py").read_text())
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        told = [each for each in draft.code.left_out if "CUDA_VISIBLE_DEVICES" in each]
+    assert len(told) == (place is not None)
+    assert place is None or place in told[0]
+
+
 READS = """
 import sys
 factor = open("conf.yaml").read()
