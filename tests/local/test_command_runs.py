@@ -660,7 +660,7 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         (["--col", "n:text", "--col", "n:int32", "--", "wc", "{text}"], "--col names the column 'n' twice"),
         (
             ["--", "wc", "{text}"],
-            "--col NAME:TYPE is missing: one for each key of the JSON object that the program prints",
+            "--col NAME:TYPE is missing: one for each key to keep of the JSON object that the program prints",
         ),
         (
             ["--col", "n:str", "--", "wc", "{text}"],
