@@ -128,11 +128,17 @@ def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:
 
 
 def try_script(path: str) -> tuple[bool, str]:
-    """Whether sbatch would accept the script at `path`, and what it says; nothing is queued."""
+    """Whether sbatch would accept the script at `path`, and what it says; nothing is queued.
+
+    SlurmUnavailableError if slurmctld does not answer, or can take no job of anybody at present.
+    """
     with outside_job():
         done = _call("sbatch", "--test-only", path)
     lines = [" ".join(line.removeprefix("sbatch: ").split()) for line in done.stderr.splitlines()]
-    return done.returncode == 0, "; ".join(line for line in lines if line)
+    said = "; ".join(line for line in lines if line)
+    if done.returncode and is_silence(said):
+        raise SlurmUnavailableError(f"sbatch failed: {said.rstrip('.')}. Try again later.", is_silent=True)
+    return done.returncode == 0, said
 
 
 @contextlib.contextmanager

@@ -237,3 +237,9 @@ SAID = "error: Batch job submission failed: {}"
 )
 def test_a_full_queue_is_no_refusal_and_leaves_no_job(said, not_taken, silent):
     assert (commands.was_not_taken(SAID.format(said)), commands.is_silence(SAID.format(said))) == (not_taken, silent)
+
+
+def test_of_a_script_that_is_tried_while_the_queue_is_full_nothing_is_known(pretending):
+    pretending("sbatch", "echo 'allocation failure: Resource temporarily unavailable' >&2; exit 1")
+    with pytest.raises(commands.SlurmUnavailableError, match="allocation failure: Resource temp"):
+        commands.try_script("x.sbatch")
