@@ -312,8 +312,9 @@ def verdict_of(
 def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
     """The outcome of an attempt that was stopped: a signal does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
+    cause = POLICIES.get((life and life.failure) or "")
     # A node that is set down, as health checks do it, ends its tasks by a signal, too.
-    if life is not None and life.failure and (POLICIES[life.failure].is_stop or life.failure == "node_fail"):
+    if life is not None and cause is not None and (cause.is_stop or cause.node_at_fault):
         if life.failure != failure:
             failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
     elif cancelled and (POLICIES[failure or ""].is_guess or record["reason"] is None):
