@@ -12,7 +12,7 @@ import time
 import pytest
 
 from slurmgpu.cli.views.polling import Look
-from slurmgpu.cli.views.state_words import failure_words, merge_words, parting_words, queue_words
+from slurmgpu.cli.views.state_words import failure_words, merge_words, moment, parting_words, queue_words
 from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
@@ -191,6 +191,13 @@ def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
     renumbered = [{**line, "folder": str(moved.folder), "inode": 9} for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in renumbered))
     assert slurms_queue.jobs_of(moved, jobs) == jobs  # a file system that numbers its files again at each mount
+
+
+def test_an_estimate_has_the_day_and_the_year_where_they_are_not_the_next():
+    day = 86_400
+    texts = [moment(NOW + ahead, NOW) for ahead in (3600, 10 * day, 365 * day)]
+    assert [len(text.split()) for text in texts] == [1, 4, 5]
+    assert texts[2].split()[3] == time.strftime("%Y", time.localtime(NOW + 365 * day))
 
 
 @pytest.mark.parametrize("lives", [None, {"4711_0": [Life("FAILED", "crash", True, 2, 1, "gpu1")]}])

@@ -125,8 +125,9 @@ def queue_words(status: Status) -> str:
 
 
 def moment(epoch: float, now: float) -> str:
-    """A time of day, with the date if it is not soon."""
-    return time.strftime("%H:%M" if epoch - now < 20 * 3600 else "%a %d %b %H:%M", time.localtime(epoch))
+    """A time of day, with the date if it is not soon; Slurm takes a job without a walltime to last for a year."""
+    day = "" if epoch - now < 20 * 3600 else "%a %d %b " if epoch - now < 300 * 86_400 else "%a %d %b %Y "
+    return time.strftime(f"{day}%H:%M", time.localtime(epoch))
 
 
 def shard_of(task: StatusAttempt) -> str:
