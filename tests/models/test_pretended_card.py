@@ -13,6 +13,7 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface import noise
 from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.settings import engine_options
+from slurmgpu.llm.transformers_engine import continuous
 from slurmgpu.training.loop import Training
 from slurmgpu.training.pacing import Pace
 from slurmgpu.training.ranks import Place as Rank
@@ -80,32 +81,36 @@ def test_the_pretended_card_counts_waits_and_does_later_what_nobody_waits_for(ca
     assert doubled.tolist() == [[2.0] * 3] * 2
 
 
+def engine(folder, device, **settings):
+    fixed = {"batching": "static", "precision": "fp32", "batch_tokens": 1024}
+    return open_engine(engine_options(str(folder), {**fixed, **settings}), Place(device, gpus=int(device != "cpu")))
+
+
+def asked(n_tokens, **sampling):
+    each = Sampling(max_tokens=n_tokens, **sampling)
+    return [Request(i, Prompt(text), each, key=i) for i, text in enumerate(TEXTS * 2)]
+
+
+def answers(made, requests):
+    return {each.id: each.tokens.tolist() for each in made.generate(requests)}
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 5, "min_p": 0.01}
+
+
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_an_engine_on_a_card_has_the_cpus_answers_and_waits_once_for_a_token(card, llama, cuda_graphs):
-    def engine(device, **settings):
-        options = engine_options(
-            str(llama), {"batching": "static", "precision": "fp32", "batch_tokens": 1024, **settings}
-        )
-        return open_engine(options, Place(device, gpus=device != "cpu"))
-
-    def asked(n_tokens, **sampling):
-        each = Sampling(max_tokens=n_tokens, **sampling)
-        return [Request(i, Prompt(text), each, key=i) for i, text in enumerate(TEXTS * 2)]
-
-    def answers(made, requests):
-        return {each.id: each.tokens.tolist() for each in made.generate(requests)}
-
     def n_ends():
         # Without graphs transformers looks in each step whether there is padding.
         return card.n_ends - (0 if cuda_graphs else card.waits["__bool__"])
 
-    ours, cpus = engine("cuda:0", cuda_graphs=cuda_graphs), engine("cpu")
+    ours, cpus = engine(llama, "cuda:0", cuda_graphs=cuda_graphs), engine(llama, "cpu")
     questions = [Question(i, Prompt(text), ("1", "12", "N")) for i, text in enumerate(TEXTS)]
     expected = {each.id: each.logprobs for each in cpus.score(questions)}
     for each in ours.score(questions):
         assert each.logprobs == pytest.approx(expected[each.id], abs=1e-4)
     n_waits = []
-    for sampling in ({}, {"temperature": 0.8, "top_k": 5, "min_p": 0.01}):
+    for sampling in ({}, SAMPLED):
         answers(ours, asked(12, **sampling))  # captures its graphs
         for n_tokens in (4, 12):
             before = n_ends()
@@ -114,6 +119,17 @@ def test_an_engine_on_a_card_has_the_cpus_answers_and_waits_once_for_a_token(car
             assert found == answers(cpus, asked(n_tokens, **sampling))
     assert ours._static._decodings.uses_slots == cuda_graphs
     assert [n_waits[1] - n_waits[0], n_waits[3] - n_waits[2]] == [8, 8]
+
+
+def test_continuous_batches_on_a_card_have_the_cpus_answers(card, llama, monkeypatch):
+    kept = continuous.settings
+    few = {"num_blocks": 64, "max_batch_tokens": 256}  # else it takes the memory that the card says it has
+    monkeypatch.setattr(continuous, "settings", lambda *given, **more: {**kept(*given, **more), **few})
+    ours, cpus = engine(llama, "cuda:0", batching="continuous"), engine(llama, "cpu")
+    for sampling in ({}, SAMPLED):
+        assert answers(ours, asked(8, **sampling)) == answers(cpus, asked(8, **sampling))
+    assert not ours._continuous.given_up
+    ours.close()
 
 
 def test_embeddings_are_begun_without_a_wait(card, tmp_path):
