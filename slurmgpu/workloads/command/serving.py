@@ -21,8 +21,8 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
 
     `function` is given the data of an item, and `seed` if it has a parameter of that name. It returns the columns of
     the item's row; what it raises is the error of its item, which is tried again after `Retry`, ConnectionError and
-    TimeoutError. Load models before you call `serve`. What is printed goes to standard error, since standard output is
-    the pipe for answers; standard input is empty for it.
+    TimeoutError. Load models before you call `serve`, and print to standard error while you do. What is printed from
+    then on goes there, since standard output is the pipe for answers; standard input is empty for it.
     """
     pipe, requests = os.dup(1), os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)

@@ -52,7 +52,10 @@ class Stream:
             line = self._next_line(child, None, is_first=True)
             if _parsed(line) != READY:
                 found = line[:80].decode(errors="replace")
-                raise OutputError(f"the first line of stdout is {found!r}; expected {json.dumps(READY)}")
+                raise OutputError(
+                    f"the first line of stdout is {found!r}; expected {json.dumps(READY)}, which slurmgpu.serve "
+                    f"writes. Print what comes before it to stderr"
+                )
         except OutputError as error:
             self._kill()
             raise child.misprinted(error) from error
