@@ -257,7 +257,9 @@ def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], publ
 
 def retriable(report: Report) -> bool:
     """Whether another submission may compute the rest: the last one had only retriable failures."""
-    attempts = of_last_submission(report["attempts"], report["submissions"])
+    # A merge job that is requeued after its round was refused tries that again.
+    taken = [line for line in report["submissions"] if line["state"] != "refused"]
+    attempts = of_last_submission(report["attempts"], taken) if taken else []
     # Without any attempt, the user cancelled the whole array in the queue.
     # A failure that is the fault of one node may succeed on another.
     return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])

@@ -40,3 +40,11 @@ def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path
     lives["4800_0"] = lives.pop("4711_8")
     assert learnt() == ({"mem": "1200M"}, [])
     assert retriable(report_of(run, lives=lives))
+
+
+def test_a_round_that_was_refused_is_made_again_by_a_merge_job_that_is_requeued(tmp_path):
+    run = pretend_run(tmp_path / "run", 10_000)
+    lives = {"4711_8": [Life("NODE_FAIL", "node_fail", True, 10, 1, "gpu8")]}
+    assert retriable(report_of(run, lives=lives))
+    submit_again(run, state="refused")
+    assert retriable(report_of(run, lives=lives))
