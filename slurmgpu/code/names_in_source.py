@@ -20,6 +20,10 @@ _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
 _NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "FileHandler", "basicConfig"})
 """Calls that get no name of a file, or that of a log, to which all may write."""
+_OUTPUT_FOLDERS = frozenset(
+    {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
+)
+"""Arguments and options for a folder into which a script writes; of transformers, Lightning and their like."""
 _APPENDS = frozenset({"a", "ab", "at", "a+"})
 _FILE = re.compile(r"(?!/dev/)[^\s*?]*[^\s*?/.]\.[A-Za-z]\w{0,9}")
 _WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
@@ -63,7 +67,9 @@ class NamesInSource(ast.NodeVisitor):
         self.chooses_gpus = 0
         """The line that sets CUDA_VISIBLE_DEVICES to show GPUs."""
         self.outputs: set[str] = set()
-        """The files that it writes by a name which it spells out."""
+        """The files and folders that it writes by a name which it spells out."""
+        self.output_options: dict[str, str] = {}
+        """The folders into which it writes unless an option, by its name, says another."""
         self._assigned: list[tuple[set[str], set[str]]] = []
         """The names of variables, arguments and options, and the texts that they are given."""
         self._written_names: set[str] = set()
@@ -138,6 +144,8 @@ class NamesInSource(ast.NodeVisitor):
                 if each.arg == "default":
                     option = str(node.args[0].value).lstrip("-").replace("-", "_")
                     self._assigned.append(({option}, _path_in(each.value)[0]))
+                    if option in _OUTPUT_FOLDERS and (folder := _spelt_out(each.value)):
+                        self.output_options[option] = folder
         written = _written_by(name, node)
         for path in written:
             texts, variables = _path_in(path)
@@ -145,6 +153,9 @@ class NamesInSource(ast.NodeVisitor):
             self._written_names |= variables
         if name not in _NO_OUTPUTS and not _APPENDS.intersection(whole := set(map(_spelt_out, written))):
             self.outputs |= {each for each in whole if each is not None and _FILE.fullmatch(each)}
+        folders = [each.value for each in node.keywords if each.arg in _OUTPUT_FOLDERS]
+        folders += node.args[:1] if name == "TrainingArguments" else []
+        self.outputs |= {each for each in map(_spelt_out, folders) if each}
         is_of_hydra = name in ("main", "initialize", "initialize_config_dir") and ast.unparse(function) in _OF_HYDRA
         if is_of_hydra and node.args and isinstance(node.args[0], ast.Constant):
             self.config_folders |= _path_in(node.args[0])[0]

@@ -48,6 +48,8 @@ def snapshot_of(
             tracer.add_shell_code(text)
         elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
             tracer.choosing_gpus.append(text)
+        if text.startswith("--"):
+            tracer.options.add(text.partition("=")[0].lstrip("-").replace("-", "_"))
         option, before = before if "=" not in text else text.partition("=")[0], text
         if len(text) < LONG_TEXT:
             if found := NAMED.fullmatch(text):

@@ -86,6 +86,8 @@ class Tracer:
         self._first: set[Path] = set()
         self.choosing_gpus: list[str] = []
         """Places that set CUDA_VISIBLE_DEVICES."""
+        self.options: set[str] = set()
+        """The options on the command line of scripts, as variables are named."""
         self._outputs: dict[str, list[str]] = {}
         """The files that scripts write by a name which is the same in each call, by the script."""
         self._defined: dict[str, frozenset[str]] = {}
@@ -340,8 +342,11 @@ class Tracer:
         imports = names_in(tree, package or (self._package_of_script(path) if found.is_script else None))
         if imports.chooses_gpus:
             self.choosing_gpus.append(f"{found.name} in line {imports.chooses_gpus}")
-        if found.is_script and imports.outputs:
-            self._outputs[found.name] = sorted(imports.outputs)
+        defaults = {
+            f"{folder} (--{name})" for name, folder in imports.output_options.items() if name not in self.options
+        }
+        if found.is_script and (outputs := imports.outputs | defaults):
+            self._outputs[found.name] = sorted(outputs)
         for each in imports.path_folders:
             self._add_path_folder(each, path, is_script=found.is_script)
         for name in sorted(imports.stars):

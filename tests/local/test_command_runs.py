@@ -332,6 +332,26 @@ def test_what_chooses_gpus_itself_is_told(tmp_path, run, line, env, place):
     assert place is None or place in told[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "options", "told"),
+    [
+        ("TrainingArguments('out')", [], "one.py writes out by the same name"),
+        ("Trainer(default_root_dir='logs', devices=1)", [], "one.py writes logs by the same name"),
+        ("parser.add_argument('--output-dir', default='out')", [], "one.py writes out (--output_dir) by the same name"),
+        ("parser.add_argument('--output-dir', default='out')", ["--output-dir=fits/{text}"], None),
+        ("parser.add_argument('--output-dir', default='out')", ["--output-dir", "fits/{text}"], None),
+        ("TrainingArguments(output_dir=arguments.output_dir)", [], None),
+    ],
+)
+def test_a_folder_into_which_each_call_writes_is_told_unless_an_option_says_another(tmp_path, line, options, told):
+    folder = make(tmp_path / "project", "one.py", run=[*RUN["one.py"], *options], texts=["a"])
+    with open(folder / "one.py", "a") as script:
+        script.write(f"{line}\n")
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        found = [each for each in draft.code.left_out if "by the same name in each call" in each]
+    assert [each.partition(" in each")[0] for each in found] == ([told] if told else [])
+
+
 READS = """
 import sys
 factor = open("conf.yaml").read()
