@@ -213,6 +213,9 @@ def run_merge(folder: Path, submission: int) -> None:
             code = merge_behind(Run.open(folder), submission)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except SlurmGPUError as error:  # a round that Slurm refuses, say; Submitit would show a traceback
+        log.error("%s", error)
+        code = 1
     if code:
         sys.exit(code)
 

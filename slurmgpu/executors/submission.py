@@ -262,7 +262,12 @@ def merge_behind(run: Run, submission: int) -> int:
 
     A merge job may be requeued after it has resubmitted. It hands over to that submission then, and makes no other.
     """
-    last = next(line for line in run.submissions() if line["submission"] == submission)
+    last = next((line for line in run.submissions() if line["submission"] == submission), None)
+    if last is None:
+        raise SlurmGPUError(
+            f"{run.folder / 'submissions.jsonl'} has no submission {submission}, whose tasks this job merges: its line "
+            f"is damaged, or was removed. To merge what is published: slurmgpu merge {run.typed}"
+        )
     over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
         report = merge.merge(run, lives_of(run, settled=True), lock.check)

@@ -15,6 +15,7 @@ from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands
 from tests.support.pretend_runs import Pretended
+from tests.support.runs import planned_run
 
 
 @pytest.fixture
@@ -116,6 +117,17 @@ def test_copies_of_a_job_end_with_a_sentence(tmp_path, job):
     assert "was started 16 times on 1 of the job's 1 nodes; expected once on each" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_merge_job_without_its_submission_ends_with_a_sentence(tmp_path):
+    run = planned_run(tmp_path / "run")
+    merges = f"run_merge(Path({str(run.folder)!r}), 1)"
+    code = f"from pathlib import Path; from slurmgpu.executors.job_entry import run_merge; {merges}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{run.folder}/submissions.jsonl has no submission 1" in done.stderr
+    assert f"slurmgpu merge {run.folder}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["ntasks", "--ntasks-per-node", "tasks-per-node", "ntasks_per_gpu"])
