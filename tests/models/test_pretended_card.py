@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from slurmgpu.influence import generic, layered
+from slurmgpu.influence.engine import Checkpoint
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface import noise
 from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Sampling
@@ -22,6 +24,7 @@ from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.embed.workload import Embed
 from tests.gpu.influence import TOY, _graph, _influences
 from tests.models.test_embed import save_encoder
+from tests.support.influences import Little, examples, influences
 from tests.support.pretended_card import Card, on_card
 from tests.support.tiny_models import make_llama
 
@@ -191,9 +194,20 @@ def test_influences_on_a_card_are_the_cpus_and_wait_for_no_gradient(card, normal
     train, tests = _graph(TOY)
     found = []
     for device in ("cpu", "cuda:0"):
-        influences = _influences(TOY, train, device, "fp32", top_k=0, full="float64", normalize=normalize)
-        influences.of(tests[:1])
+        made = _influences(TOY, train, device, "fp32", top_k=0, full="float64", normalize=normalize)
+        made.of(tests[:1])
         card.waits.clear()
-        found.append(influences.of(tests).full)
+        found.append(made.of(tests).full)
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
     assert card.waits["nonzero"] == 2
+
+
+@pytest.mark.parametrize("of_module", [generic.of_module, layered.of_module])
+def test_influences_of_a_module_of_ones_own_are_the_cpus(card, of_module):
+    train, tests = examples(8), examples(3, seed=1)
+    found = []
+    for device in ("cpu", "cuda:0"):
+        module, there = Little().to(device), train.to(device)
+        model = of_module(module, there[0] if of_module is generic.of_module else there)
+        found.append(influences(there, [Checkpoint(model, 1.0)]).of(tests).full)
+    assert found[1] == pytest.approx(found[0], rel=1e-9)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -260,5 +261,15 @@ class Card(TorchFunctionMode):
             with Card(state):  # modes are a thread's own
                 run(thread)
 
+        def kept_to(function: Any) -> Any:
+            """What functorch makes of a tensor of the card is on it."""
+            return lambda tensor, *more: put(function(tensor, *more), there=on_card(tensor))
+
+        made_of = {
+            vmap: ("_add_batch_dim", "_remove_batch_dim"),
+            eager_transforms: ("_wrap_for_grad", "_unwrap_for_grad"),
+        }
+        for module, name in ((module, name) for module, names in made_of.items() for name in names):
+            monkeypatch.setattr(module, name, kept_to(getattr(module, name)))
         monkeypatch.setattr(torch.nn.Parameter, "__new__", staticmethod(parameter))
         monkeypatch.setattr(threading.Thread, "run", run_with_card)
