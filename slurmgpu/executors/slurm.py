@@ -121,19 +121,22 @@ class Slurm(Executor):
         if jobs := _jobs(run, waiting_merge, queued):
             return Sight(f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})")
         cluster = queue.own_cluster()
-        open_ones = [line for line in lines if line["state"] in ("submitting", "queued")]
-        clusters = [line.get("cluster") for line in open_ones if not line.get("cancelled")]
         return Sight(
-            elsewhere=[name for name in clusters if name and name != cluster],
+            elsewhere=_elsewhere(lines, cluster),
             has_ended=lambda sign: _is_over(sign, cluster, queued),
         )
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
         """Cancel its jobs, also those that have not joined the run yet."""
         jobs = sorted({job.array_job for job in _surely_of(run, _jobs(run, None, _queue(lines) or ()))}, key=int)
+        cluster = queue.own_cluster() if lines else None
+        if not jobs and cluster is not None and (others := _elsewhere(lines, cluster)):
+            raise SlurmGPUError(
+                f"Jobs of {run.folder} may be in the queue of the cluster {others[0]}, which is not seen here. "
+                f"`slurmgpu cancel {run.typed}` cancels them there."
+            )
         if not jobs:
             return []
-        cluster = queue.own_cluster()
         here = [line for line in lines if cluster is None or line.get("cluster", cluster) == cluster]
         # A submission without ids may not have recorded them.
         here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
@@ -254,6 +257,13 @@ def hazards(container: ContainerRecord | None) -> list[str]:
         f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
         f"preemption would end the worker by a bus error. {advice}"
     ]
+
+
+def _elsewhere(lines: Lines, cluster: str | None) -> list[str]:
+    """The clusters, other than this one, on which submissions may have jobs."""
+    open_ones = [line for line in lines if line["state"] in ("submitting", "queued")]
+    clusters = [line.get("cluster") for line in open_ones if not line.get("cancelled")]
+    return [name for name in clusters if name and name != cluster]
 
 
 def _queue(lines: Lines) -> list[queue.QueuedJob] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import liveness, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.run.directory import Run
@@ -482,7 +483,6 @@ def cancelling(tmp_path, monkeypatch):
     [
         ({"cluster": "here", "array_name": "train"}, "train", True),
         ({"cluster": "here", "array_name": "train"}, "precious", False),  # ids have begun again
-        ({"cluster": "there", "array_name": "train"}, "train", False),
         ({"cluster": "here"}, "slurmgpu", True),  # by an older slurmgpu
         ({"cluster": "here"}, "any", False),
         ({"cluster": "here", "by_hand": False}, "slurmgpu:run", True),
@@ -496,6 +496,18 @@ def cancelling(tmp_path, monkeypatch):
 def test_a_job_that_has_the_same_id_and_is_not_the_runs_is_not_cancelled(cancelling, line, name, stops):
     job = queue.QueuedJob("7", "RUNNING", "None", name, "/home/ada", "train.sh x")
     assert cancelling(job, **line) == ((["7"], True) if stops else ([], False))
+
+
+@pytest.mark.parametrize("state", ["queued", "ended"])
+@pytest.mark.parametrize("n_jobs_here", [0, 1])
+def test_jobs_on_another_cluster_are_cancelled_there(cancelling, state, n_jobs_here):
+    same_id = [queue.QueuedJob("7", "RUNNING", "None", "train", "/home/ada", "train.sh x")] * n_jobs_here
+    line = {"cluster": "there", "array_name": "train", "state": state}
+    if state == "ended":
+        assert cancelling(*same_id, **line) == ([], False)
+        return
+    with pytest.raises(SlurmGPUError, match="may be in the queue of the cluster there, which is not seen here"):
+        cancelling(*same_id, **line)
 
 
 @pytest.mark.parametrize(("comment", "stops"), [("", False), ("slurmgpu:{run}", True)])
