@@ -24,7 +24,7 @@ from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
 from slurmgpu.run.metric_log import MetricWriter
-from slurmgpu.run.records import Attempt, Unread
+from slurmgpu.run.records import Attempt, Record, Unread
 from slurmgpu.shards.names import partials_of
 from slurmgpu.task.attempt_writer import END_PATIENCE_S, Recording
 from slurmgpu.task.crash_tracking import Deaths
@@ -156,14 +156,19 @@ class Task:
         if not self.attempt.restart:
             return
         read = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name)
-        last = 0
-        if not isinstance(read, Unread):
-            last = read["published"][-1][0] if read["published"] else 0
-            last = last if read["shard"] is None else read["shard"]
-        taken = sorted(open_shards(self.run) & self.run.claims.numbers(), key=lambda shard: abs(shard - last))
-        dropped = self.run.claims.drop_earlier(self._claim(), taken[:MOST_DROPPED])
+        near = self._claimed_near(None if isinstance(read, Unread) else read)
+        dropped = self.run.claims.drop_earlier(self._claim(), near)
         if dropped:
             log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
+
+    def _claimed_near(self, record: Record | None) -> list[int]:
+        """The open shards with a claim that are nearest to the last one of a record."""
+        last = 0
+        if record is not None:
+            last = record["published"][-1][0] if record["published"] else 0
+            last = last if record["shard"] is None else record["shard"]
+        taken = open_shards(self.run) & self.run.claims.numbers()
+        return sorted(taken, key=lambda shard: abs(shard - last))[:MOST_DROPPED]
 
     def _claim(self) -> Claim:
         given = self.attempt
@@ -173,7 +178,7 @@ class Task:
         return Parts(self.run, self._claim(), self.attempt.submission)
 
     def _finish(self, code: int) -> int:
-        for shard in sorted(self._claimed):
+        for shard in sorted({*self._claimed, *(self._untold() if code else ())}):
             self.run.claims.release(shard, self._claim())
         if code or self.record["deaths"]:  # else its workers have given back what they claimed
             self._parts().give_back()
@@ -186,6 +191,17 @@ class Task:
         failure = self.record["failure"]
         own = POLICIES[failure].exit_code if failure else None
         return own if code and own else code
+
+    def _untold(self) -> list[int]:
+        """Shards that a worker claimed and was killed before it said so; one that is missed goes stale."""
+        try:
+            replace(self.run.claims, patience_s=0.0).numbers()  # a task whose file system is lost does not wait for it
+            near = self._claimed_near(self.record)
+        except OSError as error:
+            log.debug("the claims cannot be listed: %s", error)
+            return []
+        found = ((shard, self.run.claims.observe(shard)) for shard in near)
+        return [shard for shard, claim in found if claim is not None and claim.is_of(self._claim())]
 
     def _remove_partials(self) -> None:
         """Remove partial files of dead workers; the merge removes those that cannot be removed now."""

@@ -923,6 +923,19 @@ def test_a_claim_that_its_worker_did_not_live_to_report_is_no_hole(copied):
     assert not run.claims.numbers() - run.published()
 
 
+def test_a_shard_that_a_worker_claimed_and_did_not_live_to_report_is_given_back(tmp_path, monkeypatch):
+    run = planned_run(tmp_path / "run", n_items=500, batch_size=1, shard_items=1)
+    for shard in range(500):
+        name = "7_0" if shard in (250, 251) else f"7_{shard + 1}"
+        run.claims.take(shard, Claim(name, f"{name}.0", "here", 1))
+    task = Task(run, Attempt("7", 0))
+    monkeypatch.setattr(task, "_guarded", lambda work: task._stopped(signal.SIGTERM))
+    task.record["shard"] = 249
+    task._claimed.add(251)  # of 250 its worker has not told
+    assert task.run_worker() == 75
+    assert set(range(500)) - run.claims.numbers() == {250, 251}
+
+
 def test_a_requeued_task_drops_what_it_held_before_among_many_claims(tmp_path):
     run = planned_run(tmp_path / "run", n_items=500, batch_size=1, shard_items=1)
     for shard in range(500):
