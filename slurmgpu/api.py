@@ -277,7 +277,15 @@ def overrides_of(
 
 
 def _source(run_file: str | Path | Mapping[str, Any]) -> RunFileSource:
-    return GivenRunFile(run_file, Path.cwd()) if isinstance(run_file, Mapping) else Path(run_file)
+    if isinstance(run_file, Mapping):
+        return GivenRunFile(run_file, Path.cwd())
+    try:
+        return Path(run_file)
+    except TypeError as error:
+        raise SlurmGPUError(
+            f"run_file has the type {type(run_file).__name__}; expected the path of a run file, or a mapping with its "
+            f"keys and tables."
+        ) from error
 
 
 def _path(run_dir: str | Path | None) -> Path | None:

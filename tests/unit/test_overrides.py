@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import slurmgpu
 from slurmgpu.api import overrides_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
@@ -123,6 +124,12 @@ def test_values_from_python_are_taken_as_a_mapping_for_a_run_file_takes_them():
             Overrides().assign_keys(odd)
     with pytest.raises(SlurmGPUError, match=r"^the given run file, slurm: the key 1 is 'int'"):
         read_run_file(GivenRunFile({"slurm": {1: 2}}, Path("/")))
+
+
+@pytest.mark.parametrize("given", [5, None, ["slurmgpu.toml"]])
+def test_what_is_no_path_and_no_mapping_is_no_run_file(given):
+    with pytest.raises(SlurmGPUError, match=f"run_file has the type {type(given).__name__}; expected the path of a"):
+        slurmgpu.submit(given)
 
 
 def test_a_profile_goes_over_the_run_file_and_options_over_the_profile(project, tmp_path, monkeypatch):
