@@ -22,6 +22,8 @@ Report = Callable[[Mapping[str, Any]], None]
 EXIT_ABANDONED = 75
 FAILURES = ("failed", "broken")
 
+_outlived: set[int] = set()
+
 
 def report_on_stdout(rank: int = 0, local_rank: int = 0) -> Report:
     """Use the pipe to the task for events only: the workload's output goes to standard error.
@@ -97,8 +99,13 @@ def outlive_signals() -> None:
     """Ignore signals that Slurm may send to every process of a job: the task gets them too, and says what to do."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # A handler: programs that the workload starts would inherit SIG_IGN.
-        signal.signal(signum, lambda signum, frame: None)
+        signal.signal(signum, lambda signum, frame: _outlived.add(signum))
         signal.siginterrupt(signum, False)
+
+
+def has_outlived(signum: int) -> bool:
+    """Whether this process has ignored such a signal, which then went to what it has started as well."""
+    return signum in _outlived
 
 
 def close_stdin() -> None:

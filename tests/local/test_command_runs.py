@@ -227,6 +227,63 @@ def test_a_long_call_is_made_again_only_if_a_file_was_edited_as_it_started(tmp_p
         assert merged.code.tolist() == [*8 * [digest if when == "early" else None], digest]
 
 
+KEEPS = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+kept, n = Path(sys.argv[1] + ".kept"), 0
+if kept.exists():
+    n = int(kept.read_text())
+
+def keep(signum, frame):
+    with open("told", "a") as file:
+        file.write("told ")
+    time.sleep(1)
+    kept.write_text(str(n))
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, keep)
+began = n
+while n < 6:
+    n += 1
+    while n == 3 and os.path.exists("held"):
+        Path("pid").write_text(str(os.getpid()))
+        time.sleep(0.02)
+print(json.dumps({"n": n, "began": began}))
+"""
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_script_that_resumes_has_time_to_keep_its_progress_and_is_told_once(slurmgpu, tmp_path, to_all):
+    """Also if the signal goes to all processes of the job, as Slurm's does."""
+    run, columns = [sys.executable, "-S", "one.py", "{text}"], {"n": "int32", "began": "int32"}
+    more = {"batch_size": 1, "executor": "local", "texts": ["a"], "resumes": True}
+    folder = make(tmp_path / "project", "one.py", run=run, columns=columns, **more)
+    (folder / "one.py").write_text(KEEPS)
+    (folder / "held").touch()
+    process = start("submit", cwd=folder)
+    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the item that waits")
+    [task] = [record["pid"] for record in records(folder)]
+    for pid in [int((folder / "pid").read_text()), *(pid for pid, _ in workers(folder))] if to_all else []:
+        os.kill(pid, signal.SIGTERM)
+    os.kill(task, signal.SIGTERM)
+    output, _ = process.communicate(timeout=200)
+    [record] = records(folder)
+    left = "stopped by SIGTERM; shard 0 was given back, and goes on from what is kept of it"
+    assert (record["failure"], record["message"], record["n_errors"]) == ("preempted", left, 0), output
+    (folder / "held").unlink()
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    with package.open(folder / "run" / "merged.h5") as merged:
+        assert (merged.errors, merged["n"][:], merged["began"][:]) == ({}, [6], [3])
+    assert (folder / "told").read_text() == "told "
+
+
+def test_a_script_that_resumes_is_called_for_one_item(tmp_path, slurmgpu):
+    folder = make(tmp_path / "project", "slice.py", resumes=True)
+    said = slurmgpu("submit", cwd=folder, expect=2).stderr
+    assert "resumes = true, and a call is for a slice" in said
+
+
 def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_on(slurmgpu, tmp_path):
     folder = make(tmp_path / "project", "one.py", run=["./one.py", "{text}"], texts=["a", "b"])
     script = folder / "one.py"

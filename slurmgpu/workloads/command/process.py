@@ -34,6 +34,8 @@ LOOK_S = 0.1
 """How often to look whether a process has ended whose pipes are still open."""
 START_S = 60.0
 """A process has imported most of its modules after this time, which it may lose if one of them is edited meanwhile."""
+ASK_S = 0.5
+"""How often to ask whether a process shall end."""
 KILL_S = 60.0
 """How long a process may take to end after SIGKILL: the driver frees its GPUs meanwhile."""
 PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
@@ -99,6 +101,7 @@ class Child:
         self._pipes.register(self._process.stderr, selectors.EVENT_READ, err)
         self._n_open = 2
         self.out_is_open = True
+        self._is_told = False
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
 
@@ -197,18 +200,24 @@ class Child:
             return self.wait(deadline)
         return self._reap()
 
-    def finish(self, timeout_s: float | None, on_started: Callable[[], None] = lambda: None) -> None:
+    def finish(
+        self,
+        timeout_s: float | None,
+        on_started: Callable[[], None] = lambda: None,
+        shall_end: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`.
 
-        `on_started` is called after START_S, or once it has ended; what it raises ends the process.
+        `on_started` is called after START_S, or once it has ended; what it raises ends the process. Once it
+        `shall_end`, it gets SIGTERM.
         """
         begun = time.monotonic()
         deadline = begun + (math.inf if timeout_s is None else timeout_s)
         try:
             with contextlib.suppress(TimeoutError):
-                self.wait(min(begun + START_S, deadline))
+                self._wait_asking(min(begun + START_S, deadline), shall_end)
             on_started()
-            code = self.wait(deadline)
+            code = self._wait_asking(deadline, shall_end)
         except TimeoutError:
             self.close()
             raise self.failed(f"took longer than timeout_s = {timeout_s:g}", "timeout") from None
@@ -217,6 +226,18 @@ class Child:
             raise
         if code:
             raise self.failure(code)
+
+    def _wait_asking(self, deadline: float, shall_end: Callable[[], bool]) -> int:
+        """As `wait`; SIGTERM once it `shall_end`."""
+        while True:
+            try:
+                return self.wait(min(deadline, time.monotonic() + ASK_S))
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+            if not self._is_told and shall_end():
+                self._is_told = True
+                self._signal(signal.SIGTERM)
 
     def failure(self, code: int) -> DiedError:
         """Why it failed, from its exit code and the end of what it printed."""

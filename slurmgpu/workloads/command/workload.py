@@ -22,7 +22,7 @@ from pathlib import Path
 
 from slurmgpu.code import importer
 from slurmgpu.code.locator import is_others
-from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
+from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of, types_of_rows
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.exceptions import message_of
@@ -30,12 +30,13 @@ from slurmgpu.util.exit_codes import is_self_inflicted
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
+from slurmgpu.util.pipes import has_outlived
 from slurmgpu.util.plurals import some_of
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed import Printed
-from slurmgpu.workloads.command.process import CallFailedError, Child, DiedError
+from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.programs import (
     RUN_MODULE,
     check_program,
@@ -76,7 +77,8 @@ class Command:
     is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
     started once, and answers JSON lines. `columns` has a type for each column. A call, or the next answer of a
     stream, may take `timeout_s` seconds. `env` is put over the environment of the worker. `values` are the user's own,
-    which `run` names as it names fields.
+    which `run` names as it names fields. A program that `resumes` keeps the progress of its item: once the task has to
+    end it gets SIGTERM, and time, and is called again.
     """
 
     template = Template(
@@ -94,6 +96,7 @@ class Command:
         timeout_s: float | None = None,
         env: dict[str, str] | None = None,
         values: dict[str, str | bool | int | float] | None = None,
+        resumes: bool = False,
     ) -> None:
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise SlurmGPUError(f"command: timeout_s is {timeout_s:g}; expected seconds, or leave it out.")
@@ -102,6 +105,13 @@ class Command:
         self._line = parse(run, values)
         self.not_fields = tuple(values or ())
         self._mode = self._mode_of(stream)
+        if resumes and self._mode != ONE:
+            of = "a stream" if self._mode == STREAM else "a slice"
+            raise SlurmGPUError(
+                f"command: resumes = true, and a call is for {of}. It is for calls of one item, whose progress the "
+                f"program keeps: name a field of the items in run, as in {{text}}, or leave it out."
+            )
+        self.resumes = self.takes_one = resumes
         self._program = run[0]
         self._timeout_s, self._env = timeout_s, env or {}
         self._stream: Stream | None = None
@@ -195,6 +205,7 @@ class Command:
         self._runs_copies = False
         if self._mode != STREAM:
             importer.expect_reads_again()
+        self._stopping = task.stopping
         self._told: set[int] = set()
         self._passed_over: set[str] = set()
         self._n_gpus = task.gpus
@@ -385,6 +396,32 @@ class Command:
         data: Mapping[str, object] | None,
         about: Mapping[str, str] | None,
     ) -> dict[int, Values]:
+        try:
+            return self._called(requests, folder, data, about)
+        except CallFailedError as error:
+            if self.resumes and self._will_stop():
+                log.info("told to end: %s", str(error).partition("\n")[0])
+                raise Interrupted from error
+            raise
+
+    def _will_stop(self) -> bool:
+        """Whether the task has to end; a signal to the whole job may have reached the program first."""
+        deadline = time.monotonic() + SETTLE_S
+        while not (stops := self._stopping()) and time.monotonic() < deadline:
+            time.sleep(SETTLE_S / 20)
+        return stops
+
+    def _shall_end(self) -> bool:
+        """Whether to tell the program to end, if it was not told by who told the whole job."""
+        return self.resumes and self._stopping() and not has_outlived(signal.SIGTERM)
+
+    def _called(
+        self,
+        requests: Mapping[int, bytes],
+        folder: str,
+        data: Mapping[str, object] | None,
+        about: Mapping[str, str] | None,
+    ) -> dict[int, Values]:
         line, mark = self._line, mark_of(min(requests), max(requests))
         in_path = Path(folder, "in.csv" if line.items == "csv" else "in.jsonl")
         out_path = Path(folder, f"out.{line.out}")
@@ -401,7 +438,7 @@ class Command:
         started = time.monotonic()
         child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
         try:
-            child.finish(self._timeout_s, _check_unchanged)
+            child.finish(self._timeout_s, _check_unchanged, self._shall_end)
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
                 return _only_row(row, requests)
