@@ -101,23 +101,8 @@ class Classify(LanguageModelWorkload):
         self._by_choice = {} if kept_to is None else dict(zip(kept_to, self.labels, strict=True))
         self.given = {"labels": _described(labels)}
         self.prompts = prompts_of(settings, prompt, messages, system, last, self.given)
-        if calibrate and prompt is None:
-            raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
-        if calibrate and "images" in settings:
-            raise SlurmGPUError(
-                "calibrate scores the prompt without an item, which has images, and there is no image without content. "
-                "Remove calibrate."
-            )
-        if calibrate and choice_of(settings) is not None:
-            raise SlurmGPUError(
-                "calibrate scores the prompt without an item, and only items say which adapter is to score it. Remove "
-                "calibrate, or make a run for each adapter."
-            )
-        if calibrate and "num_fewshot" in settings:
-            raise SlurmGPUError(
-                "calibrate scores one prompt for all items, and num_fewshot draws examples for each. Remove calibrate, "
-                "or num_fewshot: then all items have all examples."
-            )
+        if calibrate:
+            _check_calibrated(prompt, settings)
         self.sampling = sampling(settings, structure=structure)
         if pattern is not None and json is not None:
             raise SlurmGPUError("pattern and json are two ways to find the label in an answer; set one of them.")
@@ -294,6 +279,27 @@ class Classify(LanguageModelWorkload):
             for place, label in enumerate(self.labels)
         }
         return {"n_groups": len(by_group), "by_group": accuracy, "label_by_group": rates}
+
+
+def _check_calibrated(prompt: str | None, settings: Mapping[str, Any]) -> None:
+    """Refuse settings by which the prompt without an item is not one prompt that can be scored."""
+    if prompt is None:
+        raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
+    if "images" in settings:
+        raise SlurmGPUError(
+            "calibrate scores the prompt without an item, which has images, and there is no image without content. "
+            "Remove calibrate."
+        )
+    if choice_of(settings) is not None:
+        raise SlurmGPUError(
+            "calibrate scores the prompt without an item, and only items say which adapter is to score it. Remove "
+            "calibrate, or make a run for each adapter."
+        )
+    if "num_fewshot" in settings:
+        raise SlurmGPUError(
+            "calibrate scores one prompt for all items, and num_fewshot draws examples for each. Remove calibrate, "
+            "or num_fewshot: then all items have all examples."
+        )
 
 
 def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
