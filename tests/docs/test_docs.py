@@ -392,7 +392,11 @@ def first_lines():
     """A row of the table of public names: the name, with its arguments, and the first paragraph of its docstring."""
     members = {name: getattr(slurmgpu, name) for name in slurmgpu.__all__ if name != "__version__"}
     for cls in (slurmgpu.RunHandle, slurmgpu.Merged):
-        named = {name: value for name, value in vars(cls).items() if not name.startswith("_") and name != "run"}
+        named = {
+            name: value
+            for name, value in vars(cls).items()
+            if not name.startswith("_") and name != "run" and value is not None
+        }
         members |= {f"{cls.__name__}.{name}": value for name, value in named.items() if inspect.getdoc(value)}
     for name in sorted(members, key=lambda name: (name.partition(".")[0].lower(), "." in name)):
         value, arguments = members[name], ""
