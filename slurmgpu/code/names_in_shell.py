@@ -65,8 +65,8 @@ def sets_gpus(text: str) -> bool:
 
 
 def is_before_code(option: str) -> bool:
-    """Whether the argument behind this one is code, as it is for `bash -lc`."""
-    return re.fullmatch(r"-[A-Za-z]*c", option) is not None
+    """Whether the argument behind this one is code, as it is for `bash -lc` and `bash -ceu`."""
+    return re.fullmatch(r"-[A-Za-z]*c[eux]*", option) is not None
 
 
 def folders_in(python_path: str) -> list[str]:

@@ -667,6 +667,8 @@ def say(error):
     [
         (["bash", "-c", "echo {text}"], "Write \"$1\" in its place, and behind the code 'bash' and {text}"),
         (["env", "A=1", "/bin/sh", "-ec", "echo {text}"], "and behind the code '/bin/sh' and {text}"),
+        (["bash", "-euo", "pipefail", "-ce", "echo {text}"], "and behind the code 'bash' and {text}"),
+        ([sys.executable, "-W", "ignore", "-c", "print('{text}')"], "Write sys.argv[1] in its place"),
         ([sys.executable, "-S", "-c", "print('{text}')"], "Write sys.argv[1] in its place, and behind the code {text}"),
     ],
 )

@@ -28,6 +28,8 @@ FILE = ":file"
 """Behind a field's name: the path of a file with its content, in place of the content."""
 _NAME = re.compile(r"[\w-]+")
 _READS_CODE = re.compile(r"(?:.*/)?(?:(?:ba|da|z|k)?sh|python[\d.]*)")
+_WITH_VALUE = re.compile(r"-[A-Za-z]*o|-[OXW]|--(?:rcfile|init-file)")
+"""Options of shells and of Python behind which their value is an argument of its own, as in `bash -euo pipefail -c`."""
 _PLAIN = re.compile(rb"[\w@%+=:,./-]+", re.ASCII)
 """Values that are the same in code of a shell as in an argument, as in `shlex.quote`."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -91,12 +93,13 @@ class CommandLine:
     @functools.cached_property
     def code(self) -> dict[int, str]:
         """The places of arguments that a shell, or Python, runs as code, behind `-c`; and what runs them."""
-        found, program = {}, ""
+        found, program, option = {}, "", ""
         for place, text in self.texts.items():
             if not text.startswith("-"):
-                program = text
+                program = program if _READS_CODE.fullmatch(program) and _WITH_VALUE.fullmatch(option) else text
             elif is_before_code(text) and _READS_CODE.fullmatch(program):
                 found[place + 1] = program
+            option = text
         return found
 
     @property
