@@ -100,7 +100,8 @@ def test_shards_that_are_claimed_read_and_published_beside_others_have_the_same_
     slurmgpu("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", cwd=ahead, expect=0)
     assert datasets(ahead) == expected
     assert sum(len(record["deaths"]) for record in records(ahead)) == 1
-    assert sum(record["n_items"] for record in records(ahead)) == 40
+    # A worker may die between publishing the shard before and its word of it.
+    assert 40 - sum(record["n_items"] for record in records(ahead)) in (0, shard_items)
 
 
 AFTER_THE_REPORT = """

@@ -71,8 +71,8 @@ def test_a_killed_worker_and_a_killed_task_lose_nothing(project, slurmgpu):
     folder = project(160, held_from=24)
     process = start(*WAIT, "--gpus", "3", cwd=folder)
     wait_until_held(folder, 3, 3)
+    victim = holders(folder)[0]  # before its next worker loads
     assert kill_workers(folder / "run") == 3
-    victim = holders(folder)[0]
     os.kill(victim["pid"], signal.SIGKILL)
     let_go(folder)
     output, _ = process.communicate(timeout=250)
