@@ -504,6 +504,21 @@ def test_what_a_program_writes_beside_the_columns_is_not_kept_and_the_log_says_s
     ]
 
 
+def test_a_row_with_more_than_the_columns_is_the_row_among_objects_with_others(one):
+    for first, then in (("saved", "row"), ("row", "saved")):
+        texts = {"saved": '{"event": "saved"}', "row": '{"n": 1, "loss": 0.5}'}
+        assert one(f"print('{texts[first]}'); print('{texts[then]}')")(items("a")) == [{"n": 1}]
+
+
+def test_what_is_written_and_not_printed_beside_the_columns_is_an_error_as_no_log_has_it():
+    command = Command(run=["program", "{in}", "{out}"], columns={"n": "int32"})
+    assert command.explain_misfit({"n": 1, "words": ["a"], "loss": 0.5}) == (
+        'Do not write it. To keep them, add "words" = "json", "loss" = "float64" to the columns and submit again, '
+        "into another run directory."
+    )
+    assert command.explain_misfit({"m": 1}) == command.explain_misfit({"n": "one"}) == ""
+
+
 def test_a_row_that_lacks_a_column_has_all_that_it_wrote_as_a_name_may_be_mistyped(one):
     assert one("""print('{"m": 1, "loss": 2}')""")(items("a")) == [{"m": 1, "loss": 2}]
 

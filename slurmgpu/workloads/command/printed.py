@@ -16,8 +16,8 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
 _BEHIND = re.compile(rb"[^{]\{\s*\".*\}\Z")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
-_NOTHING, _NUMBER, _TEXT, _OBJECT, _ROW = range(5)
-"""Kinds of what is printed: a number alone, other lines, objects with other columns, and those with the columns."""
+_NOTHING, _NUMBER, _TEXT, _OBJECT, _WIDER, _ROW = range(6)
+"""Kinds of what is printed: a number alone, other lines, objects with other columns, with more, and with these."""
 
 
 class Printed:
@@ -64,7 +64,7 @@ class Printed:
         self.end()
         if self._held is not None:
             found, text = self._held
-            if is_logged or self._kind == _OBJECT:
+            if is_logged or self._kind in (_OBJECT, _WIDER):
                 self._pass_on(text)
                 self._log.end()
             return found
@@ -76,7 +76,7 @@ class Printed:
         seen = f"; its last line is {last!r}" if last else ""
         if _OF_PYTHON.match(self._last):
             seen += ", a dictionary as Python prints it: print json.dumps(…) of it"
-        elif _BEHIND.search(self._last):
+        elif self._last.endswith(b"}") and _BEHIND.search(self._last):
             seen += ", in which the object does not begin the line: print a newline before it, and no logger's prefix"
         raise OutputError(f"stdout has no JSON object, such as {{{shown}}}{seen}")
 
@@ -140,13 +140,15 @@ class Printed:
             for line in self._open[:n_lines]:
                 self._take_other(line)
         else:
-            self._hold(_ROW if self._fits(row[0]) else _OBJECT, *row)
+            self._hold(self._kind_of(row[0]), *row)
         self._lines.whole.extendleft(reversed(self._open[n_lines:]))
         self._open = []
 
-    def _fits(self, found: dict[str, Any]) -> bool:
-        error = found.get("error")  # beside its epoch a number may be the error of a model
-        return (isinstance(error, str) and error != "") or found.keys() - _BESIDE_COLUMNS == self._columns.keys()
+    def _kind_of(self, found: dict[str, Any]) -> int:
+        error, names = found.get("error"), found.keys() - _BESIDE_COLUMNS
+        if (isinstance(error, str) and error != "") or names == self._columns.keys():
+            return _ROW  # beside its epoch a number may be the error of a model
+        return _WIDER if names > self._columns.keys() else _OBJECT
 
     def _take_other(self, line: bytes) -> None:
         """Pass on a line that is no object; a number may be the row, if it stays alone."""

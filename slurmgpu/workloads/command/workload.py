@@ -221,15 +221,33 @@ class Command:
             except (CallFailedError, WorkloadError) as error:
                 raise SlurmGPUError(str(error)) from error
 
+    def explain_misfit(self, row: Mapping[str, object]) -> str:
+        """A sentence for a row with names that are no columns, unless one of the names may be mistyped."""
+        return f"Do not write it.{self._as_columns(row)}" if self.columns.keys() < row.keys() else ""
+
     def _declared(self, answer: Answer) -> Answer:
-        """A row without what is no column, which the log tells of once; as it is if it lacks a column."""
-        if not isinstance(answer, Mapping) or not self.columns.keys() < answer.keys():
+        """The printed row of a call without what is no column; as it is if it lacks a column.
+
+        The log has it whole. What is written to `{out}`, or by a stream, is nowhere else: there it is an error.
+        """
+        if not (self._line.out is None and isinstance(answer, Mapping) and self.columns.keys() < answer.keys()):
             return answer
-        others = {name: value for name, value in answer.items() if name not in self.columns}
-        if not others.keys() <= self._passed_over:
-            self._passed_over |= others.keys()
-            log.warning("not kept, as it is no column: %s.%s", some_of(map(repr, others), 10), _as_columns(others))
+        others = [name for name in answer if name not in self.columns]
+        if not self._passed_over.issuperset(others):
+            self._passed_over.update(others)
+            log.warning("not kept, as it is no column: %s.%s", some_of(map(repr, others), 10), self._as_columns(answer))
         return {name: answer[name] for name in self.columns}
+
+    def _as_columns(self, row: Mapping[str, object]) -> str:
+        """How what is no column becomes one, to append to a sentence; empty if its types are not known."""
+        try:
+            types = types_of_rows([{name: value for name, value in row.items() if name not in self.columns}])
+        except SlurmGPUError:
+            return ""
+        line = ", ".join(
+            f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(kind or 'json')}" for name, kind in types.items()
+        )
+        return f" To keep them, add {line} to the columns and submit again, into another run directory."
 
     def __call__(self, items: Sequence[Item]) -> list[Answer]:
         """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
@@ -245,7 +263,7 @@ class Command:
         if requests:
             call = self._stream_of if self._mode == STREAM else self._slices
             rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
-        return [self._declared(rows[item.index]) for item in items]
+        return [rows[item.index] for item in items]
 
     def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
         """What `call` returns. An item that is alone, and kills its process, is tried again.
@@ -502,18 +520,6 @@ def _is_script(path: Path) -> bool:
             return path.suffix in SCRIPTS or file.read(2) == b"#!"
     except OSError:
         return False
-
-
-def _as_columns(values: Mapping[str, object]) -> str:
-    """How values become columns, to append to a sentence; empty if the types are not known."""
-    try:
-        types = types_of_rows([values])
-    except SlurmGPUError:
-        return ""
-    line = ", ".join(
-        f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(kind or 'json')}" for name, kind in types.items()
-    )
-    return f" To keep them, add {line} to the columns and submit again, into another run directory."
 
 
 def _only_row(row: Values, requests: Mapping[int, bytes]) -> dict[int, Values]:
