@@ -81,6 +81,8 @@ class Finder(MetaPathFinder):
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self.functions = snapshot.about.get("functions", {})
         self.reads_again = False
+        # Whether what computes the present shard may have imported an edited module.
+        self.is_unknown = False
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         # In an image, files are seen that are bound into it.
@@ -266,7 +268,7 @@ def note_unknown_code() -> None:
     """Note that the shard which is being computed is by unknown code: an edited module may have been imported."""
     finder = _in_use()
     if finder is not None:
-        finder.present.is_unknown = True
+        finder.is_unknown = True
 
 
 def is_code_known(*, looks: bool) -> bool:
@@ -279,7 +281,7 @@ def is_code_known(*, looks: bool) -> bool:
         return True
     if looks or finder.reads_again:
         look_at_read_files()
-    was_unknown, finder.present.is_unknown = finder.present.is_unknown, False
+    was_unknown, finder.is_unknown = finder.is_unknown, False
     return not (was_unknown or finder.present.read_and_changed)
 
 

@@ -32,8 +32,6 @@ class PresentFiles:
         self._has_changed = False
         self.read_and_changed: set[str] = set()
         """The files that code reads and that were seen to have changed."""
-        self.is_unknown = False
-        """Whether a program that has computed rows since this was last cleared may have imported an edited module."""
 
     def changed_since(self) -> list[str]:
         """The files that code reads where they lie, and that are seen to have changed for the first time."""
