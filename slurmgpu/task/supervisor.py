@@ -20,7 +20,7 @@ from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import TOO_LARGE
-from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
+from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim, Claims
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
 from slurmgpu.run.metric_log import MetricWriter
@@ -156,18 +156,18 @@ class Task:
         if not self.attempt.restart:
             return
         read = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name)
-        near = self._claimed_near(None if isinstance(read, Unread) else read)
+        near = self._claimed_near(None if isinstance(read, Unread) else read, self.run.claims)
         dropped = self.run.claims.drop_earlier(self._claim(), near)
         if dropped:
             log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
 
-    def _claimed_near(self, record: Record | None) -> list[int]:
+    def _claimed_near(self, record: Record | None, claims: Claims) -> list[int]:
         """The open shards with a claim that are nearest to the last one of a record."""
         last = 0
         if record is not None:
             last = record["published"][-1][0] if record["published"] else 0
             last = last if record["shard"] is None else record["shard"]
-        taken = open_shards(self.run) & self.run.claims.numbers()
+        taken = claims.numbers() & open_shards(self.run)
         return sorted(taken, key=lambda shard: abs(shard - last))[:MOST_DROPPED]
 
     def _claim(self) -> Claim:
@@ -194,9 +194,8 @@ class Task:
 
     def _untold(self) -> list[int]:
         """Shards that a worker claimed and was killed before it said so; one that is missed goes stale."""
-        try:
-            replace(self.run.claims, patience_s=0.0).numbers()  # a task whose file system is lost does not wait for it
-            near = self._claimed_near(self.record)
+        try:  # a task whose file system is lost does not wait for it
+            near = self._claimed_near(self.record, replace(self.run.claims, patience_s=0.0))
         except OSError as error:
             log.debug("the claims cannot be listed: %s", error)
             return []
