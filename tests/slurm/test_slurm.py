@@ -634,21 +634,21 @@ def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
 
 @pytest.mark.nightly
 def test_a_command_loses_nothing_by_kills(tmp_path, slurmgpu):
-    texts = [*(f"item {i}" for i in range(40)), "deadly"]
-    folder = make_command(tmp_path / "project", "one.py", texts=[*texts, "held"], executor="slurm")
+    # Each task has an item that waits: one without work would have ended before the kill.
+    texts = ["held", *(f"item {i}" for i in range(1, 40)), "deadly", "held"]
+    folder = make_command(tmp_path / "project", "one.py", texts=texts, executor="slurm")
     (folder / "held").touch()
     process = start(*WAIT, "--gpus", "2", cwd=folder)
-    wait_until((folder / "pids").exists, "the item that waits")
-    wait_until(lambda: len(published(folder)) == 5, "the other shards")
-    [victim] = holders(folder)
+    wait_until_held(folder, 4, 2)
+    victim = holders(folder)[0]  # before its next worker loads
     assert kill_workers(folder / "run")
     os.kill(victim["pid"], signal.SIGKILL)
-    (folder / "held").unlink()
+    let_go(folder)
     output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
     assert report(folder)["errors_by_class"] == {"crash": 1}
     with open_merged(folder / "run" / "merged.h5") as merged:
-        assert merged["shout"][:40] == [f"ITEM {i}" for i in range(40)]
+        assert merged["shout"][:40] == [text.upper() for text in texts[:40]]
         assert (merged["shout"][41], list(merged.errors)) == ("HELD", [40])
 
 
