@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import selectors
@@ -25,8 +26,8 @@ from tests.gpu import record
 from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, findings_of
 from tests.gpu.record import Row
 
-PARTS = {"core": 60, "llm": 220, "influence": 20, "training": 100, "embedding": 80}
-"""The parts, and the most seconds that each may take where all of them are asked for."""
+PARTS = {"core": 60, "influence": 20, "training": 100, "embedding": 80, "llm": 220}
+"""The parts, and the seconds of each where all of them are asked for; what a part leaves of them, the next may use."""
 RESULTS = Path(__file__).with_name("results")
 HOME = Path(__file__).parents[2]
 EXIT_HELD, EXIT_NOT_HELD, EXIT_NOTHING_PROVEN = 0, 1, 4
@@ -48,17 +49,18 @@ def main() -> int:
     started = time.monotonic()
     found = visible_gpus()
     names = ", ".join(gpu.name for gpu in found) or "no GPU: each part runs on the CPU, at a toy size"
-    seconds = shared(parts)
-    print(f"{names}. At most {sum(seconds.values()) / 60:.0f} minutes.", flush=True)
+    patience = 1 if found else PATIENCE
+    print(f"{names}. At most {sum(PARTS.values()) * patience / 60:.0f} minutes.", flush=True)
     # What a toy size on a CPU shows is that the code runs.
     marks, words = (MARKS, {}) if found else ({**MARKS, HELD: "·"}, {HELD: "ran"})
     rows: list[Row] = []
     written: Path | None = None
     claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
-    for part, findings in parts.items():
+    for part, seconds in ends_of(parts).items():
         begun = time.monotonic()
-        print(f"== {part} (at most {seconds[part]:.0f} s)", flush=True)
-        for row in run_part(part, findings, len(found), seconds[part]):
+        limit = seconds * patience - (begun - started)
+        print(f"== {part} (at most {limit:.0f} s)", flush=True)
+        for row in run_part(part, parts[part], len(found), limit):
             print(f"{marks[row.verdict]} {row.claim}: {row.figures} [{row.seconds:.1f} s]", flush=True)
             if row.trace and row.figures not in [other.figures for other in rows]:
                 print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
@@ -102,16 +104,16 @@ def choose(names: Sequence[str]) -> dict[str, list[Finding]]:
     return chosen
 
 
-def shared(parts: Collection[str]) -> dict[str, float]:
-    """The most seconds of each of these parts: of a few, each has its share of the time of all."""
-    more = sum(PARTS.values()) / sum(PARTS[part] for part in parts)
-    return {part: PARTS[part] * more for part in parts}
+def ends_of(parts: Collection[str]) -> dict[str, float]:
+    """The second by which each of these parts has to end: a few of them share the time of all."""
+    seconds = [PARTS[part] * sum(PARTS.values()) / sum(PARTS[each] for each in parts) for part in parts]
+    return dict(zip(parts, itertools.accumulate(seconds), strict=True))
 
 
 def run_part(part: str, findings: Sequence[Finding], n_gpus: int, limit_s: float) -> Iterator[Row]:
     """A row for each of these findings of a part, by as many processes as it takes, in so many seconds."""
     left = list(findings)
-    end = time.monotonic() + limit_s * (1 if n_gpus else PATIENCE)
+    end = time.monotonic() + limit_s
     while left:
         if (remaining := end - time.monotonic()) <= 0:
             for each in left:

@@ -70,7 +70,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
         (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
     (package / "failing.py").write_text(FAILING)
     monkeypatch.setattr(kit, "HOME", tmp_path)
-    rows = list(kit.run_part("failing", findings_of(module), 0, 60))
+    rows = list(kit.run_part("failing", findings_of(module), 0, 1200))
     assert [row.verdict for row in rows] == [
         HELD,
         NOT_HELD,
@@ -219,7 +219,7 @@ def test_findings_are_chosen_by_part_and_by_name():
         "core": ["two_runs_share_a_gpu"],
     }
     assert len(kit.choose(["llm.scores_are_those_of_the_model_alone", "llm"])["llm"]) == len(kit.choose(["llm"])["llm"])
-    with pytest.raises(ValueError, match="no part gpu; there are core, llm"):
+    with pytest.raises(ValueError, match="no part gpu; there are core, influence"):
         kit.choose(["gpu"])
     with pytest.raises(ValueError, match="no finding speed in core; there are nvml_says"):
         kit.choose(["core.speed"])
@@ -228,9 +228,26 @@ def test_findings_are_chosen_by_part_and_by_name():
 def test_a_part_that_is_asked_for_alone_has_the_time_of_all():
     all_s = sum(kit.PARTS.values())
     assert all_s == 480
-    assert kit.shared(kit.PARTS) == kit.PARTS
-    assert kit.shared(["embedding"]) == {"embedding": all_s}
-    assert kit.shared(["core", "embedding"]) == pytest.approx({"core": all_s * 60 / 140, "embedding": all_s * 80 / 140})
+    assert kit.ends_of(kit.PARTS) == {"core": 60, "influence": 80, "training": 180, "embedding": 260, "llm": 480}
+    assert kit.ends_of(["embedding"]) == {"embedding": all_s}
+    assert kit.ends_of(["core", "embedding"]) == pytest.approx({"core": all_s * 60 / 140, "embedding": all_s})
+
+
+def test_a_part_has_the_time_that_those_before_it_left(tmp_path, monkeypatch, capsys):
+    limits = []
+
+    def rows(part, findings, n_gpus, limit_s):
+        limits.append(limit_s)
+        return iter([Row(part, "It holds", HELD, "1", 1.0)])
+
+    monkeypatch.setattr(kit, "RESULTS", tmp_path)
+    monkeypatch.setattr(kit, "HOME", tmp_path)
+    monkeypatch.setattr(kit, "visible_gpus", lambda: [GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")])
+    monkeypatch.setattr(kit, "run_part", rows)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu"])
+    assert kit.main() == kit.EXIT_HELD
+    assert limits[-1] > kit.PARTS["llm"] + 100
+    assert "At most 8 minutes." in capsys.readouterr().out
 
 
 def test_beside_a_gpu_tokenizers_have_the_cores_that_a_users_run_has(monkeypatch):
@@ -246,4 +263,4 @@ def test_every_finding_says_what_must_hold():
         assert findings
         for each in findings:
             assert each.claim, each.name
-            assert each.limit_s <= kit.shared([part])[part]
+            assert each.limit_s <= kit.ends_of([part])[part]
