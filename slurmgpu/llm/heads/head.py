@@ -72,16 +72,8 @@ class HeadInput:
     @property
     def length(self) -> int:
         """Its length in characters."""
-        shots = (text for shot in self.prompt.shots for text in shot)
-        texts = (
-            self.prompt.system,
-            self.prompt.text,
-            self.answer or "",
-            self.second or "",
-            *(self.steps or ()),
-            *shots,
-        )
-        return sum(map(len, texts)) + sum(len(each["content"]) for each in self.prompt.messages)
+        texts = (self.answer or "", self.second or "", *(self.steps or ()))
+        return self.prompt.length + sum(map(len, texts))
 
 
 def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) -> Head:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
-from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt, quoted_in
-from slurmgpu.llm.prompts.codec import MARK, TURNS, Codec, PromptError, refuse_surrogates
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
+from slurmgpu.llm.prompts.codec import MARK, Codec, PromptError, refuse_surrogates
 from slurmgpu.llm.prompts.truncation import shorten
 
 STEP, END = "\ufdd1", "\ufdd2"
-"""Marks before and after the text that ends a step; see `answers.MARK`."""
+"""Marks before and after the text that ends a step; see `codec.MARK`."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class HeadCodec:
         return self._single(asked)
 
     def _single(self, asked: HeadInput) -> Encoded:
-        text = _with_system(asked)
-        body = self._pieces(self.codec.cut(text))
+        body = self._pieces(self.codec.cut(asked.prompt.plain))
         room = self._context - len(self._before) - len(self._after)
         n_cut = max(0, len(body) - room) if self._cut else 0
         body = body[: len(body) - n_cut]
@@ -93,7 +92,7 @@ class HeadCodec:
 
     def _pair(self, asked: HeadInput, second: str) -> Encoded:
         # Both texts are plain, also where they look like special tokens.
-        first = _with_system(asked)
+        first = asked.prompt.plain
         refuse_surrogates(first + second)
         whole = self._tokenizer(first, second, split_special_tokens=True, return_token_type_ids=True)
         n_cut = max(0, len(whole["input_ids"]) - self._context) if self._cut else 0
@@ -118,12 +117,9 @@ class HeadCodec:
     def _steps(self, asked: HeadInput, steps: Sequence[str]) -> Encoded:
         """Tokens of an answer in steps; without a chat template as TRL's PRMTrainer has them (5.x, `tokenize_row`)."""
         if asked.chat:
-            answer, quoted, length = [], [], 0
-            for step in steps:
-                quoted.append((length, length + len(step)))
-                answer.append(f"{step}{STEP}{self._step_end}{END}")
-                length += len(answer[-1])
-            text = self.codec.render_chat(_messages(asked, Composed("".join(answer), tuple(quoted))))
+            end_mark = Composed(f"{STEP}{self._step_end}{END}")
+            answer = Composed.joined(part for step in steps for part in (step, end_mark))
+            text = self.codec.render_chat(_messages(asked, answer))
             tokens: list[int] = []
             ends: list[int] = []
             for piece in re.split(f"({STEP}|{END})", text):
@@ -135,7 +131,7 @@ class HeadCodec:
                 raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
             return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
         bos, end = self._tokenizer.bos_token_id, self._pieces(self._step_end)
-        tokens = [*([] if bos is None else [bos]), *self._pieces(self.codec.cut(_with_system(asked)))]
+        tokens = [*([] if bos is None else [bos]), *self._pieces(self.codec.cut(asked.prompt.plain))]
         ends = []
         for step in steps:
             tokens += [*self._pieces(self.codec.cut(step)), *end]
@@ -155,24 +151,5 @@ class HeadCodec:
         ]
 
 
-def _messages(asked: HeadInput, answer: str | None) -> list[dict[str, Any]]:
-    prompt = asked.prompt
-    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    shots = [(role, text) for shot in prompt.shots for role, text in zip(TURNS, shot, strict=True)]
-    turns = [{"role": role, "content": text} for role, text in (*shots, ("user", prompt.text))]
-    messages = [*prompt.messages] or [*system, *turns]
-    last = [] if answer is None else [{"role": "assistant", "content": answer}]
-    return [dict(each) for each in (*messages, *last)]
-
-
-def _with_system(asked: HeadInput) -> str:
-    """The prompt as plain text, with a system text and examples before it."""
-    prompt = asked.prompt
-    before = [prompt.system, Composed("\n\n")] if prompt.system else []
-    shots = [text for asked, said in prompt.shots for text in (asked, said, Composed(prompt.between))]
-    quoted: list[tuple[int, int]] = []
-    length = 0
-    for text in (parts := [*before, *shots, prompt.text]):
-        quoted += [(start + length, stop + length) for start, stop in quoted_in(text)]
-        length += len(text)
-    return Composed("".join(parts), tuple(quoted))
+def _messages(asked: HeadInput, answer: str | None) -> list[Mapping[str, Any]]:
+    return [*asked.prompt.turns, *([] if answer is None else [{"role": "assistant", "content": answer}])]

@@ -5,7 +5,7 @@ No torch here: settings are also checked on login nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -45,6 +45,16 @@ class Composed(str):
         made = super().__new__(cls, text)
         made.quoted = quoted
         return made
+
+    @classmethod
+    def joined(cls, parts: Iterable[str]) -> Composed:
+        """The parts one behind the other, with their quotes; a part that is no `Composed` is the item's."""
+        quoted: list[tuple[int, int]] = []
+        length = 0
+        for part in (parts := [*parts]):
+            quoted += [(start + length, stop + length) for start, stop in quoted_in(part)]
+            length += len(part)
+        return cls("".join(parts), tuple(quoted))
 
 
 def quoted_in(text: str) -> tuple[tuple[int, int], ...]:
@@ -103,6 +113,27 @@ class Prompt:
     between: str = "\n\n"
     truncation_side: TruncationSide | None = None
     images: tuple[str | bytes, ...] = ()
+
+    @property
+    def turns(self) -> tuple[Mapping[str, Any], ...]:
+        """The turns of the chat before the answer: the messages, or else the system text, the examples and the text."""
+        if self.messages:
+            return self.messages
+        system = [("system", self.system)] if self.system else []
+        shots = [turn for asked, said in self.shots for turn in (("user", asked), ("assistant", said))]
+        return tuple({"role": role, "content": text} for role, text in (*system, *shots, ("user", self.text)))
+
+    @property
+    def plain(self) -> Composed:
+        """The system text, the examples and the text as one, for a model without a chat template."""
+        system = [self.system, Composed("\n\n")] if self.system else []
+        shots = [part for asked, said in self.shots for part in (asked, said, Composed(self.between))]
+        return Composed.joined([*system, *shots, self.text])
+
+    @property
+    def length(self) -> int:
+        """The length in characters, to sort by."""
+        return sum(len(turn["content"]) for turn in self.turns) + len(self.answer)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
 HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
-TURNS = ("user", "assistant")
 IMAGES = "n_images"
 """The key of a message that says how many images stand before its text."""
 STOP_MARGIN = 8
@@ -249,18 +248,11 @@ class Codec:
         """
         cut = self._quotes.cut
         if not prompt.messages and not self._chat:
-            before = f"{cut(prompt.system)}\n\n" if prompt.system else ""
-            before += "".join(cut(asked) + cut(said) + prompt.between for asked, said in prompt.shots)
-            return before + cut(prompt.text) + cut(prompt.answer), False
+            return cut(prompt.plain) + cut(prompt.answer), False
         if not self._tokenizer.chat_template:
             raise PromptError("the model's tokenizer has no chat template; expected a plain prompt, or chat = false")
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        shots = (
-            {"role": role, "content": text} for shot in prompt.shots for role, text in zip(TURNS, shot, strict=True)
-        )
-        messages = prompt.messages or (*system, *shots, {"role": "user", "content": prompt.text})
         cut_messages: list[Mapping[str, Any]] = [
-            {**each, "content": cut(each["content"])} if "content" in each else each for each in messages
+            {**each, "content": cut(each["content"])} if "content" in each else each for each in prompt.turns
         ]
         if prompt.images:
             _add_images(cut_messages, len(prompt.images), behind_examples=not prompt.messages)

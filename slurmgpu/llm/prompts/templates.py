@@ -75,15 +75,10 @@ class Template:
 
         Values in `given` override the items' fields.
         """
-        texts: list[str] = []
-        quoted: list[tuple[int, int]] = []
-        length = 0
-        for part in self._parts:
-            texts.append(part if isinstance(part, str) else text_of(_value(given if part[0] in given else data, *part)))
-            if not isinstance(part, str):
-                quoted.append((length, length + len(texts[-1])))
-            length += len(texts[-1])
-        return Composed("".join(texts), tuple(quoted))
+        return Composed.joined(
+            Composed(part) if isinstance(part, str) else text_of(_value(given if part[0] in given else data, *part))
+            for part in self._parts
+        )
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
         """The text with one word for every field that is not given."""
@@ -252,12 +247,9 @@ class Prompts:
     def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> int:
         """The length of an item's prompt in characters, to sort items by; 0 without a prompt."""
         try:
-            prompt = self.of(data, given)
+            return self.of(data, given).length
         except ItemError:
             return 0
-        texts = (prompt.text, prompt.system, prompt.answer, *(message["content"] for message in prompt.messages))
-        texts += tuple(text for shot in prompt.shots for text in shot)
-        return sum(map(len, texts))
 
 
 def take(data: Mapping[str, Any], field: str) -> Any:

@@ -314,14 +314,9 @@ class ServerEngine:
         # Not all servers take these.
         body |= {name: value for name, value in {"top_k": sampling.top_k, "min_p": sampling.min_p}.items() if value}
         if self._options.chat is False:
-            before = f"{prompt.system}\n\n" if prompt.system else ""
-            before += "".join(asked + said + prompt.between for asked, said in prompt.shots)
-            body["prompt"] = before + prompt.text + prompt.answer + prompt.so_far
+            body["prompt"] = prompt.plain + prompt.answer + prompt.so_far
             return "/v1/completions", body | ({"logprobs": 1} if sampling.logprobs else {})
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        shots = [turn for asked, said in prompt.shots for turn in (("user", asked), ("assistant", said))]
-        turns = [*system, *({"role": role, "content": text} for role, text in (*shots, ("user", prompt.text)))]
-        body["messages"] = _with_images(prompt, [*map(dict, prompt.messages or turns)])
+        body["messages"] = _with_images(prompt, [*map(dict, prompt.turns)])
         if self._options.chat_options:
             body["chat_template_kwargs"] = dict(self._options.chat_options)
         return "/v1/chat/completions", body | ({"logprobs": True} if sampling.logprobs else {})
