@@ -21,17 +21,16 @@ from slurmgpu.llm.interface.batching import (
     CPU_PADDING,
     GPU_PADDING,
     Budget,
-    Load,
     attempt,
     default_tokens,
-    n_that_fit,
+    in_batches,
     of_like_length,
 )
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.prompts.codec import PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
-from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of
+from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
 from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
 from slurmgpu.util.allocator import keep_freed_memory
 from slurmgpu.util.out_of_memory import free_memory
@@ -93,27 +92,22 @@ class HeadEngine:
                 encoded.append(self._codec.encode(asked))
             except PromptError as error:
                 yield HeadScores(asked.id, np.empty(0), error=str(error))
-        encoded.sort(key=lambda each: (-len(each.tokens), each.tokens))
-        while encoded:
-            alike = encoded[: self._lengths.n_alike([len(each.tokens) for each in encoded])]
-            alike = alike[: of_like_length([each.tokens for each in alike], self._padding)]
-            n_taken, load = n_that_fit(Load(), [(len(each.tokens), 0) for each in alike], self._budget.tokens)
-            batch = encoded[:n_taken]
-            found = attempt(lambda batch=batch: self._read(batch), self._place)  # type: ignore[misc]
-            if found is None:
-                free_memory()
-                if n_taken > 1:
-                    self._budget.reduce(load.tokens)
-                    continue
-            encoded = encoded[n_taken:]
+        encoded.sort(key=lambda each: each.tokens)  # of equal length, those that begin alike are neighbours
+        for batch, found in in_batches(
+            encoded, lambda each: (len(each.tokens), 0), self._read, self._budget, self._place, self._n_alike
+        ):
             if found is None:
                 n_tokens = len(batch[0].tokens)
                 problem = f"out of memory for this text alone, which has {n_tokens} tokens"
                 yield HeadScores(batch[0].id, np.empty(0), n_tokens, error=problem)
                 continue
-            self._budget.succeed()
             for each, logits in zip(batch, found, strict=True):
                 yield HeadScores(each.id, logits, len(each.tokens), each.n_cut)
+
+    def _n_alike(self, encoded: Sequence[Encoded]) -> int:
+        """How many of these inputs, the longest first, may be read together."""
+        rows = [each.tokens for each in encoded]
+        return of_like_length(rows[: self._lengths.n_alike([*map(len, rows)])], self._padding)
 
     def _score_shown(self, asked: HeadInput, shows: ImagePrompts) -> HeadScores:
         """The outputs for a chat with images."""
@@ -137,10 +131,7 @@ class HeadEngine:
 
         model, device = self._loaded.model, self._loaded.device
         ids = torch.tensor([shown.tokens], device=device)
-        more = {
-            name: each.to(device, model.dtype) if each.is_floating_point() else each.to(device)
-            for name, each in {**shown.images, **shown.types}.items()
-        }
+        more = moved({**shown.images, **shown.types}, model.dtype, device)
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
         found: npt.NDArray[np.float64] = logits[0].double().cpu().numpy()

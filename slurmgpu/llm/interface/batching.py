@@ -141,14 +141,17 @@ def in_batches(
     work: Callable[[list[Item]], T],
     budget: Budget,
     place: Place,
+    n_alike: Callable[[Sequence[Item]], int] = len,
 ) -> Iterator[tuple[list[Item], T | None]]:
     """Batches within the budget, long items first, with what `work` makes of each; None if one item lacks memory alone.
 
-    `lengths_of` are an item's tokens of prompt and of answer. A batch that lacks memory is made again, smaller.
+    `lengths_of` are an item's tokens of prompt and of answer, and `n_alike` says how many of the next items may be in
+    a batch. A batch that lacks memory is made again, smaller.
     """
     waiting = deque(sorted(items, key=lambda each: [-length for length in lengths_of(each)]))
     while waiting:
-        lengths = [lengths_of(each) for each in islice(waiting, MOST_ROWS)]
+        next_ones = [*islice(waiting, MOST_ROWS)]
+        lengths = [lengths_of(each) for each in next_ones[: n_alike(next_ones)]]
         n_taken, load = n_that_fit(Load(), lengths, budget.tokens)
         some = [waiting.popleft() for _ in range(n_taken)]
         found = attempt(lambda some=some: work(some), place)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from slurmgpu.llm.interface.batching import Budget, in_batches
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Finished
-from slurmgpu.llm.transformers_engine.image_prompts import Shown, ShownRequest
+from slurmgpu.llm.transformers_engine.image_prompts import Shown, ShownRequest, moved
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
 
@@ -89,11 +89,7 @@ class ImageModel:
                 for part in parts
             ]
             found[name] = torch.cat(parts)
-        dtype, device = self._loaded.model.dtype, self._loaded.device
-        return {
-            name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
-            for name, each in found.items()
-        }
+        return moved(found, self._loaded.model.dtype, self._loaded.device)
 
 
 class ImageBatches:

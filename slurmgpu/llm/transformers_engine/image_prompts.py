@@ -98,6 +98,13 @@ def marks_of(processor: Any) -> frozenset[str]:
     )
 
 
+def moved(tensors: Mapping[str, Tensor], dtype: Any, device: Any) -> dict[str, Tensor]:
+    """The tensors on the device, pixels in the model's dtype."""
+    return {
+        name: each.to(device, dtype) if each.is_floating_point() else each.to(device) for name, each in tensors.items()
+    }
+
+
 def in_groups(shown: Iterable[tuple[T, Shown | PromptError]]) -> Iterator[list[tuple[T, Shown | PromptError]]]:
     """The pairs in order, in groups whose tensors take MOST_BYTES, and those of the last prompt."""
     group: list[tuple[T, Shown | PromptError]] = []
