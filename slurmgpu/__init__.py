@@ -46,7 +46,7 @@ _HOMES = {
     "slurmgpu.merge.compare": ("compare",),
     "slurmgpu.results": ("Merged", "open"),
     "slurmgpu.shards.columns": ("Array", "Json", "Ragged", "Text"),
-    "slurmgpu.training.fitting": ("find_batch_size",),
+    "slurmgpu.training.batch_size": ("find_batch_size",),
     "slurmgpu.training.throughput": ("Rates", "Throughput", "throughput"),
     "slurmgpu.workload": ("Item", "TaskContext", "Workload"),
     "slurmgpu.workloads.command.serving": ("serve",),
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from slurmgpu.merge.compare import compare
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.shards.columns import Array, Json, Ragged, Text
-    from slurmgpu.training.fitting import find_batch_size
+    from slurmgpu.training.batch_size import find_batch_size
     from slurmgpu.training.throughput import Rates, Throughput, throughput
     from slurmgpu.workload import Item, TaskContext, Workload
     from slurmgpu.workloads.command.serving import serve

@@ -14,6 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.training.ranks import Place
+from slurmgpu.training.settings import TrainingSettings
+
 
 class Position(NamedTuple):
     """The progress of a training: whole epochs, and samples of the present one."""
@@ -54,8 +58,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """Cuts epochs of `n_samples` into steps of `step_size` samples, for one of `world_size` processes.
+class StepPlan:
+    """Epochs of `n_samples` in steps of `step_size` samples, for one of `world_size` processes.
 
     No micro-batch is larger than `batch_size`. A training ends after `epochs` or `steps`, whichever is given.
     """
@@ -103,8 +107,8 @@ class Cutting:
         epoch, step = divmod(n, _ceil(self.epoch_size, self.step_size))
         return self.share_done(Position(epoch, min(step * self.step_size, self.epoch_size)), n)
 
-    def plan(self, at: Position = START, done: int = 0) -> Iterator[Step]:
-        """The steps from a position to the end."""
+    def remaining(self, at: Position = START, done: int = 0) -> Iterator[Step]:
+        """The steps from a position to the end, after `done` steps."""
         for _ in range(self.n_steps(at, done)):
             epoch, sample = self._settle(at)
             n = min(self.step_size, self.epoch_size - sample)
@@ -119,6 +123,27 @@ class Cutting:
     def _settle(self, at: Position) -> Position:
         """The same position, in the epoch of the next sample."""
         return Position(at.epoch + 1) if at.sample >= self.epoch_size else at
+
+
+def plan_steps(n_samples: int, batch_size: int, settings: TrainingSettings, place: Place) -> StepPlan:
+    """The steps of a training; SlurmGPUError if there are none."""
+    step_size = settings.global_batch_size or batch_size * settings.accumulation * place.world_size
+    step_plan = StepPlan(
+        n_samples,
+        step_size,
+        batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+        drop_last=settings.drop_last,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    if not step_plan.epoch_size:
+        raise SlurmGPUError(
+            f"the {n_samples} training samples make no step of {step_size}, and drop_last drops incomplete ones: "
+            "use a smaller batch_size, or drop_last = false."
+        )
+    return step_plan
 
 
 def own_pieces(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int, bool]]:

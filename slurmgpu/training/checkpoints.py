@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from slurmgpu.training.ranks import Place, led, together
-from slurmgpu.training.written import Written, read_state, sum_file, unique_partial, write_state
+from slurmgpu.training.checkpoint_files import Checksum, checksum_of, read_state, unique_partial, write_state
+from slurmgpu.training.ranks import Place, on_all_ranks, on_rank_zero
 from slurmgpu.util.atomic_files import fsync_dir, write_json
 
 log = logging.getLogger(__name__)
@@ -66,27 +66,29 @@ class Checkpoints:
         OSError on all ranks and leaves earlier checkpoints. A state that could not be read back is a SlurmGPUError: it
         must consist of tensors, numbers, strings, lists and dicts.
         """
-        partial = led(self.place, lambda: self._begin(step, replace))
+        partial = on_rank_zero(self.place, lambda: self._begin(step, replace))
         if partial is None:
             return
-        states = {f"rank-{self.place.rank}.pt": own} | ({SHARED: shared} if self.place.leads else {})
+        states = {f"rank-{self.place.rank}.pt": own} | ({SHARED: shared} if self.place.is_rank_zero else {})
         try:
-            written = together(
+            written = on_all_ranks(
                 self.place, lambda: {name: write_state(partial / name, state) for name, state in states.items()}
             )
             if sharded is not None:
-                from slurmgpu.training import sharding
+                from slurmgpu.training import sharded_states
 
-                written += together(self.place, lambda: sharding.write(partial / SHARDED, sharded, self.place.rank))
+                written += on_all_ranks(
+                    self.place, lambda: sharded_states.write(partial / SHARDED, sharded, self.place.rank)
+                )
             files = {name: asdict(sums) for each in written for name, sums in each.items()}
-            led(self.place, lambda: self._finish(partial, step, files, replace))
+            on_rank_zero(self.place, lambda: self._finish(partial, step, files, replace))
         except Exception as error:
-            still_there = led(self.place, partial.is_dir)
-            if still_there and self.place.leads:
+            still_there = on_rank_zero(self.place, partial.is_dir)
+            if still_there and self.place.is_rank_zero:
                 shutil.rmtree(partial, ignore_errors=True)
             if still_there or not isinstance(error, FileNotFoundError):
                 raise
-            if self.place.leads:
+            if self.place.is_rank_zero:
                 log.warning("checkpoint of step %d not kept: another process of the same training removed it", step)
 
     def last(self) -> Checkpoint | None:
@@ -95,17 +97,17 @@ class Checkpoints:
         Newer damaged ones are renamed (`step-….damaged`) with a warning. Unreadable ones are left alone; if there is no
         other, this is an OSError, since they may be readable tomorrow. Leftovers of dead writers are removed.
         """
-        led(self.place, self._sweep)
+        on_rank_zero(self.place, self._sweep)
         passed: set[int] = set()
         unreadable = ""
-        while (step := led(self.place, lambda: max(set(self.steps()) - passed, default=None))) is not None:
+        while (step := on_rank_zero(self.place, lambda: max(set(self.steps()) - passed, default=None))) is not None:
             checkpoint = Checkpoint(self._path(step), step, 0, self.place)
-            found = together(self.place, checkpoint.look)
+            found = on_all_ranks(self.place, checkpoint.look)
             # One complaint, preferably of damage.
             _, complaint, is_damaged = max(found, key=lambda each: (each[2], each[1] != ""))
             if not complaint:
                 return Checkpoint(checkpoint.path, step, found[0][0], self.place)
-            if self.place.leads:
+            if self.place.is_rank_zero:
                 log.warning("checkpoint of step %d not used: %s", step, complaint)
                 if is_damaged:
                     _set_aside(checkpoint.path)
@@ -113,7 +115,7 @@ class Checkpoints:
             unreadable = unreadable if is_damaged else complaint
         if unreadable:
             raise OSError(errno.EIO, f"no checkpoint in {self.folder} can be read: {unreadable}")
-        if passed and self.place.leads:
+        if passed and self.place.is_rank_zero:
             log.warning("no checkpoint in %s is intact: the training starts again", self.folder)
         return None
 
@@ -124,7 +126,7 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove all checkpoints, including damaged ones."""
-        led(self.place, self._clear)
+        on_rank_zero(self.place, self._clear)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:010d}"
@@ -203,9 +205,9 @@ class Checkpoint:
 
     def load_sharded(self, into: dict[str, Any]) -> None:
         """Fill the sharded state `into` in place, on any number of ranks."""
-        from slurmgpu.training import sharding
+        from slurmgpu.training import sharded_states
 
-        sharding.read(self.path / SHARDED, into)
+        sharded_states.read(self.path / SHARDED, into)
 
     def look(self) -> tuple[int, str, bool]:
         """The number of ranks that wrote it, a complaint or "", and whether that is damage.
@@ -214,10 +216,10 @@ class Checkpoint:
         """
         try:
             about = self._read_sums()
-            files = {name: Written(**sums) for name, sums in about["files"].items()}
+            files = {name: Checksum(**sums) for name, sums in about["files"].items()}
             self._check_sizes(files)
             for name in sorted(files)[self.place.rank :: self.place.world_size]:
-                if sum_file(self.path / name) != files[name]:
+                if checksum_of(self.path / name) != files[name]:
                     raise DamagedError(f"the CRC of {name} differs")
             return about["world_size"], "", False
         except FileNotFoundError as error:
@@ -239,7 +241,7 @@ class Checkpoint:
             raise DamagedError(f"{SUMS} has version {about['version']}; this slurmgpu reads version {VERSION}")
         return dict(about)
 
-    def _check_sizes(self, files: Mapping[str, Written]) -> None:
+    def _check_sizes(self, files: Mapping[str, Checksum]) -> None:
         for name, sums in files.items():
             size = (self.path / name).stat().st_size
             if size != sums.bytes:

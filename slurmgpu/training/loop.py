@@ -14,24 +14,27 @@ import torch
 
 from slurmgpu.errors import Interrupted, SlurmGPUError
 from slurmgpu.training import states
-from slurmgpu.training.batches import MicroBatch, Step, derive_seed
-from slurmgpu.training.best import BestWeights
+from slurmgpu.training.batch_counter import BatchCounter
+from slurmgpu.training.batch_size import fit_batch_size
+from slurmgpu.training.batches import MicroBatch, Step, derive_seed, plan_steps
+from slurmgpu.training.best_weights import BestWeights
+from slurmgpu.training.checkpoint_files import CheckpointMismatchError, save_weights
 from slurmgpu.training.checkpoints import Checkpoint, Checkpoints
-from slurmgpu.training.curves import Curve
-from slurmgpu.training.evaluating import Evaluator, Watch
-from slurmgpu.training.keeping import Keeping
-from slurmgpu.training.loading import Loader, Splits, TrainReadings, cut
-from slurmgpu.training.modes import Mode, computing, device_of, join
-from slurmgpu.training.optimizing import Stepper, check_trainable, n_parameters
-from slurmgpu.training.outcome import Outcome, Standing
-from slurmgpu.training.pacing import Pace
-from slurmgpu.training.ranks import Place, led
-from slurmgpu.training.reporting import Reporter
+from slurmgpu.training.data_loader import BatchLoader, TrainBatchSampler
+from slurmgpu.training.evaluation import Evaluator
+from slurmgpu.training.learning_curve import LearningCurve
+from slurmgpu.training.loss_weights import LossWeights
+from slurmgpu.training.metric_monitor import MetricMonitor
+from slurmgpu.training.optimizer import Stepper, check_trainable, n_parameters
+from slurmgpu.training.outcome import Outcome
+from slurmgpu.training.progress import Progress, ProgressReporter
+from slurmgpu.training.ranks import Place, on_rank_zero
 from slurmgpu.training.settings import AUTO, TrainingSettings
-from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
+from slurmgpu.training.splits import Splits
+from slurmgpu.training.strategy import Strategy, device_of, init_process_group, torch_settings
+from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.training.throughput import throughput
-from slurmgpu.training.weighing import Weigher
-from slurmgpu.training.written import UnfitCheckpointError, save_weights
+from slurmgpu.training.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +72,8 @@ class Training:
         self._version = version
         self._seed = settings.seed or 0
         self._device = device_of(place)
-        self._standing = Standing()
-        self._open: list[Evaluator | Loader] = []
+        self._progress = Progress()
+        self._open: list[Evaluator | BatchLoader] = []
 
     def run(self) -> Outcome:
         """Train to the end, from the last checkpoint if there is one.
@@ -79,9 +82,9 @@ class Training:
         finite.
         """
         self._since = self._began = time.monotonic()
-        join(self._place)
+        init_process_group(self._place)
         try:
-            with computing(self._settings, self._device):
+            with torch_settings(self._settings, self._device):
                 self._build()
                 self._train()
                 return self._finish()
@@ -89,35 +92,35 @@ class Training:
             for each in self._open:
                 each.close()
 
-    # What is trained
+    # Set-up
 
     def _build(self) -> None:
-        settings, place, device, standing = self._settings, self._place, self._device, self._standing
+        settings, place, device, progress = self._settings, self._place, self._device, self._progress
         self._splits = Splits(self._user, self._seed, place)
         states.seed_everything(self._seed)
         model = self._user.model()
         check_trainable(self._user, model)
         model.train()  # from_pretrained() returns models in evaluation mode
         self._n_parameters = n_parameters(model.parameters())
-        self._mode = Mode(self._user, model, settings, place)
+        self._strategy = Strategy(self._user, model, settings, place)
         checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
         checkpoint, found = self._last_of(checkpoints)
         if checkpoint:
             with self._advising(found):
                 self._splits.check_unchanged(found["sizes"])
         self._batch_size = self._choose_batch_size(found.get("batch_size"))
-        self._cutting = cut(len(self._splits.train), self._batch_size, settings, place)
-        self._n_steps = self._cutting.n_steps()
-        first = replace(self._cutting, step_size=found.get("step_size", self._cutting.step_size))
-        self._stepper = Stepper(self._user, self._mode.model, settings, self._cutting, first)
-        self._weigher = Weigher(self._user, place, device)
+        self._step_plan = plan_steps(len(self._splits.train), self._batch_size, settings, place)
+        self._n_steps = self._step_plan.n_steps()
+        first = replace(self._step_plan, step_size=found.get("step_size", self._step_plan.step_size))
+        self._stepper = Stepper(self._user, self._strategy.model, settings, self._step_plan, first)
+        self._loss_weights = LossWeights(self._user, place, device)
         log_steps = settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1
-        self._curve = Curve(log_steps, device, place, lambda: self._weigher.odd)
-        self._watch, self._best = Watch(settings), BestWeights(self._folder, place, self._mode)
-        self._pace = Pace(settings, place, self._n_parameters)
-        self._reporter = Reporter(place, settings.epochs, standing, self._curve)
-        self._meter = throughput(self._mode.forward, device=device, precision=settings.precision)
-        self._counter = Counter(self._user, self._mode, settings, self._meter)
+        self._curve = LearningCurve(log_steps, device, place, lambda: self._loss_weights.odd)
+        self._monitor, self._best = MetricMonitor(settings), BestWeights(self._folder, place, self._strategy)
+        self._sync = SyncSchedule(settings, place, self._n_parameters)
+        self._reporter = ProgressReporter(place, settings.epochs, progress, self._curve)
+        self._meter = throughput(self._strategy.forward, device=device, precision=settings.precision)
+        self._counter = BatchCounter(self._user, self._strategy, settings, self._meter)
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -127,19 +130,27 @@ class Training:
             "sizes": self._splits.sizes,
             "code": self._version.code,
         }
-        self._keeping = Keeping(
-            checkpoints, standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter, given
+        self._state = TrainingState(
+            checkpoints,
+            progress,
+            self._strategy,
+            self._stepper,
+            self._curve,
+            self._monitor,
+            self._best,
+            self._meter,
+            given,
         )
         has_random = False
         if checkpoint:
             with self._advising(found):
-                has_random = self._keeping.load(checkpoint, found)
-            standing.resumed += 1
+                has_random = self._state.load(checkpoint, found)
+            progress.resumed += 1
             self._reporter.resumed()
         else:
             self._best.clear()
         if not has_random:
-            states.seed_everything(derive_seed(self._seed, standing.step, place.rank))
+            states.seed_everything(derive_seed(self._seed, progress.step, place.rank))
 
     def _last_of(self, checkpoints: Checkpoints) -> tuple[Checkpoint | None, dict[str, Any]]:
         """The checkpoint to go on from, and what it has in `shared`; None and {} to begin."""
@@ -152,11 +163,11 @@ class Training:
         former = found.get("code")  # None if a version of slurmgpu wrote it that kept no digest
         codes = former or "unknown", version.code
         if version.is_again and former is not None:
-            if self._place.leads:
+            if self._place.is_rank_zero:
                 log.info("begins from the start: the checkpoint is by code %s, and the code is %s now", *codes)
             checkpoints.clear()
             return None, {}
-        if self._place.leads:
+        if self._place.is_rank_zero:
             log.warning("goes on with changed code: the checkpoint is by code %s, and the code is %s now", *codes)
         return checkpoint, found
 
@@ -165,7 +176,7 @@ class Training:
         """Add to the error for a checkpoint that does not fit the class what to do."""
         try:
             yield
-        except UnfitCheckpointError as error:
+        except CheckpointMismatchError as error:
             former, now = found.get("code"), self._version.code
             advice = error.advice
             if former is not None and former != now:
@@ -178,58 +189,60 @@ class Training:
     def _choose_batch_size(self, before: int | None) -> int:
         if self._settings.batch_size != AUTO:
             return int(self._settings.batch_size)
-        return before or fit_batch_size(self._user, self._mode, self._splits.train, self._settings, self._place)
+        return before or fit_batch_size(self._user, self._strategy, self._splits.train, self._settings, self._place)
 
     def _evaluator(self, split: str) -> Evaluator | None:
-        reader = self._splits.get(split)
-        if reader is None:
+        dataset = self._splits.get(split)
+        if dataset is None:
             return None
-        evaluator = Evaluator(self._mode, reader, split, self._settings, self._batch_size, self._place, self._weigher)
+        evaluator = Evaluator(
+            self._strategy, dataset, split, self._settings, self._batch_size, self._place, self._loss_weights
+        )
         self._open.append(evaluator)
         return evaluator
 
     # The loop
 
     def _train(self) -> None:
-        standing = self._standing
+        progress = self._progress
         measured = self._validation.names() if self._validation else []
-        self._watch.check(["train_loss", *measured])  # before the first epoch, not after it
-        standing.start_s += time.monotonic() - self._began
-        at_end = standing.step > 0 and standing.sample == 0
+        self._monitor.check(["train_loss", *measured])  # before the first epoch, not after it
+        progress.start_s += time.monotonic() - self._began
+        at_end = progress.step > 0 and progress.sample == 0
         if self._evaluation_is_due(at_end):  # it was interrupted
             self._end_step(at_end)
-        readings = TrainReadings(self._cutting, self._seed, standing.position, standing.step)
-        self._loader = Loader(self._splits.train, readings, self._settings, self._device)
+        sampler = TrainBatchSampler(self._step_plan, self._seed, progress.position, progress.step)
+        self._loader = BatchLoader(self._splits.train, sampler, self._settings, self._device)
         self._open.append(self._loader)
         self._batches = self._loader.read()
-        self._pace.rest()
-        self._reporter.rest()
-        for step in self._cutting.plan(standing.position, standing.step):
-            if standing.early:
+        self._sync.restart_clock()
+        self._reporter.restart_clock()
+        for step in self._step_plan.remaining(progress.position, progress.step):
+            if progress.early:
                 break
             self._take(step)
             self._end_step(step.after.epoch > step.epoch)
 
     def _take(self, step: Step) -> None:
-        standing, scaler = self._standing, self._stepper.scaler
-        self._stepper.prepare(standing.position, standing.step)
+        progress, scaler = self._progress, self._stepper.scaler
+        self._stepper.prepare(progress.position, progress.step)
         with self._meter.step(samples=sum(each.n for each in step.micro_batches)):
             for each, batch, factor in self._read(step):
-                self._mode.first_pass(batch)
+                self._strategy.first_pass(batch)
                 self._counter.count(batch, each)
-                with self._mode.gathering(each is step.micro_batches[-1]):
-                    loss = self._mode.forward(batch)
+                with self._strategy.gradient_sync(each is step.micro_batches[-1]):
+                    loss = self._strategy.forward(batch)
                     scaler.scale(_scaled(loss, factor)).backward()
-                self._curve.add(loss, factor * (step.n / self._place.world_size) if self._weigher else each.n)
-            self._stepper.step(step.after, standing.step + 1)
-        standing.step += 1
-        standing.epoch, standing.sample = step.after
-        standing.samples += step.n
-        self._curve.end_step(standing.step, step.n, last=standing.step == self._n_steps)
+                self._curve.add(loss, factor * (step.n / self._place.world_size) if self._loss_weights else each.n)
+            self._stepper.step(step.after, progress.step + 1)
+        progress.step += 1
+        progress.epoch, progress.sample = step.after
+        progress.samples += step.n
+        self._curve.end_step(progress.step, step.n, last=progress.step == self._n_steps)
 
     def _read(self, step: Step) -> Iterator[tuple[MicroBatch, Any, Any]]:
         """The micro-batches of a step, each with its batch and the factor of its loss."""
-        if not self._weigher:
+        if not self._loss_weights:
             for each in step.micro_batches:
                 with self._meter.data():
                     batch = self._loader.moved(next(self._batches))
@@ -238,7 +251,7 @@ class Training:
         # Read all of them first: their weights in the step depend on all processes.
         with self._meter.data():
             batches = [next(self._batches) for _ in step.micro_batches]
-        factors = self._weigher.factors(step, batches)
+        factors = self._loss_weights.factors(step, batches)
         for each, factor in zip(step.micro_batches, factors, strict=True):
             with self._meter.data():
                 batch = self._loader.moved(batches.pop(0))
@@ -246,14 +259,14 @@ class Training:
 
     def _end_step(self, epoch_ends: bool) -> None:
         """Evaluate if due, and follow rank 0's decisions."""
-        standing = self._standing
-        due, evaluates = self._pace.due(), self._evaluation_is_due(epoch_ends)
+        progress = self._progress
+        due, evaluates = self._sync.due(), self._evaluation_is_due(epoch_ends)
         found = self._evaluate(self._validation) if evaluates else {}
         if not (due or evaluates or epoch_ends):
             return
         # One collective for the curve and the decision.
-        stop, checkpoint = self._pace.meet(
-            lambda extras: self._curve.read(standing.step, extras), epoch_ends=epoch_ends
+        stop, checkpoint = self._sync.decide(
+            lambda extras: self._curve.read(progress.step, extras), epoch_ends=epoch_ends
         )
         self._reporter.read()
         if evaluates:
@@ -261,33 +274,33 @@ class Training:
         self._reporter.stepped()
         if stop or checkpoint:
             self._save()
-        if stop and self._n_left() and not standing.early:
-            raise Interrupted(f"after step {standing.step:,}")
+        if stop and self._n_left() and not progress.early:
+            raise Interrupted(f"after step {progress.step:,}")
 
     def _n_left(self) -> int:
-        return self._cutting.n_steps(self._standing.position, self._standing.step)
+        return self._step_plan.n_steps(self._progress.position, self._progress.step)
 
-    # Evaluations
+    # Evaluation
 
     def _evaluation_is_due(self, epoch_ends: bool) -> bool:
-        standing, every = self._standing, self._settings.eval_steps
-        due = (epoch_ends if every is None else standing.step % every == 0) or self._n_left() == 0
-        return due and standing.evaluated != standing.step
+        progress, every = self._progress, self._settings.eval_steps
+        due = (epoch_ends if every is None else progress.step % every == 0) or self._n_left() == 0
+        return due and progress.evaluated != progress.step
 
     def _evaluate(self, evaluator: Evaluator | None, restore: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The results of a split; {} without one. If interrupted, calls `restore` and saves a checkpoint."""
         if evaluator is None:
             return {}
         started = time.monotonic()
-        self._pace.rest()
+        self._sync.restart_clock()
         try:
             try:
                 with self._meter.pause():
                     return evaluator.evaluate(self._poll)
             finally:
-                self._standing.evaluation_s += time.monotonic() - started
-                self._pace.rest()
-                self._reporter.rest()
+                self._progress.evaluation_s += time.monotonic() - started
+                self._sync.restart_clock()
+                self._reporter.restart_clock()
         except Interrupted:
             restore()
             self._save()
@@ -295,86 +308,86 @@ class Training:
 
     def _poll(self) -> None:
         """Interrupt the evaluation if the training must stop."""
-        if self._pace.due(evaluating=True) and self._pace.meet(self._curve.summed, evaluating=True).stop:
-            raise Interrupted(f"in the evaluation after step {self._standing.step:,}")
+        if self._sync.due(evaluating=True) and self._sync.decide(self._curve.summed, evaluating=True).stop:
+            raise Interrupted(f"in the evaluation after step {self._progress.step:,}")
 
     def _judge(self, found: dict[str, float]) -> None:
-        standing = self._standing
-        standing.final = {"train_loss": self._curve.mean_since_evaluation(standing.step)} | found
-        standing.evaluated = standing.step
-        if self._watch.see(standing.step, standing.final) and self._settings.keep_best:
+        progress = self._progress
+        progress.final = {"train_loss": self._curve.mean_since_evaluation(progress.step)} | found
+        progress.evaluated = progress.step
+        if self._monitor.update(progress.step, progress.final) and self._settings.keep_best:
             with self._meter.pause():
-                self._best.hold(standing.step)
-        self._stepper.evaluated(standing.final[self._watch.metric])
-        standing.early = self._watch.gives_up and self._n_left() > 0
+                self._best.hold(progress.step)
+        self._stepper.evaluated(progress.final[self._monitor.metric])
+        progress.early = self._monitor.should_stop and self._n_left() > 0
         self._reporter.evaluated()
 
-    # What is kept
+    # Checkpoints and weights
 
     def _save(self) -> None:
-        standing = self._standing
+        progress = self._progress
         with self._meter.pause():
-            standing.wall_s += self._lap()
-            cost_s = self._keeping.save()
-        standing.checkpoint_s += cost_s
-        self._pace.saved(cost_s)
+            progress.wall_s += self._lap()
+            cost_s = self._state.save()
+        progress.checkpoint_s += cost_s
+        self._sync.saved(cost_s)
         self._reporter.saved()
-        self._reporter.rest()
+        self._reporter.restart_clock()
 
     def _save_last(self) -> None:
         started = time.monotonic()
-        weights = states.weights(self._mode.model, sharded=self._mode.sharded)
-        led(self._place, lambda: save_weights(self._folder / LAST, weights))
+        weights = states.weights(self._strategy.model, sharded=self._strategy.sharded)
+        on_rank_zero(self._place, lambda: save_weights(self._folder / LAST, weights))
         self._best.write()
-        self._standing.checkpoint_s += time.monotonic() - started
+        self._progress.checkpoint_s += time.monotonic() - started
 
-    # What came of it
+    # Results
 
     def _finish(self) -> Outcome:
-        standing, watch = self._standing, self._watch
+        progress, monitor = self._progress, self._monitor
         rates = self._meter.summary(together=True)
         tested = self._evaluate(self._test)
         self._save_last()
         best = self._finish_best(tested) if self._settings.keep_best else {}
         self._reporter.tested(tested)
         return Outcome(
-            steps=standing.step,
-            epochs=standing.epoch + standing.sample / self._cutting.epoch_size,
-            samples=standing.samples,
-            final=standing.final | tested,
-            best=watch.best | best,
-            best_step=watch.best_step,
-            metric=watch.metric,
-            score=watch.score,
-            ended="early" if standing.early else "finished",
+            steps=progress.step,
+            epochs=progress.epoch + progress.sample / self._step_plan.epoch_size,
+            samples=progress.samples,
+            final=progress.final | tested,
+            best=monitor.best | best,
+            best_step=monitor.best_step,
+            metric=monitor.metric,
+            score=monitor.score,
+            ended="early" if progress.early else "finished",
             curve_steps=self._curve.steps,
             curve=self._curve.values,
-            eval_steps=watch.steps,
-            eval_curve=watch.curve,
-            wall_s=standing.wall_s + self._lap(),
-            start_s=standing.start_s,
+            eval_steps=monitor.steps,
+            eval_curve=monitor.curve,
+            wall_s=progress.wall_s + self._lap(),
+            start_s=progress.start_s,
             data_s=rates.data_s,
             compute_s=rates.compute_s,
             communication_s=rates.communication_s,
-            evaluation_s=standing.evaluation_s,
-            checkpoint_s=standing.checkpoint_s,
+            evaluation_s=progress.evaluation_s,
+            checkpoint_s=progress.checkpoint_s,
             samples_per_s=rates.samples_per_s,
             tokens_per_s=rates.tokens_per_s,
             mfu=rates.mfu,
-            peak_memory_bytes=peak_memory(self._device, self._place, standing.peak_memory_bytes),
+            peak_memory_bytes=self._strategy.peak_memory(progress.peak_memory_bytes),
             world_size=self._place.world_size,
             batch_size=self._batch_size,
-            resumed=standing.resumed,
+            resumed=progress.resumed,
             n_parameters=self._n_parameters,
         )
 
     def _finish_best(self, tested: dict[str, float]) -> dict[str, float]:
         """Evaluate the best weights on the test split, and rename them to `best.pt`."""
-        if self._test is not None and self._watch.best_step not in (-1, self._standing.step):
+        if self._test is not None and self._monitor.best_step not in (-1, self._progress.step):
             tested = {}
             if (path := self._best.weights_file()) is not None:
-                self._mode.load_weights(path)
-                tested = self._evaluate(self._test, lambda: self._mode.load_weights(self._folder / LAST))
+                self._strategy.load_weights(path)
+                tested = self._evaluate(self._test, lambda: self._strategy.load_weights(self._folder / LAST))
         self._best.finish()
         return tested
 

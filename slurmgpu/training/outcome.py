@@ -1,11 +1,9 @@
-"""The progress and the results of a training."""
+"""The results of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-from slurmgpu.training.batches import Position
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -53,36 +51,3 @@ class Outcome:
     resumed: int
     """How often the training was resumed."""
     n_parameters: int
-
-
-@dataclass
-class Standing:
-    """The progress of a training, and its costs."""
-
-    step: int = 0
-    epoch: int = 0
-    sample: int = 0
-    """Samples of the present epoch."""
-    samples: int = 0
-    evaluated: int = 0
-    """The step of the last evaluation."""
-    early: bool = False
-    final: dict[str, float] = field(default_factory=dict)
-    """The results of that evaluation."""
-    wall_s: float = 0.0
-    start_s: float = 0.0
-    evaluation_s: float = 0.0
-    checkpoint_s: float = 0.0
-    peak_memory_bytes: int = 0
-    resumed: int = 0
-
-    @property
-    def position(self) -> Position:
-        """The position of the next step."""
-        return Position(self.epoch, self.sample)
-
-    def tell(self, n_epochs: int | None) -> str:
-        """The progress in words: "epoch 3 of 10, step 1,200"."""
-        number = self.epoch + (self.sample > 0 or self.epoch == 0)
-        of = f" of {n_epochs}" if n_epochs else ""
-        return f"epoch {number}{of}, step {self.step:,}"

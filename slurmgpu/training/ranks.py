@@ -37,12 +37,12 @@ class Place:
     log: Callable[..., None] = lambda step, **values: None
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which writes shared files."""
         return self.rank == 0
 
 
-def together(place: Place, action: Callable[[], T]) -> list[T]:
+def on_all_ranks(place: Place, action: Callable[[], T]) -> list[T]:
     """The results of `action` on all ranks, in rank order; raises on all ranks if it raises on any."""
     value: T | None = None
     error: BaseException | None = None
@@ -64,9 +64,9 @@ def together(place: Place, action: Callable[[], T]) -> list[T]:
     return [outcome for outcome, _ in outcomes]
 
 
-def led(place: Place, action: Callable[[], T]) -> T:
+def on_rank_zero(place: Place, action: Callable[[], T]) -> T:
     """The result of `action` on rank 0, which alone calls it; its exceptions are raised on all ranks."""
-    return together(place, lambda: action() if place.leads else None)[0]  # type: ignore[return-value]
+    return on_all_ranks(place, lambda: action() if place.is_rank_zero else None)[0]  # type: ignore[return-value]
 
 
 def _tell(error: BaseException) -> Told:

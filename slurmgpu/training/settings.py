@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Strategy = Literal["auto", "ddp", "fsdp"]
+StrategyName = Literal["auto", "ddp", "fsdp"]
 Schedule = Literal["constant", "linear", "cosine"]
 Optimizer = Literal["adamw", "adam", "sgd"]
 Goal = Literal["min", "max"]
@@ -53,7 +53,7 @@ class TrainingSettings:
     # How it is computed
     precision: Precision = "fp32"
     compile: bool = False
-    strategy: Strategy = "auto"
+    strategy: StrategyName = "auto"
     gradient_checkpointing: bool = False
     sync_batchnorm: bool = False
     bucket_cap_mb: float | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmgpu.training.written import other_model
+from slurmgpu.training.checkpoint_files import mismatch_error
 
 T = TypeVar("T")
 MASK = 2**64 - 1
@@ -76,9 +76,9 @@ def model_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: 
     `Checkpoint.load_sharded`. Tensors are not copied.
     """
     if sharded:
-        from slurmgpu.training import sharding
+        from slurmgpu.training import sharded_states
 
-        return sharding.state(model, optimizer)
+        return sharded_states.state(model, optimizer)
     return {"model": _by_users_names(unwrapped(model).state_dict()), "optimizer": optimizer.state_dict()}
 
 
@@ -87,9 +87,9 @@ def load_model_state(
 ) -> None:
     """Restore a state of `model_state`; SlurmGPUError if it is of another model or optimizer."""
     if sharded:
-        from slurmgpu.training import sharding
+        from slurmgpu.training import sharded_states
 
-        sharding.load_state(model, optimizer, state)
+        sharded_states.load_state(model, optimizer, state)
         return
     inner = unwrapped(model)
     names = {name.replace(COMPILED, ""): name for name in inner.state_dict()}
@@ -97,7 +97,7 @@ def load_model_state(
         inner.load_state_dict({names.get(name, name): value for name, value in state["model"].items()})
         optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
-        raise other_model(error) from error
+        raise mismatch_error(error) from error
     _restore_moments(optimizer, state["optimizer"])
 
 
@@ -126,7 +126,7 @@ def own_buffers(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def keeping_buffers(model: nn.Module) -> Iterator[None]:
+def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore this rank's buffers afterwards."""
     kept = {name: each.clone() for name, each in buffers(model).items()}
     try:
@@ -152,9 +152,9 @@ def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
     Called by all ranks. A CPU model's own tensors are returned: write them before training goes on.
     """
     if sharded:
-        from slurmgpu.training import sharding
+        from slurmgpu.training import sharded_states
 
-        return sharding.weights(model)
+        return sharded_states.weights(model)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return {}
     copies: dict[int, Any] = {}

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.training.pacing import CHECKPOINT_S, SHARE_OF_CHECKPOINTS
+from slurmgpu.training.sync_schedule import CHECKPOINT_S, SHARE_OF_CHECKPOINTS
 from tests.benchmarks import judge, print_table
 
 HOME = Path(__file__).parents[2]

@@ -163,7 +163,7 @@ class shared_folder:  # noqa: N801 - used as a function
         self.place = place
 
     def __enter__(self) -> str:
-        self.kept = tempfile.TemporaryDirectory() if self.place.leads else None
+        self.kept = tempfile.TemporaryDirectory() if self.place.is_rank_zero else None
         name = [self.kept.name if self.kept else ""]
         if self.place.world_size > 1:
             distributed.broadcast_object_list(name)

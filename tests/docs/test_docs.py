@@ -436,7 +436,7 @@ RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md
 RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md", "how-to/run-a-command.md"]
 RUNNING += ["how-to/sweep-over-runs.md", "how-to/map-a-function.md"]
 # What these do is shown by day: in tests/files by test_inputs_files.py and test_inputs_tar.py, in tests/local by
-# test_groups.py, in tests/models by test_training_throughput.py and test_training_fitting.py.
+# test_groups.py, in tests/models by test_training_throughput.py and test_training_batch_size.py.
 BY_NIGHT = [by_night("how-to/map-a-folder.md")]
 WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]
 BY_NIGHT += [pytest.param(page, marks=[pytest.mark.model, pytest.mark.nightly]) for page in WITH_TORCH]

@@ -167,7 +167,7 @@ def fused_optimizers_step_as_the_others_do(machine: Machine) -> str:
     import torch
     from torch import nn
 
-    from slurmgpu.training.optimizing import make_optimizer
+    from slurmgpu.training.optimizer import make_optimizer
     from slurmgpu.training.settings import Optimizer, TrainingSettings
 
     kinds: tuple[Optimizer, ...] = ("adamw", "adam", "sgd")

@@ -17,9 +17,9 @@ from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Samp
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.llm.transformers_engine import continuous
 from slurmgpu.training.loop import Training
-from slurmgpu.training.pacing import Pace
 from slurmgpu.training.ranks import Place as Rank
 from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.embed.workload import Embed
 from tests.gpu.influence import TOY, _graph, _influences
@@ -173,7 +173,7 @@ class Digits:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_training_on_a_card_waits_for_no_step_and_goes_on(card, tmp_path, monkeypatch, optimizer):
-    monkeypatch.setattr(Pace, "due", lambda *_, **__: False)  # else the first steps look how long they take
+    monkeypatch.setattr(SyncSchedule, "due", lambda *_, **__: False)  # else the first steps look how long they take
     settings = TrainingSettings(epochs=3, batch_size=4, seed=0, optimizer=optimizer, lr=0.01)
     curves = []
     for device in ("cpu", "cuda:0"):

@@ -15,18 +15,18 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate  # noqa: E402
 
 from slurmgpu.errors import SlurmGPUError  # noqa: E402
-from slurmgpu.training import loading  # noqa: E402
-from slurmgpu.training.batches import START, Cutting, own_pieces, permutation  # noqa: E402
-from slurmgpu.training.loading import (  # noqa: E402
-    EvalReadings,
-    Loader,
-    Reader,
-    Reading,
-    TrainReadings,
-    read_split,
+from slurmgpu.training import data_loader  # noqa: E402
+from slurmgpu.training.batches import START, StepPlan, own_pieces, permutation  # noqa: E402
+from slurmgpu.training.data_loader import (  # noqa: E402
+    BatchIndices,
+    BatchLoader,
+    EvalBatchSampler,
+    SeededDataset,
+    TrainBatchSampler,
     to_device,
 )
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
+from slurmgpu.training.splits import read_split  # noqa: E402
 
 SIZES = st.integers(1, 40)
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +39,7 @@ def span(micro_batch):
 
 def on_all_ranks(world_size, at=START, **options):
     """By step, what all ranks compute together: sample, the sum of its gradients' weights as DDP averages them."""
-    ranks = [list(Cutting(rank=rank, world_size=world_size, **options).plan(at)) for rank in range(world_size)]
+    ranks = [list(StepPlan(rank=rank, world_size=world_size, **options).remaining(at)) for rank in range(world_size)]
     found = []
     for steps in zip(*ranks, strict=True):
         assert len({len(step.micro_batches) for step in steps}) == 1, "a rank waits for the others"
@@ -71,7 +71,7 @@ def test_each_step_is_the_mean_over_the_same_samples_on_any_number_of_processes(
     for epoch in range(epochs):
         of_epoch = [index for step, weights in steps if step.epoch == epoch for index in weights]
         assert sorted(of_epoch) == list(range(used))
-    assert len(steps) == Cutting(drop_last=drop_last, **options).n_steps()
+    assert len(steps) == StepPlan(drop_last=drop_last, **options).n_steps()
 
 
 @UNHURRIED
@@ -87,20 +87,20 @@ def test_a_training_goes_on_at_its_sample_with_other_processes_and_another_step(
     for epoch in range(epochs):
         seen = [index for step, weights in [*first[:done], *rest] if step.epoch == epoch for index in weights]
         assert sorted(seen) == list(range(n))
-    cutting = Cutting(step_size=other_size, **options)
-    assert len(rest) == cutting.n_steps(at, done)
-    shares = [cutting.share_done(step.after, 0) for step, _ in rest]
+    step_plan = StepPlan(step_size=other_size, **options)
+    assert len(rest) == step_plan.n_steps(at, done)
+    shares = [step_plan.share_done(step.after, 0) for step, _ in rest]
     assert shares == sorted(shares)
     assert not rest or shares[-1] == 1
 
 
 def test_a_training_of_steps_takes_as_many_epochs_as_it_needs():
-    cutting = Cutting(10, 4, 4, steps=8)
-    steps = list(cutting.plan())
+    step_plan = StepPlan(10, 4, 4, steps=8)
+    steps = list(step_plan.remaining())
     assert [step.epoch for step in steps] == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [step.n for step in steps] == [4, 4, 2, 4, 4, 2, 4, 4]
-    assert cutting.n_steps(steps[2].after, 3) == 5
-    assert [step.n for step in cutting.plan(steps[6].after, 7)] == [4]
+    assert step_plan.n_steps(steps[2].after, 3) == 5
+    assert [step.n for step in step_plan.remaining(steps[6].after, 7)] == [4]
 
 
 def test_a_step_of_fewer_samples_leaves_no_process_with_one_alone_unless_it_must():
@@ -132,9 +132,12 @@ class Noisy:
 
 
 def read(at=START, done=0, **settings):
-    cutting = Cutting(23, 6, 3, epochs=2)
-    loader = Loader(
-        Reader(Noisy(), torch.stack), TrainReadings(cutting, 4, at, done), TrainingSettings(**settings), CPU
+    step_plan = StepPlan(23, 6, 3, epochs=2)
+    loader = BatchLoader(
+        SeededDataset(Noisy(), torch.stack),
+        TrainBatchSampler(step_plan, 4, at, done),
+        TrainingSettings(**settings),
+        CPU,
     )
     try:
         return list(loader.read())
@@ -146,7 +149,7 @@ def test_batches_are_read_alike_with_any_number_of_workers_and_after_a_resumptio
     whole = read()
     assert len({float(each[0, 1]) for each in whole}) == len(whole)
     with_workers = read(num_workers=2, prefetch_factor=3)
-    steps = list(Cutting(23, 6, 3, epochs=2).plan())
+    steps = list(StepPlan(23, 6, 3, epochs=2).remaining())
     rest = read(steps[4].after, 5)
     n_before = sum(len(step.micro_batches) for step in steps[:5])
     assert len(rest) == len(whole) - n_before
@@ -155,16 +158,16 @@ def test_batches_are_read_alike_with_any_number_of_workers_and_after_a_resumptio
 
 
 def test_processes_that_read_outlive_a_signal_that_all_processes_of_a_job_get(monkeypatch):
-    watch = loading._outlive_signals
+    watch = data_loader._outlive_signals
 
     def hit_at_once(worker):
         os.kill(os.getpid(), signal.SIGTERM)
         watch(worker)
 
-    monkeypatch.setattr(loading, "_outlive_signals", hit_at_once)
-    cutting = Cutting(23, 6, 3, epochs=2)
+    monkeypatch.setattr(data_loader, "_outlive_signals", hit_at_once)
+    step_plan = StepPlan(23, 6, 3, epochs=2)
     two = TrainingSettings(num_workers=2, prefetch_factor=1)
-    loader = Loader(Reader(Noisy()), TrainReadings(cutting, 4, START, 0), two, CPU)
+    loader = BatchLoader(SeededDataset(Noisy()), TrainBatchSampler(step_plan, 4, START, 0), two, CPU)
     batches = loader.read()
     next(batches)
     workers = loader._loader._iterator._workers
@@ -205,7 +208,7 @@ def test_a_data_sets_own_way_to_read_many_and_the_users_collate_are_taken():
         def collate(self, samples):
             return {"sum": sum(samples)}
 
-    assert read_split(User(), "train").__getitems__(Reading(0, [1, 2])) == {"sum": 30}
+    assert read_split(User(), "train").__getitems__(BatchIndices(0, [1, 2])) == {"sum": 30}
 
 
 class Endless(IterableDataset):
@@ -237,7 +240,7 @@ def test_what_is_no_data_set_is_refused_with_what_to_do(samples, found):
 
 def test_tensors_are_read_as_torch_reads_them():
     samples = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6), torch.rand(6, 2, 2))
-    batch = Reader(samples).__getitems__(Reading(0, [4, 1, 3]))
+    batch = SeededDataset(samples).__getitems__(BatchIndices(0, [4, 1, 3]))
     expected = default_collate([samples[index] for index in (4, 1, 3)])
     assert type(batch) is type(expected)
     assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
@@ -249,12 +252,12 @@ def test_a_split_may_be_missing_and_a_list_will_do():
             return [1.0, 2.0] if split == "train" else None
 
     assert read_split(User(), "val") is None
-    assert read_split(User(), "train").__getitems__(Reading(0, [1])).tolist() == [2.0]
+    assert read_split(User(), "train").__getitems__(BatchIndices(0, [1])).tolist() == [2.0]
 
 
 def test_an_evaluation_has_each_sample_once_and_as_many_batches_on_each_rank():
     for n, world_size in [(7, 2), (3, 4), (1, 3), (16, 2), (17, 4)]:
-        ranks = [EvalReadings(n, 2, "val", 0, rank, world_size) for rank in range(world_size)]
+        ranks = [EvalBatchSampler(n, 2, "val", 0, rank, world_size) for rank in range(world_size)]
         assert len({len(list(each)) for each in ranks}) == 1
         counted = [
             index
@@ -287,7 +290,7 @@ def test_tensors_anywhere_in_a_batch_are_moved():
 
 @pytest.mark.parametrize(("n_samples", "step_size"), [(29, 64), (33, 32), (64, 32)])
 def test_the_share_of_the_first_steps_is_that_which_lies_before_the_next(n_samples, step_size):
-    cutting = Cutting(n_samples, step_size, step_size, epochs=3)
-    for n, step in enumerate(cutting.plan(), 1):
-        assert cutting.share_of(n) == pytest.approx(cutting.share_done(step.after, n))
-    assert Cutting(n_samples, step_size, step_size, steps=10).share_of(4) == 0.4
+    step_plan = StepPlan(n_samples, step_size, step_size, epochs=3)
+    for n, step in enumerate(step_plan.remaining(), 1):
+        assert step_plan.share_of(n) == pytest.approx(step_plan.share_done(step.after, n))
+    assert StepPlan(n_samples, step_size, step_size, steps=10).share_of(4) == 0.4

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from slurmgpu.errors import SlurmGPUError  # noqa: E402
-from slurmgpu.training import checkpoints, states, written  # noqa: E402
+from slurmgpu.training import checkpoint_files, checkpoints, states  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from tests.support import checkpoint_ranks  # noqa: E402
@@ -88,8 +88,8 @@ def test_a_step_whose_state_has_changed_is_replaced(tmp_path):
 
 def test_the_files_are_summed_as_they_are_written(tmp_path):
     path = tmp_path / "state.pt"
-    sums = written.write_state(path, {"a": torch.randn(100_000), "b": [1, {"c": "d"}]})
-    assert sums == written.sum_file(path)
+    sums = checkpoint_files.write_state(path, {"a": torch.randn(100_000), "b": [1, {"c": "d"}]})
+    assert sums == checkpoint_files.checksum_of(path)
     assert sums.bytes == path.stat().st_size
 
 
@@ -259,7 +259,7 @@ def test_a_writer_killed_while_it_replaces_leaves_the_old_or_the_new(tmp_path):
 
 
 def test_weights_that_another_process_sweeps_away_are_written_again(tmp_path, monkeypatch, caplog):
-    write, calls = written.write_state, []
+    write, calls = checkpoint_files.write_state, []
 
     def meanwhile(path, state):
         calls.append(path)
@@ -268,16 +268,16 @@ def test_weights_that_another_process_sweeps_away_are_written_again(tmp_path, mo
             Checkpoints(tmp_path, Place()).last()
         return sums
 
-    monkeypatch.setattr(written, "write_state", meanwhile)
-    written.save_weights(tmp_path / "best.pt", {"a": torch.ones(3)})
+    monkeypatch.setattr(checkpoint_files, "write_state", meanwhile)
+    checkpoint_files.save_weights(tmp_path / "best.pt", {"a": torch.ones(3)})
     assert torch.load(tmp_path / "best.pt", weights_only=True)["a"].tolist() == [1, 1, 1]
     assert names(tmp_path) == ["best.pt"]
 
 
 def test_weights_are_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "last.pt"
-    written.save_weights(path, {"a": torch.zeros(3)})
-    assert killed_at(1, lambda: written.save_weights(path, {"a": torch.ones(3)})) == -signal.SIGKILL
+    checkpoint_files.save_weights(path, {"a": torch.zeros(3)})
+    assert killed_at(1, lambda: checkpoint_files.save_weights(path, {"a": torch.ones(3)})) == -signal.SIGKILL
     assert torch.load(path, weights_only=True)["a"].tolist() == [0, 0, 0]
     assert Checkpoints(tmp_path, Place()).last() is None
     assert names(tmp_path) == ["last.pt"]
@@ -437,7 +437,7 @@ def test_model_and_optimizer_come_back_bit_for_bit(tmp_path, make, wrap):
 def test_weights_have_the_users_names_and_are_whole(tmp_path):
     model = nn.Sequential(torch.compile(nn.Linear(2, 2)), Tied())
     path = tmp_path / "folder" / "best.pt"
-    written.save_weights(path, states.weights(torch.compile(model), sharded=False))
+    checkpoint_files.save_weights(path, states.weights(torch.compile(model), sharded=False))
     found = torch.load(path, weights_only=True)
     assert sorted(found) == sorted(nn.Sequential(nn.Linear(2, 2), Tied()).state_dict())
     nn.Sequential(nn.Linear(2, 2), Tied()).load_state_dict(found)
@@ -449,7 +449,7 @@ def test_a_checkpoint_of_another_model_is_refused():
     small, large = nn.Linear(2, 2), nn.Linear(2, 3)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (small, large)]
     state = states.model_state(small, optimizers[0], sharded=False)
-    with pytest.raises(written.UnfitCheckpointError, match="of another model or optimizer") as found:
+    with pytest.raises(checkpoint_files.CheckpointMismatchError, match="of another model or optimizer") as found:
         states.load_model_state(large, optimizers[1], state, sharded=False)
     assert "as a new run" in found.value.advice
 
@@ -499,39 +499,39 @@ def test_damage_that_one_rank_finds_is_damage_for_all(ranks):
     assert ranks[1]("damaged") == [{"step": 1, "steps": [1]}] * 2
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_model_on_several_ranks_goes_on_bit_for_bit(ranks, mode):
-    found = ranks[1](mode)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_on_several_ranks_goes_on_bit_for_bit(ranks, strategy):
+    found = ranks[1](strategy)
     assert all(each["is_equal"] for each in found)
     assert found[0]["shared_buffers"] == found[1]["shared_buffers"]
     assert found[0]["values"]["1.running_mean"] != found[1]["values"]["1.running_mean"]
 
 
 def test_fsdp_has_the_weights_that_ddp_has(ranks):
-    whole = {mode: ranks[1](mode)[0]["weights"] for mode in ("ddp", "fsdp")}
+    whole = {strategy: ranks[1](strategy)[0]["weights"] for strategy in ("ddp", "fsdp")}
     assert sorted(whole["ddp"]) == sorted(whole["fsdp"]) == sorted(checkpoint_ranks.make_model().state_dict())
     for name, value in whole["ddp"].items():
         assert np.allclose(value, whole["fsdp"][name], atol=1e-6), name
-    assert [ranks[1](mode)[1]["weights"] for mode in ("ddp", "fsdp")] == [{}, {}]
+    assert [ranks[1](strategy)[1]["weights"] for strategy in ("ddp", "fsdp")] == [{}, {}]
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_one(ranks, caplog):
     folder, found = ranks
-    for mode in ("ddp", "fsdp"):
-        last = Checkpoints(folder / mode, Place()).last()
+    for strategy in ("ddp", "fsdp"):
+        last = Checkpoints(folder / strategy, Place()).last()
         assert last.world_size == 2
         assert last.own() is None
         model = checkpoint_ranks.make_model()
         optimizer = torch.optim.AdamW(model.parameters())
-        state = states.model_state(model, optimizer, sharded=mode == "fsdp")
-        if mode == "fsdp":
+        state = states.model_state(model, optimizer, sharded=strategy == "fsdp")
+        if strategy == "fsdp":
             last.load_sharded(state)
         else:
             state = last.shared()
-        states.load_model_state(model, optimizer, state, sharded=mode == "fsdp")
+        states.load_model_state(model, optimizer, state, sharded=strategy == "fsdp")
         assert optimizer.param_groups[0]["lr"] == 0.1
         assert float(optimizer.state[model[0].weight]["step"]) == 3
-        weights = found(mode)[0]["weights"]
+        weights = found(strategy)[0]["weights"]
         assert {name: value.tolist() for name, value in model.state_dict().items() if "running" not in name} == {
             name: value for name, value in weights.items() if "running" not in name
         }

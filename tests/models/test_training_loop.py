@@ -12,19 +12,20 @@ from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError  # noqa: E402
-from slurmgpu.training import pacing, reporting  # noqa: E402
-from slurmgpu.training.batches import Cutting, Position  # noqa: E402
+from slurmgpu.training import progress, sync_schedule  # noqa: E402
+from slurmgpu.training.batch_counter import flops_per_sample  # noqa: E402
+from slurmgpu.training.batch_size import fit_batch_size  # noqa: E402
+from slurmgpu.training.batches import Position, StepPlan  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
-from slurmgpu.training.loading import read_split  # noqa: E402
 from slurmgpu.training.loop import UNKNOWN, Training, Version  # noqa: E402
-from slurmgpu.training.modes import Mode  # noqa: E402
-from slurmgpu.training.optimizing import lr_factor, make_optimizer  # noqa: E402
-from slurmgpu.training.pacing import Pace  # noqa: E402
+from slurmgpu.training.optimizer import lr_factor, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
-from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
-from slurmgpu.training.states import keeping_buffers, own_buffers, share_buffers  # noqa: E402
+from slurmgpu.training.splits import read_split  # noqa: E402
+from slurmgpu.training.states import own_buffers, restored_buffers, share_buffers  # noqa: E402
+from slurmgpu.training.strategy import Strategy  # noqa: E402
+from slurmgpu.training.sync_schedule import SyncSchedule  # noqa: E402
 from tests.support.nightly import by_night  # noqa: E402
 from tests.support.training_ranks import (  # noqa: E402
     BASE,
@@ -397,26 +398,26 @@ SCHEDULES = [
 @pytest.mark.parametrize(("schedule", "given", "factors"), SCHEDULES)
 def test_the_learning_rate_rises_in_the_warm_up_and_falls_to_its_least(schedule, given, factors, ends):
     settings = TrainingSettings(**ends, lr=0.2, schedule=schedule, **given)
-    cutting = Cutting(40, 10, 10, **ends)
+    step_plan = StepPlan(40, 10, 10, **ends)
     least = settings.min_lr / settings.lr
     expected = [least + (1 - least) * f if number > 2 and least else f for number, f in enumerate(factors)]
     position, found = Position(), []
-    for done, step in enumerate(cutting.plan()):
-        found.append(lr_factor(settings, cutting, position, done))
+    for done, step in enumerate(step_plan.remaining()):
+        found.append(lr_factor(settings, step_plan, position, done))
         position = step.after
     assert found == pytest.approx(expected)
 
 
 def test_the_learning_rate_is_that_of_the_position_whatever_a_step_is():
     settings = TrainingSettings(epochs=4, schedule="cosine")
-    factors = [lr_factor(settings, Cutting(40, size, 5, epochs=4), Position(2, 20), 7) for size in (5, 10, 20)]
+    factors = [lr_factor(settings, StepPlan(40, size, 5, epochs=4), Position(2, 20), 7) for size in (5, 10, 20)]
     assert len(set(factors)) == 1
 
 
 def test_a_warm_up_of_steps_is_of_those_that_the_training_began_with():
-    settings, first = TrainingSettings(epochs=4, schedule="linear", warmup_steps=8), Cutting(40, 10, 5, epochs=4)
+    settings, first = TrainingSettings(epochs=4, schedule="linear", warmup_steps=8), StepPlan(40, 10, 5, epochs=4)
     at, sizes = Position(1, 20), (5, 10, 20)
-    factors = [lr_factor(settings, Cutting(40, size, 5, epochs=4), at, 60 // size, None, first) for size in sizes]
+    factors = [lr_factor(settings, StepPlan(40, size, 5, epochs=4), at, 60 // size, None, first) for size in sizes]
     assert factors == pytest.approx(3 * [7 / 9])
 
 
@@ -536,15 +537,15 @@ def test_what_the_users_class_counts_becomes_rates(train):
 
 def test_operations_are_counted_in_a_rehearsal_that_leaves_nothing():
     user, settings = CASES["normed"][0](), TrainingSettings(epochs=1)
-    mode = Mode(user, user.model(), settings, Place())
+    strategy = Strategy(user, user.model(), settings, Place())
     batch = tuple(each[:6] for each in user.data("train").tensors)
-    before = {name: value.clone() for name, value in mode.model.state_dict().items()}
+    before = {name: value.clone() for name, value in strategy.model.state_dict().items()}
     drawn = torch.random.get_rng_state()
     # Forward, and the backward pass of the weights and, but for the first layer, of the inputs: 2 for each product.
-    assert flops_per_sample(mode, batch, 6) == 2 * (2 * 5 * 8 + 3 * 8 * 3)
-    assert all(torch.equal(value, before[name]) for name, value in mode.model.state_dict().items())
+    assert flops_per_sample(strategy, batch, 6) == 2 * (2 * 5 * 8 + 3 * 8 * 3)
+    assert all(torch.equal(value, before[name]) for name, value in strategy.model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), drawn)
-    assert all(each.grad is None for each in mode.model.parameters())
+    assert all(each.grad is None for each in strategy.model.parameters())
 
 
 def test_looking_for_a_batch_size_leaves_the_model_as_it_was():
@@ -557,10 +558,10 @@ def test_looking_for_a_batch_size_leaves_the_model_as_it_was():
             return super().loss(model, batch)
 
     user = Short()
-    mode = Mode(user, user.model(), settings, Place())
-    before = {name: value.clone() for name, value in mode.model.state_dict().items()}
-    assert 16 <= fit_batch_size(user, mode, read_split(user, "train"), settings, Place()) <= 20
-    assert all(torch.equal(value, before[name]) for name, value in mode.model.state_dict().items())
+    strategy = Strategy(user, user.model(), settings, Place())
+    before = {name: value.clone() for name, value in strategy.model.state_dict().items()}
+    assert 16 <= fit_batch_size(user, strategy, read_split(user, "train"), settings, Place()) <= 20
+    assert all(torch.equal(value, before[name]) for name, value in strategy.model.state_dict().items())
 
 
 def test_seconds_are_told_apart_and_are_those_of_all_attempts(train):
@@ -665,10 +666,10 @@ def test_evaluations_and_resumptions_are_lines_of_the_log(train, caplog):
 
 def test_every_few_seconds_is_told_where_a_training_is(train, monkeypatch):
     told = []
-    monkeypatch.setattr(reporting, "REPORT_S", 1e6)
+    monkeypatch.setattr(progress, "REPORT_S", 1e6)
     train(Plain(), Place(tell=told.append), folder="seldom", checkpoint_s=0.0)
     assert told == []
-    monkeypatch.setattr(reporting, "REPORT_S", 0.0)
+    monkeypatch.setattr(progress, "REPORT_S", 0.0)
     train(Plain(), Place(tell=told.append), checkpoint_s=0.0)
     assert [text.partition(", loss")[0] for text in told[:2]] == ["epoch 1 of 3, step 1", "epoch 1 of 3, step 2"]
     assert told[0].endswith(" samples/s")
@@ -776,7 +777,7 @@ def test_a_training_with_odd_buffers_goes_on_as_if_nothing_had_been(train, tmp_p
 def test_a_buffer_that_a_model_expands_as_it_computes_is_restored():
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.ones(1, 2).expand(3, 2))
-    with keeping_buffers(model):
+    with restored_buffers(model):
         model.mask = torch.zeros(1, 2).expand(3, 2)
     assert model.mask.tolist() == 3 * [[1, 1]]
 
@@ -809,7 +810,7 @@ def test_a_buffer_of_two_names_that_is_expanded_stays_one():
 
 def test_sparse_buffers_are_refused_on_several_processes(tmp_path):
     with pytest.raises(SlurmGPUError, match=r"the model's buffer 'graph' is sparse.*train on one process"):
-        Mode(Plain(), Buffered("csr").model(), TrainingSettings(**BASE), Place(world_size=2))
+        Strategy(Plain(), Buffered("csr").model(), TrainingSettings(**BASE), Place(world_size=2))
 
 
 class Scheduled(Stopped):
@@ -876,8 +877,8 @@ class Improving(Plain):
 @pytest.fixture
 def _one_at_an_epochs_end(monkeypatch):
     """Of the ends of epochs only the first is worth a checkpoint, however long the others take."""
-    monkeypatch.setattr(pacing, "SHARE_AT_EPOCH_ENDS", 1e-9)
-    monkeypatch.setattr(pacing, "PARAMETER_BYTES", 0)
+    monkeypatch.setattr(sync_schedule, "SHARE_AT_EPOCH_ENDS", 1e-9)
+    monkeypatch.setattr(sync_schedule, "PARAMETER_BYTES", 0)
 
 
 def weights_of(path):
@@ -925,42 +926,42 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(pacing.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(sync_schedule.time, "monotonic", lambda: self.now)
 
 
-def walk(pace, clock, step_s, n):
+def walk(schedule, clock, step_s, n):
     """The steps at which there were meetings, and what was decided."""
     found = {}
     for step in range(1, n + 1):
         clock.now += step_s
-        if pace.due():
-            found[step] = pace.meet(list)
+        if schedule.due():
+            found[step] = schedule.decide(list)
     return found
 
 
 def test_processes_meet_about_every_half_second(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place(), 0)
-    steps = list(walk(pace, clock, 0.01, 300))
+    schedule = SyncSchedule(TrainingSettings(epochs=1), Place(), 0)
+    steps = list(walk(schedule, clock, 0.01, 300))
     assert steps[:6] == [1, 3, 7, 15, 31, 63]
     assert {b - a for a, b in itertools.pairwise(steps[6:])} <= {49, 50}
-    assert list(walk(pace, clock, 2.0, 100))[-3:] == [98, 99, 100]
+    assert list(walk(schedule, clock, 2.0, 100))[-3:] == [98, 99, 100]
 
 
 def test_a_stop_is_heard_as_soon_after_evaluations_as_before(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place(), 0)
+    schedule = SyncSchedule(TrainingSettings(epochs=1), Place(), 0)
     for _ in range(5):
-        walk(pace, clock, 0.1, 30)
-        pace.rest()
+        walk(schedule, clock, 0.1, 30)
+        schedule.restart_clock()
         for _ in range(400):  # their batches are quick
             clock.now += 0.001
-            if pace.due(evaluating=True):
-                pace.meet(list, evaluating=True)
-        pace.rest()
-        pace.due()
-        pace.meet(list, epoch_ends=True)
-    assert max(b - a for a, b in itertools.pairwise(walk(pace, clock, 0.1, 30))) <= 5
+            if schedule.due(evaluating=True):
+                schedule.decide(list, evaluating=True)
+        schedule.restart_clock()
+        schedule.due()
+        schedule.decide(list, epoch_ends=True)
+    assert max(b - a for a, b in itertools.pairwise(walk(schedule, clock, 0.1, 30))) <= 5
 
 
 @pytest.mark.parametrize(
@@ -970,23 +971,23 @@ def test_checkpoints_are_so_seldom_that_they_cost_a_hundredth_unless_told_otherw
     monkeypatch, checkpoint_s, cost_s, interval_s
 ):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1, checkpoint_s=checkpoint_s), Place(), 0)
-    pace.saved(cost_s)
-    wanted = [step for step, decision in walk(pace, clock, 1.0, 4000).items() if decision.checkpoint]
+    schedule = SyncSchedule(TrainingSettings(epochs=1, checkpoint_s=checkpoint_s), Place(), 0)
+    schedule.saved(cost_s)
+    wanted = [step for step, decision in walk(schedule, clock, 1.0, 4000).items() if decision.checkpoint]
     assert wanted[0] == interval_s
 
 
 def test_an_epochs_end_is_worth_a_checkpoint_if_it_costs_half_a_hundredth(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place(), 0)
+    schedule = SyncSchedule(TrainingSettings(epochs=1), Place(), 0)
     clock.now = 0.1
-    assert pace.meet(list, epoch_ends=True).checkpoint
-    pace.saved(1.0)
+    assert schedule.decide(list, epoch_ends=True).checkpoint
+    schedule.saved(1.0)
     clock.now = 150.0
-    assert not pace.meet(list, epoch_ends=True).checkpoint
+    assert not schedule.decide(list, epoch_ends=True).checkpoint
     clock.now = 201.0
-    assert not pace.meet(list).checkpoint
-    assert pace.meet(list, epoch_ends=True).checkpoint
+    assert not schedule.decide(list).checkpoint
+    assert schedule.decide(list, epoch_ends=True).checkpoint
 
 
 @pytest.mark.parametrize(("n_parameters", "first_s"), [(86_000_000, 420.0), (7_000_000_000, 600.0)])
@@ -995,8 +996,8 @@ def test_what_the_first_checkpoint_costs_at_an_epochs_end_is_expected_by_the_par
 ):
     """86 million take 2 s as expected; a large model's first one comes after ten minutes, whatever is expected."""
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place(), n_parameters)
+    schedule = SyncSchedule(TrainingSettings(epochs=1), Place(), n_parameters)
     clock.now = first_s - 20.0
-    assert not pace.meet(list, epoch_ends=True).checkpoint
+    assert not schedule.decide(list, epoch_ends=True).checkpoint
     clock.now = first_s
-    assert pace.meet(list, epoch_ends=True).checkpoint
+    assert schedule.decide(list, epoch_ends=True).checkpoint

@@ -119,7 +119,7 @@ def damaged(folder, place):
     kept = Checkpoints(folder, place)
     for step in (1, 2):
         kept.save(step, shared={"step": step}, own={"rank": place.rank})
-    if place.leads:
+    if place.is_rank_zero:
         (folder / "step-0000000002" / f"rank-{place.world_size - 1}.pt").write_bytes(b"")
     dist.barrier()
     return {"step": kept.last().step, "steps": kept.steps()}

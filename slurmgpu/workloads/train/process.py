@@ -13,10 +13,10 @@ import torch
 
 from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.loop import Training, Version
-from slurmgpu.training.modes import join
-from slurmgpu.training.ranks import Place, led, together
+from slurmgpu.training.ranks import Place, on_all_ranks, on_rank_zero
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import seed_everything
+from slurmgpu.training.strategy import init_process_group
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.gpus import visible_ids
 from slurmgpu.util.nvml import Cards, open_cards
@@ -37,17 +37,17 @@ def row(
     """
     ways = task.stopping, task.progress, task.tell, task.log
     place = Place(task.device, task.rank, task.world_size, task.local_rank, *ways)
-    join(place)
-    kept = led(place, lambda: read_result(folder, task.code))
+    init_process_group(place)
+    kept = on_rank_zero(place, lambda: read_result(folder, task.code))
     if kept is None:
         _free_memory(settings)
         with _energy(place) as used_j, _advised(settings):
             seed_everything(settings.seed or 0)  # __init__ may draw random numbers
-            version = Version(task.code, is_again=led(place, task.is_again))
+            version = Version(task.code, is_again=on_rank_zero(place, task.is_again))
             outcome = Training(make(), settings, place, folder, version).run()
-            energy_j = sum(together(place, used_j))
+            energy_j = sum(on_all_ranks(place, used_j))
         kept = row_of(outcome, config=config, weights=_weights(folder), seed=settings.seed, energy_j=energy_j)
-        led(place, lambda: write_result(folder, kept, task.code))
+        on_rank_zero(place, lambda: write_result(folder, kept, task.code))
     Checkpoints(folder, place).clear()  # after the result is written, which replaces them
     return kept
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slurmgpu.training.written import Written, other_model, probe, sum_file
+from slurmgpu.training.checkpoint_files import Checksum, checksum_of, mismatch_error, probe
 from slurmgpu.util.atomic_files import fsync_dir
 
 
@@ -40,7 +40,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
     return dict(distributed.get_model_state_dict(model, options=options))
 
 
-def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Written]:
+def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Checksum]:
     """Write this rank's part of a state, called by all ranks; the sums of the files that this rank wrote.
 
     File names are relative to the parent of `folder`.
@@ -56,7 +56,7 @@ def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Writte
     fsync_dir(folder)
     names = sorted(os.listdir(folder))
     mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
-    return {f"{folder.name}/{name}": sum_file(folder / name) for name in mine}
+    return {f"{folder.name}/{name}": checksum_of(folder / name) for name in mine}
 
 
 def read(folder: Path, into: dict[str, Any]) -> None:
@@ -65,13 +65,13 @@ def read(folder: Path, into: dict[str, Any]) -> None:
     known = reader.read_metadata().state_dict_metadata
     missing = [name for name in into["model"] if not any(key.startswith(f"model.{name}") for key in known)]
     if missing:
-        raise other_model(KeyError(f"it has no {', '.join(missing)}."))
+        raise mismatch_error(KeyError(f"it has no {', '.join(missing)}."))
     try:
         with _alone_or_not():
             dcp.load(into, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     except CheckpointException as error:
         for failure, _ in error.failures.values():
-            raise (failure if isinstance(failure, OSError) else other_model(failure)) from error
+            raise (failure if isinstance(failure, OSError) else mismatch_error(failure)) from error
         raise
 
 

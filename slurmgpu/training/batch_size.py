@@ -11,10 +11,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import distributed
 
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.training.data_loader import BatchIndices, SeededDataset, to_device
+from slurmgpu.training.optimizer import make_optimizer
+from slurmgpu.training.ranks import Place
+from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import random_state, set_random_state
+from slurmgpu.training.strategy import Strategy
 from slurmgpu.util.cgroups import memory_left
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -64,6 +72,45 @@ def find_batch_size(
         return tries.search(start)
     finally:
         set_random_state(state, where)
+
+
+def fit_batch_size(
+    user: Any, strategy: Strategy, samples: SeededDataset, settings: TrainingSettings, place: Place
+) -> int:
+    """The largest batch size at which a step fits on all processes; with a global batch, a divisor of their share.
+
+    Tries the first samples; model and random numbers stay unchanged.
+    """
+    if strategy.sharded or (settings.sync_batchnorm and place.world_size > 1):
+        # A rank that runs out of memory between two collectives would block the others.
+        what = 'strategy = "fsdp"' if strategy.sharded else "sync_batchnorm"
+        raise SlurmGPUError(f'batch_size = "auto" does not work with {what} on several processes; give a number.')
+    kept = {name: value.detach().to("cpu", copy=True) for name, value in _tensors(strategy).items()}
+    optimizer = make_optimizer(user, strategy.model, settings)
+
+    def attempt(n: int) -> None:
+        batch = samples.__getitems__(BatchIndices(0, [number % len(samples) for number in range(n)]))
+        strategy.plain(to_device(batch, strategy.device)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def agree(fits: bool) -> bool:
+        if place.world_size == 1:
+            return fits
+        told = torch.tensor(int(fits), device=strategy.device)
+        distributed.all_reduce(told, distributed.ReduceOp.MIN)
+        return bool(told)
+
+    try:
+        found = find_batch_size(attempt, device=strategy.device, agree=agree, **_sizes(samples, settings, place))
+    finally:
+        with torch.no_grad():
+            for name, value in _tensors(strategy).items():
+                value.copy_(kept[name])
+        strategy.model.zero_grad(set_to_none=True)
+    if place.is_rank_zero:
+        log.info("batch_size: %d", found)
+    return found
 
 
 @dataclass
@@ -188,3 +235,16 @@ def _n_neighbours() -> int:
         return int(local)
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if together else 1
+
+
+def _sizes(samples: SeededDataset, settings: TrainingSettings, place: Place) -> dict[str, Any]:
+    """The arguments of the search. It starts at 2 if possible: batch normalisation cannot train on one sample."""
+    if settings.global_batch_size is None:
+        return {"start": 2, "limit": max(1, len(samples) // (place.world_size * settings.accumulation))}
+    share = -(-settings.global_batch_size // place.world_size)
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    return {"start": sizes[min(1, len(sizes) - 1)], "sizes": sizes}
+
+
+def _tensors(strategy: Strategy) -> dict[str, torch.Tensor]:
+    return {**dict(strategy.model.named_parameters()), **dict(strategy.model.named_buffers())}

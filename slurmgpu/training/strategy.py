@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.training.states import keeping_buffers, own_buffers, random_state, set_random_state
+from slurmgpu.training.states import own_buffers, random_state, restored_buffers, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,11 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
         return {"loss": loss, **metrics}
 
 
-class Mode:
+class Strategy:
     """A model over all processes: `model` is the user's own, `forward(batch)` its loss, for backward as well."""
 
     def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, place: Place) -> None:
+        self._place = place
         self.device = device_of(place)
         self.sharded = settings.strategy == "fsdp" and place.world_size > 1
         _check(settings, place, self.sharded)
@@ -95,7 +97,7 @@ class Mode:
         )
 
     @contextlib.contextmanager
-    def gathering(self, last: bool) -> Iterator[None]:
+    def gradient_sync(self, last: bool) -> Iterator[None]:
         """Around the passes of a micro-batch; gradients are summed over processes at the last one of a step."""
         if isinstance(self.forward, DistributedDataParallel) and not last:
             with self.forward.no_sync():
@@ -112,16 +114,16 @@ class Mode:
         """
         if self._needs_first_pass:
             self._needs_first_pass = False
-            with self.rehearsal():
+            with self.without_side_effects():
                 for _ in range(2):  # the second forward pass makes the buckets
                     self.forward(batch).backward()
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def without_side_effects(self) -> Iterator[None]:
         """Around passes that must leave no trace in gradients, statistics and random numbers."""
         random = random_state(self.device)
         try:
-            with keeping_buffers(self.model):
+            with restored_buffers(self.model):
                 yield
         finally:
             self.model.zero_grad(set_to_none=True)
@@ -145,6 +147,17 @@ class Mode:
                 if hasattr(module, "reshard"):
                     module.reshard()
 
+    def peak_memory(self, before: int) -> int:
+        """The largest GPU memory, or a CPU's resident set, of any process, and of `before`; called by all ranks."""
+        if self.device.type == "cuda":
+            own = torch.cuda.max_memory_allocated(self.device)
+        else:
+            own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        most = torch.tensor(max(own, before), device=self.device)
+        if self._place.world_size > 1:
+            distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        return int(most)
+
 
 def device_of(place: Place) -> torch.device:
     """The device of this process."""
@@ -154,7 +167,7 @@ def device_of(place: Place) -> torch.device:
     return device
 
 
-def join(place: Place) -> None:
+def init_process_group(place: Place) -> None:
     """Create the process group if needed."""
     device = device_of(place)
     if device.type == "cuda":
@@ -172,7 +185,7 @@ def join(place: Place) -> None:
 
 
 @contextlib.contextmanager
-def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None]:
+def torch_settings(settings: TrainingSettings, device: torch.device) -> Iterator[None]:
     """Configure PyTorch by the settings; restore its configuration for the next one afterwards."""
     threads = torch.get_num_threads()
     deterministic, warns = (

@@ -13,7 +13,7 @@ from slurmgpu.training.batches import Step
 from slurmgpu.training.ranks import Place
 
 
-class Weigher:
+class LossWeights:
     """Calls `user.weight(batch)`, if it exists: the number, such as of tokens, that the batch's loss is a mean over.
 
     Falsy without this method: batches then weigh as much as they have samples.

@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from slurmgpu.errors import ItemError, SlurmGPUError  # noqa: E402
-from slurmgpu.training.batches import Cutting, Position  # noqa: E402
-from slurmgpu.training.evaluating import Evaluator, _mean  # noqa: E402
-from slurmgpu.training.loading import read_split  # noqa: E402
+from slurmgpu.training.batches import Position, StepPlan  # noqa: E402
+from slurmgpu.training.evaluation import Evaluator, _mean  # noqa: E402
 from slurmgpu.training.loop import Training  # noqa: E402
-from slurmgpu.training.modes import Mode, computing, join  # noqa: E402
-from slurmgpu.training.optimizing import Stepper, make_optimizer  # noqa: E402
+from slurmgpu.training.loss_weights import LossWeights  # noqa: E402
+from slurmgpu.training.optimizer import Stepper, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
-from slurmgpu.training.weighing import Weigher  # noqa: E402
+from slurmgpu.training.splits import read_split  # noqa: E402
+from slurmgpu.training.strategy import Strategy, init_process_group, torch_settings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -153,14 +153,14 @@ class Counting(nn.Linear):
 
 def test_an_evaluation_leaves_the_models_buffers_as_they_were():
     user, settings = like(model=Counting), TrainingSettings(epochs=1)
-    mode = Mode(user, user.model(), settings, Place())
-    weigher = Weigher(user, Place(), mode.device)
-    evaluator = Evaluator(mode, read_split(user, "val"), "val", settings, 4, Place(), weigher)
+    strategy = Strategy(user, user.model(), settings, Place())
+    loss_weights = LossWeights(user, Place(), strategy.device)
+    evaluator = Evaluator(strategy, read_split(user, "val"), "val", settings, 4, Place(), loss_weights)
     assert evaluator.names() == ["val_loss"]
     assert sorted(evaluator.evaluate()) == ["val_loss"]
-    with mode.rehearsal():
-        mode.plain(user.data("val").tensors)
-    assert float(mode.model.calls) == 0
+    with strategy.without_side_effects():
+        strategy.plain(user.data("val").tensors)
+    assert float(strategy.model.calls) == 0
 
 
 def test_activations_computed_again_do_not_count_twice_in_running_statistics(tmp_path):
@@ -191,7 +191,7 @@ def test_a_class_may_use_pytorchs_newer_interface_of_precision(path):
     module.fp32_precision = "tf32"
     try:
         for precision, expected in (("fp32", "ieee"), ("tf32", "tf32")):
-            with computing(TrainingSettings(epochs=1, precision=precision), CPU):
+            with torch_settings(TrainingSettings(epochs=1, precision=precision), CPU):
                 found = [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]
                 assert found == [expected] * 2
                 torch.get_float32_matmul_precision()  # torch.compile asks
@@ -204,7 +204,7 @@ def test_a_class_may_use_pytorchs_newer_interface_of_precision(path):
 
 def stepper(user, **given):
     model = user.model()
-    return Stepper(user, model, TrainingSettings(**{"epochs": 10} | given), Cutting(8, 4, 4, epochs=10))
+    return Stepper(user, model, TrainingSettings(**{"epochs": 10} | given), StepPlan(8, 4, 4, epochs=10))
 
 
 def test_a_scheduler_that_waits_for_evaluations_gets_them():
@@ -242,5 +242,5 @@ def test_a_training_on_a_gpu_may_be_deterministic_after_one_that_is_not(monkeypa
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
         if not value:
             monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-        join(Place("cuda:0"))
+        init_process_group(Place("cuda:0"))
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (value or ":4096:8")

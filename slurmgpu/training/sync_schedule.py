@@ -9,7 +9,7 @@ from typing import NamedTuple
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
-MEETING_S = 0.5
+SYNC_S = 0.5
 """The interval of synchronisations, which delays stopping, as does the length of a step."""
 CHECKPOINT_S = 600.0
 SHARE_OF_CHECKPOINTS = 0.01
@@ -29,8 +29,8 @@ class Decision(NamedTuple):
     checkpoint: bool
 
 
-class Pace:
-    """Schedules meetings every so many steps or batches, about MEETING_S apart; all ranks count alike.
+class SyncSchedule:
+    """Schedules synchronisations every so many steps or batches, about SYNC_S apart; all ranks count alike.
 
     Until there is a checkpoint, what one at the end of an epoch costs is estimated from the number of parameters.
     """
@@ -38,40 +38,40 @@ class Pace:
     def __init__(self, settings: TrainingSettings, place: Place, n_parameters: int) -> None:
         self._given_s = settings.checkpoint_s
         self._place = place
-        apart_s = MEETING_S if self._given_s is None else min(MEETING_S, self._given_s)
-        self._steps, self._batches = _Rhythm(apart_s), _Rhythm(apart_s)
+        apart_s = SYNC_S if self._given_s is None else min(SYNC_S, self._given_s)
+        self._steps, self._batches = _Interval(apart_s), _Interval(apart_s)
         self._saved = time.monotonic()
         self._expected_s = n_parameters * PARAMETER_BYTES / BYTES_S
         self._cost_s = 0.0
 
     def due(self, *, evaluating: bool = False) -> bool:
-        """Count a step, or a batch of an evaluation; whether it is time to meet."""
-        rhythm = self._batches if evaluating else self._steps
-        rhythm.count += 1
-        return rhythm.count >= rhythm.every
+        """Count a step, or a batch of an evaluation; whether it is time to synchronise."""
+        interval = self._batches if evaluating else self._steps
+        interval.count += 1
+        return interval.count >= interval.every
 
-    def meet(self, summed: Summed, *, epoch_ends: bool = False, evaluating: bool = False) -> Decision:
+    def decide(self, summed: Summed, *, epoch_ends: bool = False, evaluating: bool = False) -> Decision:
         """Rank 0's decision; called by all ranks together."""
-        rhythm = self._batches if evaluating else self._steps
+        interval = self._batches if evaluating else self._steps
         wishes = (0.0, 0.0, 0.0)
-        if self._place.leads:
+        if self._place.is_rank_zero:
             checkpoint = not evaluating and self._wants_checkpoint(epoch_ends)
-            wishes = float(self._place.stopping()), float(checkpoint), float(rhythm.following())
+            wishes = float(self._place.stopping()), float(checkpoint), float(interval.next_length())
         stop, checkpoint_too, every = summed(wishes)
-        rhythm.every = int(every)
-        rhythm.begin()
+        interval.every = int(every)
+        interval.restart()
         return Decision(bool(stop), bool(checkpoint_too))
 
     def saved(self, cost_s: float) -> None:
         """Note a checkpoint that took rank 0 `cost_s`."""
         self._cost_s = cost_s
-        self.rest()
+        self.restart_clock()
         self._saved = time.monotonic()
 
-    def rest(self) -> None:
-        """Exclude the time since the last meeting from the estimated length of steps."""
-        self._steps.begin()
-        self._batches.begin()
+    def restart_clock(self) -> None:
+        """Exclude the time since the last synchronisation from the estimated length of steps."""
+        self._steps.restart()
+        self._batches.restart()
 
     def _wants_checkpoint(self, epoch_ends: bool) -> bool:
         interval_s = self._given_s
@@ -82,18 +82,18 @@ class Pace:
         return time.monotonic() - self._saved >= interval_s
 
 
-class _Rhythm:
+class _Interval:
     """An interval in steps that takes about `apart_s` seconds."""
 
     def __init__(self, apart_s: float) -> None:
         self._apart_s = apart_s
         self.every = 1
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         self.count, self._since = 0, time.monotonic()
 
-    def following(self) -> int:
+    def next_length(self) -> int:
         each_s = (time.monotonic() - self._since) / max(1, self.count)
         # At most twice as long, and no longer if cut short: the next steps may be slower.
         most = 2 * self.every if self.count >= self.every else self.every

@@ -18,28 +18,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.random import mtrand
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from slurmgpu.errors import SlurmGPUError
-from slurmgpu.training.batches import Cutting, Position, derive_seed, own_pieces, permutation
-from slurmgpu.training.ranks import Place, together
+from slurmgpu.training.batches import Position, StepPlan, derive_seed, own_pieces, permutation
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.training.states import seed_everything
-from slurmgpu.training.written import UnfitCheckpointError
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-SPLITS = ("train", "val", "test")
-EXPECTED = "an object with __len__ and __getitem__, such as a torch.utils.data.Dataset"
 
 
-class Reading(NamedTuple):
+class BatchIndices(NamedTuple):
     """A batch to read."""
 
     seed: int
     indices: Sequence[int]
 
 
-class Reader:
+class SeededDataset:
     """A data set that is read by batches under their seeds; the loader's workers share it."""
 
     def __init__(self, samples: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -50,24 +44,24 @@ class Reader:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitems__(self, reading: Reading) -> Any:
+    def __getitems__(self, batch: BatchIndices) -> Any:
         """The batch; torch's fetcher calls this with a value of the batch sampler."""
-        indices = list(reading.indices)
+        indices = list(batch.indices)
         if self._tensors is not None:
             # As default_collate, without a tensor per sample; this needs no random numbers.
             return [each[indices] for each in self._tensors]
-        with seeded(reading.seed):
+        with seeded(batch.seed):
             read = getattr(self._samples, "__getitems__", None)
             return self._collate(read(indices) if read else [self._samples[index] for index in indices])
 
 
-class Loader:
-    """Batches on the device in the order of `readings`, which can be iterated again; must be closed."""
+class BatchLoader:
+    """Batches on the device in the order of `batch_sampler`, which can be iterated again; must be closed."""
 
     def __init__(
         self,
-        reader: Reader,
-        readings: Iterable[Reading],
+        dataset: SeededDataset,
+        batch_sampler: Iterable[BatchIndices],
         settings: TrainingSettings,
         device: torch.device,
     ) -> None:
@@ -81,10 +75,10 @@ class Loader:
             workers["prefetch_factor"] = settings.prefetch_factor
             workers["worker_init_fn"] = _outlive_signals
         self._loader: DataLoader[Any] = DataLoader(
-            reader,
-            batch_sampler=readings,
+            dataset,
+            batch_sampler=batch_sampler,
             num_workers=settings.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self._pinned,
             generator=torch.Generator(),  # otherwise it draws from dropout's generator
             **workers,
@@ -120,30 +114,30 @@ def _outlive_signals(worker: int) -> None:
             pass
         os._exit(0)
 
-    threading.Thread(target=watch, daemon=True, name="the training's word").start()
+    threading.Thread(target=watch, daemon=True, name="stop-signals").start()
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainReadings:
+class TrainBatchSampler:
     """The batches of one process from a position to the end of the training."""
 
-    cutting: Cutting
+    step_plan: StepPlan
     seed: int
     at: Position
     done: int
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         epoch, order = -1, np.empty(0, np.int64)
-        for step in self.cutting.plan(self.at, self.done):
+        for step in self.step_plan.remaining(self.at, self.done):
             if step.epoch != epoch:
-                epoch, order = step.epoch, permutation(self.cutting.n_samples, self.seed, step.epoch)
+                epoch, order = step.epoch, permutation(self.step_plan.n_samples, self.seed, step.epoch)
             for piece in step.micro_batches:
                 indices = order[piece.first : piece.first + piece.size].tolist()
-                yield Reading(derive_seed(self.seed, "train", epoch, piece.first), indices)
+                yield BatchIndices(derive_seed(self.seed, "train", epoch, piece.first), indices)
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalReadings:
+class EvalBatchSampler:
     """The batches of one process in an evaluation of a split; always the same."""
 
     n_samples: int
@@ -153,9 +147,9 @@ class EvalReadings:
     rank: int
     world_size: int
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         for first, size, _ in self._pieces():
-            yield Reading(derive_seed(self.seed, self.split, first), range(first, first + size))
+            yield BatchIndices(derive_seed(self.seed, self.split, first), range(first, first + size))
 
     def counts(self) -> Iterator[int]:
         """The number of samples that count in each batch: all, or 0 if another process has them."""
@@ -163,114 +157,6 @@ class EvalReadings:
 
     def _pieces(self) -> Iterator[tuple[int, int, bool]]:
         return own_pieces(self.n_samples, self.batch_size, self.rank, self.world_size)
-
-
-def called(user: Any, split: str) -> str:
-    """The name of a split's data in errors."""
-    return f"{type(user).__name__}.data({split!r})"
-
-
-def read_split(user: Any, split: str) -> Reader | None:
-    """The training class's data for a split, or None; SlurmGPUError for other kinds, empty data, or no "train"."""
-    samples = user.data(split)
-    name = called(user, split)
-    if samples is None:
-        if split == "train":
-            raise SlurmGPUError(f"{name} is None; expected {EXPECTED}.")
-        return None
-    if advice := _advice(samples):
-        raise SlurmGPUError(f"{name} is a {type(samples).__name__}; expected {EXPECTED}. {advice}")
-    if not len(samples):
-        raise SlurmGPUError(f"{name} has no samples; expected at least one. Return None if there is no such split.")
-    return Reader(samples, getattr(user, "collate", None) or default_collate)
-
-
-def _advice(samples: Any) -> str:
-    """What to return instead; "" for a map-style data set."""
-    if isinstance(samples, DataLoader):
-        return "Return its data set: the settings define batches, and a method collate(samples) their content."
-    if isinstance(samples, IterableDataset):
-        return "Training resumes within an epoch, so samples must be numbered."
-    if isinstance(samples, (torch.Tensor, tuple)):
-        return "Return torch.utils.data.TensorDataset(inputs, targets)."
-    if isinstance(samples, Mapping):
-        return f"Return one of its values ({', '.join(map(str, list(samples)[:5]))}) for each split."
-    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-        return "Wrap it in a class with these two methods."
-    return ""
-
-
-class Splits:
-    """The training class's data for each split; `sizes` are the numbers of samples, -1 for a missing split.
-
-    Random numbers are seeded alike at each call of `data(split)`, so that random splits are the same on each rank, in
-    each attempt, and for "train" as for "val".
-    """
-
-    def __init__(self, user: Any, seed: int, place: Place) -> None:
-        self._user, self._seed = user, derive_seed(seed, "data")
-        self._readers: dict[str, Reader | None] = {}
-        found = together(place, self._read)
-        self.sizes = found[0]
-        for rank, sizes in enumerate(found):
-            for split in SPLITS:
-                if sizes[split] != self.sizes[split]:
-                    raise SlurmGPUError(
-                        f"{called(user, split)} has {_counted(self.sizes[split])} on rank 0 and "
-                        f"{_counted(sizes[split])} on rank {rank}; expected the same on all."
-                    )
-
-    @property
-    def train(self) -> Reader:
-        """The training data."""
-        samples = self._readers["train"]
-        assert samples is not None  # read_split refuses that
-        return samples
-
-    def get(self, split: str) -> Reader | None:
-        """The data of a split, if it exists."""
-        return self._readers[split]
-
-    def check_unchanged(self, before: Mapping[str, int]) -> None:
-        """UnfitCheckpointError if sizes differ from those in the checkpoint."""
-        for split in SPLITS:
-            if self.sizes[split] != before[split]:
-                raise UnfitCheckpointError(
-                    f"the data has changed since the checkpoint: {called(self._user, split)} had "
-                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now.",
-                    "Restore it, or train on the new data in a new run.",
-                )
-
-    def _read(self) -> dict[str, int]:
-        for split in SPLITS:
-            seed_everything(self._seed)
-            self._readers[split] = read_split(self._user, split)
-        return {split: -1 if reader is None else len(reader) for split, reader in self._readers.items()}
-
-
-def cut(n_samples: int, batch_size: int, settings: TrainingSettings, place: Place) -> Cutting:
-    """The cutting of a training's epochs into steps; SlurmGPUError if there are none."""
-    step_size = settings.global_batch_size or batch_size * settings.accumulation * place.world_size
-    cutting = Cutting(
-        n_samples,
-        step_size,
-        batch_size,
-        epochs=settings.epochs,
-        steps=settings.steps,
-        drop_last=settings.drop_last,
-        rank=place.rank,
-        world_size=place.world_size,
-    )
-    if not cutting.epoch_size:
-        raise SlurmGPUError(
-            f"the {n_samples} training samples make no step of {step_size}, and drop_last drops incomplete ones: "
-            "use a smaller batch_size, or drop_last = false."
-        )
-    return cutting
-
-
-def _counted(n: int) -> str:
-    return "no data" if n < 0 else f"{n:,} samples"
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
@@ -303,7 +189,7 @@ def seeded(seed: int) -> Iterator[None]:
     torch.default_generator.manual_seed(seed)
     # Replacing NumPy's generator takes 2 µs, saving and restoring its state 70 µs. Only the second of two normal
     # numbers is lost, which `randn` caches for its next call.
-    mtrand.set_bit_generator(_FOR_READING)
+    mtrand.set_bit_generator(_DATA_GENERATOR)
     np.random.seed(seed & 0xFFFFFFFF)
     try:
         yield
@@ -313,8 +199,8 @@ def seeded(seed: int) -> Iterator[None]:
         mtrand.set_bit_generator(numpy)
 
 
-_FOR_READING = np.random.MT19937(0)
+_DATA_GENERATOR = np.random.MT19937(0)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

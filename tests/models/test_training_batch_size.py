@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from slurmgpu import find_batch_size
-from slurmgpu.training import fitting
+from slurmgpu.training import batch_size
 from slurmgpu.util.out_of_memory import is_out_of_memory
 
 
@@ -58,7 +58,7 @@ def test_the_largest_that_fits_is_found_by_doubling_and_halving(most, options, f
 
 
 def test_a_function_that_needs_no_memory_ends_the_search_at_a_limit(monkeypatch):
-    monkeypatch.setattr(fitting, "LIMIT", 5)
+    monkeypatch.setattr(batch_size, "LIMIT", 5)
     assert tried(10**9) == (5, [1, 2, 4, 5])
 
 
@@ -128,10 +128,10 @@ def test_all_processes_go_the_way_of_the_one_with_the_least():
 MEMORY = """
 import resource, torch
 from slurmgpu import find_batch_size
-from slurmgpu.training import fitting
+from slurmgpu.training import batch_size
 
-left = fitting.memory_left()
-fitting.memory_left = lambda: left  # others on this machine come and go
+left = batch_size.memory_left()
+batch_size.memory_left = lambda: left  # others on this machine come and go
 before = resource.getrlimit(resource.RLIMIT_DATA)
 part = left // 8
 print(find_batch_size(lambda size: torch.empty(size * part, dtype=torch.uint8), sizes=range(1, 40)))
@@ -140,7 +140,7 @@ print(resource.getrlimit(resource.RLIMIT_DATA) == before)
 def step(size):
     return [torch.empty(size << 20, dtype=torch.uint8) for _ in range(3)]
 
-fitting.memory_left = lambda: None
+batch_size.memory_left = lambda: None
 mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 30), resource.RLIM_INFINITY))
 found = find_batch_size(step)
@@ -178,8 +178,8 @@ class FakeGPU:
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(fitting, "random_state", lambda device: {})
-        monkeypatch.setattr(fitting, "set_random_state", lambda state, device: None)
+        monkeypatch.setattr(batch_size, "random_state", lambda device: {})
+        monkeypatch.setattr(batch_size, "set_random_state", lambda state, device: None)
 
     def step(self, size):
         if size > 80:

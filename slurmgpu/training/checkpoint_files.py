@@ -29,7 +29,7 @@ SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Written:
+class Checksum:
     """The size and the CRC-32 of a file that was written."""
 
     bytes: int
@@ -41,12 +41,12 @@ def unique_partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> Written:
+def write_state(path: Path, state: Mapping[str, Any]) -> Checksum:
     """Write and fsync a state for `read_state`. NumPy scalars become Python numbers."""
     plain = _mapped(dict(state), _plain)
     _check_plain(plain)
     with open(path, "wb") as file:
-        stream = _Summed(file)
+        stream = _ChecksumStream(file)
         try:
             torch.save(plain, stream)
         except RuntimeError:
@@ -56,7 +56,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> Written:
             raise
         file.flush()
         os.fsync(file.fileno())
-    return Written(stream.bytes, stream.crc32)
+    return Checksum(stream.bytes, stream.crc32)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return {name: _mapped(value, _off_the_file) for name, value in state.items()}
 
 
-def save_weights(path: Path, weights: Mapping[str, Any]) -> Written:
+def save_weights(path: Path, weights: Mapping[str, Any]) -> Checksum:
     """Write `{name: tensor}` for `torch.load(path, weights_only=True)`, atomically; called by rank 0 alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -81,7 +81,7 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> Written:
     return written
 
 
-def _write_whole(path: Path, state: Mapping[str, Any]) -> Written:
+def _write_whole(path: Path, state: Mapping[str, Any]) -> Checksum:
     partial = unique_partial(path)
     try:
         written = write_state(partial, state)
@@ -92,7 +92,7 @@ def _write_whole(path: Path, state: Mapping[str, Any]) -> Written:
     return written
 
 
-class UnfitCheckpointError(SlurmGPUError):
+class CheckpointMismatchError(SlurmGPUError):
     """A checkpoint does not fit what the training class makes; `advice` is what to do if its code is the same."""
 
     def __init__(self, message: str, advice: str) -> None:
@@ -100,22 +100,22 @@ class UnfitCheckpointError(SlurmGPUError):
         self.advice = advice
 
 
-def other_model(error: BaseException) -> UnfitCheckpointError:
+def mismatch_error(error: BaseException) -> CheckpointMismatchError:
     """The error for a checkpoint that does not fit the model."""
-    return UnfitCheckpointError(
+    return CheckpointMismatchError(
         "the checkpoint is of another model or optimizer than the training class makes now: "
         f"{' '.join(message_of(error).split())}",
         "Submit the changed class as a new run.",
     )
 
 
-def sum_file(path: Path) -> Written:
+def checksum_of(path: Path) -> Checksum:
     """The size and the CRC-32 of a file."""
     size = crc32 = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
             size, crc32 = size + len(chunk), zlib.crc32(chunk, crc32)
-    return Written(size, crc32)
+    return Checksum(size, crc32)
 
 
 def probe(folder: Path) -> None:
@@ -130,7 +130,7 @@ def probe(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class _Summed:
+class _ChecksumStream:
     """A file that sums what is written, and keeps the first error."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import distributed
 
 from slurmgpu.errors import ItemError
-from slurmgpu.training.ranks import Place, together
+from slurmgpu.training.ranks import Place, on_all_ranks
 
 
-class Curve:
+class LearningCurve:
     """The mean training loss between points; `steps` and `values` are the points read so far.
 
     On each process, `why` may explain a loss that is not finite.
@@ -60,7 +60,7 @@ class Curve:
             self._read = self._n, sums[-1]
             _mean(self._point, self._read, step)
         except ItemError as error:
-            raise ItemError(next(filter(None, together(self._place, self._why)), str(error))) from error
+            raise ItemError(next(filter(None, on_all_ranks(self._place, self._why)), str(error))) from error
         return sums[: len(extras)]
 
     def summed(self, extras: Sequence[float], *sums: torch.Tensor) -> list[float]:
@@ -94,7 +94,7 @@ class Curve:
         """Restore a `state`; without `own`, rank 0 takes the sum of all."""
         for name in ("steps", "values", "_n", "_point", "_evaluation"):
             setattr(self, name, state[name])
-        self._sum.fill_(own if own is not None else state["total"] if self._place.leads else 0.0)
+        self._sum.fill_(own if own is not None else state["total"] if self._place.is_rank_zero else 0.0)
 
 
 def _mean(before: tuple[int, float], now: tuple[int, float], step: int) -> float:

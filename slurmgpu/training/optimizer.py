@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.training.batches import Cutting, Position
+from slurmgpu.training.batches import Position, StepPlan
 from slurmgpu.training.settings import TrainingSettings
 
 
@@ -18,17 +18,22 @@ class Stepper:
     """The optimizer of a training, and how it steps.
 
     The learning rate depends on the finished share of the training, so it is right on another number of processes too.
-    `user.scheduler(optimizer, n_steps)` replaces it: it counts steps of the size in `first`, the cutting of the first
+    `user.scheduler(optimizer, n_steps)` replaces it: it counts steps of the size in `first`, the plan of the first
     attempt, and is stepped once for each of these that is done. Steps of warm-up are of that size, too.
     """
 
     def __init__(
-        self, user: Any, model: nn.Module, settings: TrainingSettings, cutting: Cutting, first: Cutting | None = None
+        self,
+        user: Any,
+        model: nn.Module,
+        settings: TrainingSettings,
+        step_plan: StepPlan,
+        first: StepPlan | None = None,
     ) -> None:
         device = next(model.parameters()).device.type
         self.optimizer = make_optimizer(user, model, settings)
         self._settings = settings
-        self._cutting, self._first = cutting, first or cutting
+        self._step_plan, self._first = step_plan, first or step_plan
         self._n_scheduled = 0
         make_scheduler = getattr(user, "scheduler", None)
         self._scheduler: Any = make_scheduler(self.optimizer, self._first.n_steps()) if make_scheduler else None
@@ -49,7 +54,7 @@ class Stepper:
         is_constant = settings.schedule == "constant" and not (settings.warmup_steps or settings.warmup_ratio)
         if self._scheduler is None and not is_constant:
             for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
-                group["lr"] = initial * lr_factor(settings, self._cutting, at, done, initial, self._first)
+                group["lr"] = initial * lr_factor(settings, self._step_plan, at, done, initial, self._first)
 
     def step(self, at: Position, done: int) -> None:
         """Apply and clear the gradients of the step that `prepare` began; `at` and `done` are those after it."""
@@ -109,19 +114,19 @@ def can_be_fused(model: nn.Module) -> bool:
 
 def lr_factor(
     settings: TrainingSettings,
-    cutting: Cutting,
+    step_plan: StepPlan,
     at: Position,
     done: int,
     largest: float | None = None,
-    first: Cutting | None = None,
+    first: StepPlan | None = None,
 ) -> float:
     """The learning rate at a position as a share of `largest`, by default the settings' `lr`.
 
     It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end. The steps of the warm-up
-    are those of `first`, by default of `cutting`.
+    are those of `first`, by default of `step_plan`.
     """
-    first = first or cutting
-    share, step = cutting.share_done(at, done), first.share_of(1)
+    first = first or step_plan
+    share, step = step_plan.share_done(at, done), first.share_of(1)
     warmup = first.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio
     if share < warmup:
         return (share + step) / (warmup + step)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from slurmgpu.training import states
-from slurmgpu.training.modes import Mode
-from slurmgpu.training.ranks import Place, led
-from slurmgpu.training.written import Written, save_weights, sum_file
+from slurmgpu.training.checkpoint_files import Checksum, checksum_of, save_weights
+from slurmgpu.training.ranks import Place, on_rank_zero
+from slurmgpu.training.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -28,27 +28,27 @@ class BestWeights:
     model, which may not fit, are written at once.
     """
 
-    def __init__(self, folder: Path, place: Place, mode: Mode) -> None:
-        self._folder, self._place, self._mode = folder, place, mode
+    def __init__(self, folder: Path, place: Place, strategy: Strategy) -> None:
+        self._folder, self._place, self._strategy = folder, place, strategy
         self._step = -1
         self._held: dict[str, Any] | None = None
-        self._written: Written | None = None
+        self._written: Checksum | None = None
         self._is_whole = False  # whether the file was verified
 
     def hold(self, step: int) -> None:
         """Keep the model's present weights as the best ones; called by all ranks."""
-        weights = states.weights(self._mode.model, sharded=self._mode.sharded)
+        weights = states.weights(self._strategy.model, sharded=self._strategy.sharded)
         # Weights from a GPU are copies already.
-        own = not self._mode.sharded and self._mode.device.type == "cpu"
+        own = not self._strategy.sharded and self._strategy.device.type == "cpu"
         self._step, self._held, self._written = step, _copied(weights) if own else weights, None
-        if self._mode.sharded:
+        if self._strategy.sharded:
             self.write()
 
     def write(self) -> None:
         """Write the held weights; called by all ranks."""
         if self._held is not None:
             held, path = self._held, self._path()
-            self._written = led(self._place, lambda: save_weights(path, held))
+            self._written = on_rank_zero(self._place, lambda: save_weights(path, held))
             self._held, self._is_whole = None, True
 
     def state(self) -> dict[str, Any]:
@@ -58,12 +58,12 @@ class BestWeights:
     def load(self, state: dict[str, Any]) -> None:
         """Restore a `state`, and remove newer files of a lost attempt."""
         self._step, written = state["step"], state["written"]
-        self._written, self._is_whole = Written(**written) if written else None, False
-        led(self._place, lambda: self._keep(0, self._step))
+        self._written, self._is_whole = Checksum(**written) if written else None, False
+        on_rank_zero(self._place, lambda: self._keep(0, self._step))
 
     def clear(self) -> None:
         """Remove what lost attempts left; called by all ranks of a training that begins."""
-        led(self._place, lambda: self._keep(0, -1))
+        on_rank_zero(self._place, lambda: self._keep(0, -1))
 
     def prune(self, oldest: int) -> None:
         """Remove weights older than those of the oldest checkpoint's step; called by rank 0."""
@@ -71,12 +71,12 @@ class BestWeights:
 
     def weights_file(self) -> Path | None:
         """The path of the weights, on all ranks; None, with a warning, if the file is damaged."""
-        return led(self._place, self._find)
+        return on_rank_zero(self._place, self._find)
 
     def finish(self) -> None:
         """Rename the weights to `best.pt` if intact, and remove all others; called by all ranks."""
         self.write()
-        led(self._place, self._finish)
+        on_rank_zero(self._place, self._finish)
 
     def _finish(self) -> None:
         best = self._folder / "best.pt"
@@ -92,7 +92,7 @@ class BestWeights:
             return None
         # An attempt that died at its very end has already renamed it.
         for path in (self._path(), self._folder / "best.pt"):
-            if path.exists() and (self._is_whole or sum_file(path) == self._written):
+            if path.exists() and (self._is_whole or checksum_of(path) == self._written):
                 self._is_whole = True
                 return path
         log.warning("%s is damaged: only the last weights are kept", self._path())
