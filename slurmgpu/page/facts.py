@@ -11,7 +11,7 @@ from slurmgpu.page.spans import Life, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of, outcome_of
 from slurmgpu.report.build import MESSAGE_CHARACTERS, Report
-from slurmgpu.report.ledger import energy_in_words, in_words, unit_of
+from slurmgpu.report.ledger import energy_in_words, in_words
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Usage
 from slurmgpu.util.amounts import duration, gigabytes
@@ -68,8 +68,7 @@ Count = Literal["n_items", "n_rows", "n_errors", "n_missing_items"]
 def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
     """The numbers at the top of the page."""
     n_failures = sum(report["failures"].values())
-    ledger = report.get("ledger")
-    has_gpus = ledger is None or ledger.get("unit") != "task-hours"
+    ledger = report["ledger"]
     begin, end = begin_of(report, lives), max((life.stop for life in lives), default=report["written"])
     figures = [
         _count(report, "n_items", "items"),
@@ -79,14 +78,10 @@ def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
         Figure("attempts", "attempts.length", len(report["attempts"]), f"{len(report['attempts']):,}"),
         Figure("attempts that failed", "failures.sum", n_failures, f"{n_failures:,}", n_failures > 0),
     ]
-    if ledger and has_gpus:  # gpu_hours is rounded, and would differ for a short run
+    if ledger["unit"] == "GPU-hours":  # gpu_hours is rounded, and would differ for a short run
         shown = in_words(ledger)
         figures.append(Figure(shown.unit, "ledger.allocated", ledger["allocated"], shown.texts["allocated"]))
-    elif hours := report["gpu_hours"]:
-        unit, factor = unit_of(hours)
-        figures.append(Figure(f"GPU-{unit}", "gpu_hours", hours, f"{factor * hours:,.2f}"))
-    energy = ledger and ledger.get("energy_kwh")
-    if energy is not None:
+    if (energy := ledger["energy_kwh"]) is not None:
         text, unit = energy_in_words(energy)
         figures.append(Figure(f"{unit} of the GPUs", "ledger.energy_kwh", energy, text))
     if lives:
@@ -207,7 +202,7 @@ def stretches_of(holes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
     """The columns with known values, and a row for each attempt."""
-    hosts = [(attempt.get("usage") or {}).get("host_memory_peak_bytes") or 0 for attempt in report["attempts"]]
+    hosts = [attempt["usage"].get("host_memory_peak_bytes") or 0 for attempt in report["attempts"]]
     zone = moment(report["written"]).rpartition(" ")[2]
     unit, size = ("GB", 1e9) if max(hosts, default=0) >= 1e9 else ("MB", 1e6)
     shown: list[tuple[Column, Callable[[AttemptRow, Usage], str]]] = [
@@ -215,7 +210,7 @@ def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
         (Column("node"), lambda a, u: node_of(a)),
         (Column(f"started, {zone}"), lambda a, u: moment(a["started"]).removesuffix(f" {zone}")),
         (Column("time", True), lambda a, u: duration(a["seconds"])),
-        (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a.get('n_nodes', 1)}"),
+        (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a['n_nodes']}"),
         (Column("shards", True), lambda a, u: f"{a['n_shards']:,}"),
         (Column("items", True), lambda a, u: f"{a['n_items']:,}"),
         (Column("failed", True), lambda a, u: f"{a['n_errors']:,}"),
@@ -230,7 +225,7 @@ def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
     ]
     rows = []
     for attempt in report["attempts"]:
-        usage = attempt.get("usage") or {}
+        usage = attempt["usage"]
         rows.append([cut(show(attempt, usage), 80) for _, show in shown])
     known = [n for n in range(len(shown)) if n < 4 or any(row[n] not in ("–", "0", "") for row in rows)]
     return [shown[n][0] for n in known], [[row[n] for n in known] for row in rows]
@@ -245,6 +240,6 @@ def _whole(number: float | None) -> str:
 
 
 def _useful(attempt: AttemptRow) -> str:
-    spent = attempt.get("spent") or {}
+    spent = attempt["spent"]
     total = sum(spent.values())
     return f"{spent['useful'] / total:.1%}" if total else "–"

@@ -74,7 +74,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "every_failed": every_item_failed(report),
         "version": __version__,
         "figures": facts.figures_of(report, lives),
-        "summary": summary_of(report.get("summary"), MAX_ROWS, MAX_COLUMNS),
+        "summary": summary_of(report["summary"], MAX_ROWS, MAX_COLUMNS),
         "merged_rows": merged_rows_of(run, report),
         "no_logs": no_logs,
         "classes": facts.classes_of(report),
@@ -89,8 +89,8 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "faults": faults_of(report),
         "columns": columns,
         "rows": rows,
-        "damaged": [plain(name) for name in report.get("damaged_records") or ()],
-        "unreadable": [plain(name) for name in report.get("unreadable_records") or ()],
+        "damaged": [plain(name) for name in report["damaged_records"]],
+        "unreadable": [plain(name) for name in report["unreadable_records"]],
         "provenance": provenance.provenance_of(run, report),
         "settings": provenance.settings_of(run),
         "submissions": provenance.submissions_of(report),
@@ -185,11 +185,11 @@ def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
 
 def _usage(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
     """A picture for each quantity, the tasks with curves of their own, and the damaged files."""
-    n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
+    n_nodes = {a["attempt"]: a["n_nodes"] for a in report["attempts"]}
     usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
     chosen = chosen_tasks(report, usage, task)
     pictures = []
-    known = ((attempt.get("usage") or {}).get("gpu_memory_total_bytes") for attempt in report["attempts"])
+    known = (attempt["usage"].get("gpu_memory_total_bytes") for attempt in report["attempts"])
     sizes = {float(size) for size in known if size}
     for quantity in usage.known(sorted(sizes)):
         values = usage.of(quantity)
@@ -202,24 +202,22 @@ def _usage(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: 
     return {"usage": pictures, "tasks": chosen, "damaged_samples": [plain(name) for name in usage.damaged]}
 
 
-def _ledger(report: Report) -> dict[str, Any] | None:
+def _ledger(report: Report) -> dict[str, Any]:
     """The ledger in rows, with shares of the allocated hours."""
-    ledger = report.get("ledger")
-    if not ledger:
-        return None
+    ledger = report["ledger"]
     shown = in_words(ledger)
     rows = [
         {
             "name": name,
             "key": f"ledger.{name}",
-            "amount": ledger.get(name, 0.0),
+            "amount": ledger[name],
             "text": shown.texts[name],
             "share": shown.shares[name],
             "meaning": MEANINGS[name],
         }
         for name in KINDS
     ]
-    energy = ledger.get("energy_kwh")
+    energy = ledger["energy_kwh"]
     return {
         "unit": shown.unit,
         "total": ledger["allocated"],

@@ -24,7 +24,7 @@ OF_PLANNING = ("planned",)
 def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
     """The provenance of a run: names and texts."""
     plan, made_by = run.plan, report["provenance"]
-    git, image = made_by.get("git"), report.get("image")
+    git, image = made_by.get("git"), report["image"]
     entries = [
         ("run directory", report["run_dir"]),
         ("run file", _run_file(made_by.get("run_file", "–"))),
@@ -33,10 +33,10 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
             f"{git['commit']}{' and uncommitted changes' if git['dirty'] else ''}" if git else "no repository",
         ),
         ("workload", plan.workload),
-        ("code", _code(report.get("code") or ())),
+        ("code", _code(report["code"])),
         ("image", f"{image['path']} (sha256 {image.get('sha256', '–')})" if image else "none"),
         ("planned with", ", ".join(f"{name} {version}" for name, version in (made_by.get("versions") or {}).items())),
-        ("computed with", versions_in_words(report.get("computed_with") or {}) or "–"),
+        ("computed with", versions_in_words(report["computed_with"]) or "–"),
         ("input", f"{count_of(plan.n_items, 'item')}, digest {plan.input_digest}"),
         ("shards", f"{plan.n_shards:,} of {count_of(plan.shard_items, 'item')}, in batches of {plan.batch_size:,}"),
         ("seed", str(plan.seed)),
@@ -67,7 +67,7 @@ def gpus_of(report: Report) -> str:
     by_job: dict[str, dict[str, int]] = {}
     for attempt in report["attempts"]:
         job, _, task = str(attempt["attempt"]).rpartition(".")[0].rpartition("_")
-        by_job.setdefault(job, {})[task] = attempt["n_gpus"] * attempt.get("n_nodes", 1)
+        by_job.setdefault(job, {})[task] = attempt["n_gpus"] * attempt["n_nodes"]
     at_once = {
         str(line.get("array_job") or f"{line.get('executor')}{line.get('submission')}"): line.get("n_concurrent")
         for line in report["submissions"]

@@ -85,7 +85,7 @@ def rows_of(run: Run, report: Report) -> Rows | None:
 def _rows(merged: Merged, report: Report, kept: Collection[str]) -> Rows:
     places = sampled_rows(merged)
     names = list(merged.columns)
-    not_finite = report.get("not_finite")
+    not_finite = report["not_finite"]
     columns = [
         _described(number, distribution_of(merged, name, places), len(places), not_finite, is_kept=name in kept)
         for number, name in enumerate(names[:MAX_COLUMNS])

@@ -1,4 +1,4 @@
-"""The spans of time of attempts and shards, from reports of any version."""
+"""The spans of time of attempts and shards, from a report."""
 
 from __future__ import annotations
 
@@ -72,15 +72,14 @@ def _counting(report: Report) -> Counting:
     records: list[Computed] = []
     for attempt in report["attempts"]:
         with contextlib.suppress(*NONSENSE):
-            name, submission = str(attempt["attempt"]), int(attempt.get("submission") or 0)
+            name, submission = str(attempt["attempt"]), int(attempt["submission"] or 0)
             records.append({"attempt": name, "submission": submission, "published": _published(attempt)})
     return counting(records, set(range(report["n_shards"])) - {hole["shard"] for hole in report["missing"]})
 
 
 def _published(attempt: AttemptRow) -> list[list[Any]]:
-    """Published shards: shard, start, seconds, whether it was the first, and revision; older reports lack the last."""
-    entries = attempt.get("shards") or ()
-    return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:5]] for entry in entries]
+    """Published shards: shard, start, seconds, whether it was the first, and the revision, if it is one."""
+    return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:5]] for entry in attempt["shards"]]
 
 
 def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
@@ -106,10 +105,7 @@ def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
 
 
 def _phases(attempt: AttemptRow, start: float, stop: float) -> Iterator[tuple[str, float, float]]:
-    changes = [(float(at), str(state)) for at, state in attempt.get("phases") or ()]
-    if not changes:  # an older slurmgpu recorded only the time of loading
-        loading = float(attempt["load_s"] or 0.0)
-        changes = [(start, "loading"), (start + loading, "running")] if attempt["load_s"] else [(start, "running")]
+    changes = [(float(at), str(state)) for at, state in attempt["phases"]]
     ends = [*(at for at, _ in changes[1:]), stop]
     for (at, state), end in zip(changes, ends, strict=True):
         if state in STATES and end > at:

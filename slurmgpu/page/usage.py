@@ -148,7 +148,7 @@ Used = Literal["gpu_utilisation", "temperature_max_c"]
 
 
 def _used(attempt: AttemptRow, key: Used) -> float | None:
-    return (attempt.get("usage") or {}).get(key)
+    return attempt["usage"].get(key)
 
 
 def _most(attempts: Sequence[AttemptRow], key: Used, sign: int) -> list[AttemptRow]:

@@ -52,51 +52,45 @@ Lives = Mapping[str, Sequence[Life]]
 """Lives of array tasks by restart. Keys: `1234_7`, or `1234_7@other` on another cluster than the run's first."""
 
 
-class _Later(TypedDict, total=False):
-    updated: float | None
-    idle_gpu: bool
-
-
-class Told(_Later):
-    """The outcome of an attempt in a report; those of an older slurmgpu lack `updated`."""
+class Told(TypedDict):
+    """The outcome of an attempt in a report."""
 
     attempt: str
     submission: int | None
+    updated: float | None
     failure: str | None
     message: str
     gpu_hours: float
 
 
-class _LaterRow(TypedDict, total=False):
+class AttemptRow(Told, Charged):
+    """An attempt in report.json: see docs/reference/report.md."""
+
     executor: str
+    node: str
     gpus: list[str]
     memory_mb: int | None
     state: str
     phases: list[list[Any]]
-    load_s: float | None
-    shard: int | None
-    progress: str | None
-    shards: list[list[Any]]
-    bad_node: str | None
-    takeovers: list[Takeover]
-    n_retried: int
-    waited_s: float
-    slurm_state: str | None
-
-
-class AttemptRow(Told, Charged, _LaterRow):
-    """An attempt in report.json: see docs/reference/report.md. A report of an older slurmgpu may lack optional keys."""
-
-    node: str
     started: float | None
     ended: float | None
     seconds: float
+    load_s: float | None
+    shard: int | None
+    progress: str | None
     n_shards: int
+    shards: list[list[Any]]
     n_items: int
     n_errors: int
     reason: str | None
     traceback: str
+    bad_node: str | None
     deaths: list[Death]
+    takeovers: list[Takeover]
+    n_retried: int
+    waited_s: float
+    idle_gpu: bool
+    slurm_state: str | None
 
 
 class Named(TypedDict):
@@ -269,8 +263,7 @@ def leases_lost(records: Iterable[BriefRecord]) -> Counter[str]:
 
 def is_of(told: Told, record: BriefRecord) -> bool:
     """Whether a report's row is as recent as the record: the attempt may have continued after the report."""
-    updated = told.get("updated", record["updated"])  # which older reports lack
-    return updated is not None and bool(updated >= record["updated"])
+    return told["updated"] is not None and told["updated"] >= record["updated"]
 
 
 def verdict_of(
@@ -356,8 +349,7 @@ def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out:
 
 def node_of(row: AttemptRow) -> str:
     """The first node of an attempt and the number of others: `node7 +1`."""
-    n_nodes = row.get("n_nodes", 1)  # a report may be of an older slurmgpu
-    return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
+    return row["node"] + (f" +{row['n_nodes'] - 1}" if row["n_nodes"] > 1 else "")
 
 
 def _attempt_without_record(name: str, life: Life, why: Unread | None) -> AttemptRow:
@@ -371,6 +363,7 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> Attemp
         "attempt": name,
         "submission": None,
         "state": "ended",
+        "phases": [],
         "started": None,
         "updated": None,
         "bad_node": _bad_node(life.failure, life.node, 2 if several else 1),

@@ -113,21 +113,8 @@ class CodeRows(RowsByCode):
     left_out: list[str]
 
 
-class _Later(TypedDict, total=False):
-    summary: Mapping[str, Any] | None
-    not_finite: dict[str, dict[str, int]] | None
-    damaged_records: list[str]
-    damaged_revisions: dict[str, str]
-    unreadable_records: list[str]
-    ledger: Ledger | None
-    resubmit_failed: str | None
-    image: Image | None
-    computed_with: dict[str, dict[str, int]] | None
-    code: list[CodeRows]
-
-
-class Report(_Later):
-    """The content of report.json. A report of an older slurmgpu may lack optional keys."""
+class Report(TypedDict):
+    """The content of report.json."""
 
     format: str
     version: int
@@ -143,16 +130,26 @@ class Report(_Later):
     n_shards: int
     n_shards_done: int
     merged: str | None
+    summary: Mapping[str, Any] | None
+    not_finite: dict[str, dict[str, int]] | None
     missing: list[Hole]
     errors: list[FailedItem]
     errors_by_class: dict[str, int]
     attempts: list[AttemptRow]
+    damaged_records: list[str]
+    damaged_revisions: dict[str, str]
+    unreadable_records: list[str]
     failures: dict[str, int]
     worker_deaths: dict[str, int]
     gpu_hours: float
+    ledger: Ledger
     accounting: bool
     submissions: list[SubmissionLine]
     resubmit: str | None
+    resubmit_failed: str | None
+    image: Image | None
+    computed_with: dict[str, dict[str, int]]
+    code: list[CodeRows]
     provenance: Mapping[str, Any]
 
 
@@ -231,7 +228,7 @@ def judged_attempts(run: Run) -> list[AttemptRow]:
 def _with_unrecorded(run: Run, records: Sequence[Record], published: Set[int]) -> list[Record]:
     """The records, extended by shards that killed attempts published after their last record."""
     killed = {record["attempt"] for record in records if record["ended"] is None}
-    recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
+    recorded = {shard for record in records for shard, _, _, won, *_ in record["published"] if won}
     found: dict[str, list[Making]] = {}
     for making in makings_of(run, published - recorded) if killed else ():
         found.setdefault(making.attempt, []).append(making)
@@ -314,7 +311,7 @@ def last_report(run: Run) -> Report:
             f"{run.typed}` shows its progress. Once no task is alive, as after a kill, `slurmgpu merge {run.typed}` "
             f"merges what there is and reports, with the page as well."
         )
-    merged = None if report.get("merged") is None else str(run.merged)
+    merged = None if report["merged"] is None else str(run.merged)
     now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}
     now["resubmit"] = _resubmit(run, report["complete"])
     now["resubmit_failed"] = _resubmit_failed(run, report["n_errors"])

@@ -22,29 +22,23 @@ UNITS = ((1.0, "hours", 1), (0.05, "minutes", 60), (0.0, "seconds", 3600))
 """The least hours for each unit, its name, and how many of it make an hour."""
 
 
-class _Charges(TypedDict, total=False):
+class Charged(TypedDict):
+    """The values of an attempt that a ledger sums up."""
+
+    n_gpus: int
     n_nodes: int
     usage: Usage
     spent: Mapping[Kind, float]
 
 
-class Charged(_Charges):
-    """The values of an attempt that a ledger sums up; one of an older slurmgpu may have only `n_gpus`."""
-
-    n_gpus: int
-
-
-class _Overhead(TypedDict, total=False):
-    overhead: float
-
-
-class Ledger(_Overhead):
-    """The use of the hours of all attempts, as in report.json; that of an older slurmgpu has no `overhead`."""
+class Ledger(TypedDict):
+    """The use of the hours of all attempts, as in report.json."""
 
     unit: str
     allocated: float
     useful: float
     loading: float
+    overhead: float
     idle: float
     lost: float
     repeated: float
@@ -62,16 +56,15 @@ class Amounts:
 
 def counting(records: Iterable[Computed], published: Set[int]) -> Counting:
     """The computations that count: for each published shard and each revision, the last one."""
-    found: dict[tuple[int, int], tuple[tuple[int, float], tuple[str, float]]] = {}
+    found: dict[tuple[int, ...], tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
-        for shard, started, seconds, *more in record["published"]:  # older records lack the rest
-            won, revision = (*more, True, 0)[:2] if len(more) != 1 else (more[0], 0)
+        for shard, started, seconds, won, *revision in record["published"]:
             # Nodes' clocks may differ: a later submission is later, whatever they say.
-            when, which = (record["submission"], started + seconds), (shard, revision)
+            when, which = (record["submission"], started + seconds), (shard, *revision)
             if shard in published and won and (which not in found or when > found[which][0]):
                 found[which] = (when, (record["attempt"], started))
     counts: dict[int, set[tuple[str, float]]] = {}
-    for (shard, _), (_, computation) in found.items():
+    for (shard, *_), (_, computation) in found.items():
         counts.setdefault(shard, set()).add(computation)
     return counts
 
@@ -86,8 +79,7 @@ def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> Kind:
 def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Counting) -> dict[Kind, float]:
     """How an attempt spent its `seconds`, by kind; `failure` is its failure class."""
     total = _ms(seconds)
-    has_worked = record["published"] or record["load_s"] is not None  # older records have no phases
-    if failure is not None and not has_worked:
+    if failure is not None and not record["published"] and record["load_s"] is None:
         return _in_seconds(total, {"lost": total})
     done = _computed(record, counts)
     done["useful"] += _ms(record["kept_s"])
@@ -96,8 +88,7 @@ def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Coun
         done["lost"] += _in_hand(record)
     done["loading"] = _loading(record)
     span = _ms(last_sign(record) - record["started"])
-    if record["idle_s"] is not None:  # an older slurmgpu did not count it
-        done["overhead"] = max(0, span - sum(done.values()) - _ms(record["idle_s"]))
+    done["overhead"] = max(0, span - sum(done.values()) - _ms(record["idle_s"]))
     if record["ended"] is None:
         done["lost"] += total - span
     return _in_seconds(total, done)
@@ -122,7 +113,7 @@ def ledger(attempts: Sequence[Charged]) -> Ledger:
     for attempt in attempts:
         weight = attempt["n_gpus"] * attempt["n_nodes"] if has_gpus else 1
         for kind in KINDS:
-            sums[kind] += weight * _ms(attempt["spent"].get(kind, 0.0))
+            sums[kind] += weight * _ms(attempt["spent"][kind])
     energies = [energy for a in attempts if (energy := a["usage"].get("energy_j")) is not None]
     found: dict[str, Any] = {
         "unit": "GPU-hours" if has_gpus else "task-hours",
@@ -138,9 +129,9 @@ def in_words(ledger: Ledger) -> Amounts:
     word, factor = unit_of(ledger["allocated"])
     names: tuple[_Amount, ...] = ("allocated", *KINDS)
     return Amounts(
-        unit=str(ledger.get("unit") or "GPU-hours").replace("hours", word),
-        texts={name: f"{factor * ledger.get(name, 0.0):,.2f}" for name in names},
-        shares=_shares({kind: ledger.get(kind, 0.0) for kind in KINDS}),
+        unit=ledger["unit"].replace("hours", word),
+        texts={name: f"{factor * ledger[name]:,.2f}" for name in names},
+        shares=_shares({kind: ledger[kind] for kind in KINDS}),
     )
 
 
@@ -186,9 +177,7 @@ def _in_hand(record: BriefRecord) -> int:
 
 
 def _loading(record: BriefRecord) -> int:
-    """Milliseconds of loading, of all workers; a record without phases has only the last one."""
-    if not record["phases"]:
-        return _ms(record["load_s"] or 0.0)
+    """Milliseconds of loading, of all workers."""
     ends = [at for at, _ in record["phases"][1:]] + [record["ended"] or record["updated"]]
     phases = zip(record["phases"], ends, strict=True)
     return sum(_ms(end - at) for (at, state), end in phases if state == "loading")

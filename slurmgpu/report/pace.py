@@ -174,17 +174,15 @@ def _slot_of(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: f
     until = math.inf if record["end_time"] is None else record["end_time"] - plan.margin_s - now
     age = now - record["updated"]
     if record["state"] != "running":
-        since = record["phases"][-1][0] if record["phases"] else record["started"]
+        since = record["phases"][-1][0]
         # A shard that it holds after a worker's death comes first.
         again = 0.0 if record["shard"] is None else _size(plan, record["shard"]) / rate
         free = max(0.0, load_s - (now - since)) + again
         return Slot(free, rate, until, again)
-    if record["shard"] is None:
+    started = record["shard_started"]
+    if record["shard"] is None or started is None:
         return Slot(0.0, rate, until)
     size, done = _size(plan, record["shard"]), record["shard_done"]
-    started = record["shard_started"]
-    if started is None:
-        return Slot(size / rate / 2, rate, until, size / rate / 2)  # an older record does not say how much is done
     # Progress is known to the batch: estimate by the clock within the current batch.
     least, most = ((size - done - n) / rate - age for n in (plan.batch_size, 0))
     left = max(0.0, least, min(most, size / rate - (now - started)))

@@ -276,7 +276,7 @@ def _shortened(record: Record) -> _Shown:
     short["n_shards"] = len(record["published"])
     short["published"] = record["published"][-KEPT_SHARDS[record["state"] == "ended"] :]
     again = record["published"] if record["submission"] > 1 else ()
-    short["again"] = array("q", (shard for shard, _, _, *won in again if all(won)))
+    short["again"] = array("q", (shard for shard, _, _, won, *_ in again if won))
     return short
 
 
@@ -305,7 +305,7 @@ def _merged(run: Run) -> Merged:
     if report is None:
         return Merged()
     rows = {row["attempt"]: _told(row) for row in report["attempts"]}
-    code: list[RowsByCode] = [{"digest": each["digest"], "items": each["items"]} for each in report.get("code", ())]
+    code: list[RowsByCode] = [{"digest": each["digest"], "items": each["items"]} for each in report["code"]]
     return Merged(report["submissions"], report["errors_by_class"], rows, code)
 
 
@@ -327,14 +327,11 @@ def _verdicts(records: Sequence[BriefRecord], told: Rows, lines: Lines, living: 
 def _failed(records: Iterable[_Shown], published: Collection[int]) -> Mapping[str, int]:
     """The failed items of published shards by class, as found by the last computation of each shard."""
     found: dict[int, Mapping[str, int]] = {}
-    unknown = 0
     for record in sorted(records, key=lambda record: record["submission"]):
         for shard in record["again"] if found else ():
             found.pop(shard, None)
         found |= {shard: errors for shard, errors in record["failed"] if shard in published}
-        # Records of an older slurmgpu have only their number.
-        unknown += max(0, record["n_errors"] - sum(sum(errors.values()) for _, errors in record["failed"]))
-    counts = Counter({"item_error": unknown} if unknown else {})
+    counts = Counter[str]()
     for errors in found.values():
         counts.update(errors)
     return counts
@@ -373,7 +370,7 @@ def _attempt(
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
     copied = {key: value for key, value in record.items() if key in StatusAttempt.__annotations__}
     derived = {
-        "state_since": record["phases"][-1][0] if record["phases"] else record["started"],
+        "state_since": record["phases"][-1][0],
         "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
         "shard_items": stop - start if shard is not None else None,

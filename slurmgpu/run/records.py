@@ -77,7 +77,7 @@ Takeover = TypedDict("Takeover", {"shard": int, "from": str, "host": str})
 
 
 class Usage(TypedDict, total=False):
-    """Means and peaks of what an attempt used; None is unknown. Older records lack some keys."""
+    """Means and peaks of what an attempt used; None is unknown. Empty before the first sample."""
 
     n_samples: int
     n_samples_ready: int
@@ -145,7 +145,7 @@ class BriefRecord(Computed, _Heard):
     lost_s: float
     n_retried: int
     waited_s: float
-    idle_s: float | None
+    idle_s: float
     deaths: list[Death]
     takeovers: list[Takeover]
     version: int
@@ -170,7 +170,8 @@ def new_record(attempt: Attempt, node: str, pid: int, gpus: list[str], started: 
         "gpus": gpus,
         "started": started,
     }
-    return cast(Record, {name: given.get(name, copy(field.begin)) for name, field in FIELDS.items()})
+    begun = {name: given.get(name, copy(field.begin)) for name, field in FIELDS.items()}
+    return cast(Record, {**begun, "phases": [[round(started, 3), begun["state"]]]})
 
 
 class Unread(enum.Enum):
@@ -181,7 +182,7 @@ class Unread(enum.Enum):
 
 
 def read_record(content: bytes) -> Record:
-    """The record in a file of tasks/, with defaults for fields that an older slurmgpu did not write.
+    """The record in a file of tasks/.
 
     ValueError says which field holds what it cannot hold; the fields of a record that is returned need no more checks.
     """
@@ -193,10 +194,8 @@ def read_record(content: bytes) -> Record:
         raise ValueError("it is no JSON object")
     for name, rule in FIELDS.items():
         if name not in value:
-            if not rule.is_new:
-                raise ValueError(f"it lacks {name}")
-            value[name] = copy(rule.begin)
-        elif not rule.check(value[name]):
+            raise ValueError(f"it lacks {name}")
+        if not rule.check(value[name]):
             raise ValueError(f"its {name} is {value[name]!r:.80}")
     return cast(Record, value)
 
@@ -237,18 +236,22 @@ def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _are_phases(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_phase, value))
+
+
 def _is_phase(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_text(value[1])
 
 
 def _is_published(value: Any) -> bool:
     # Without a function call for each number: there are as many as the run has shards.
-    if not isinstance(value, list) or len(value) < 3:
+    if not isinstance(value, list) or len(value) < 4:
         return False
-    shard, started, seconds, *won = value
+    shard, started, seconds, won, *_ = value
     if type(shard) is not int or type(started) not in REAL or type(seconds) not in REAL:
         return False
-    return 0 <= started < 1e11 and abs(seconds) < 1e9 and (not won or type(won[0]) is bool)
+    return 0 <= started < 1e11 and abs(seconds) < 1e9 and type(won) is bool
 
 
 def _is_failed(value: Any) -> bool:
@@ -297,11 +300,10 @@ def _is_class(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a record: what it may hold, what it begins with, and whether records of older versions lack it."""
+    """A field of a record: what it may hold, and what it begins with."""
 
     check: Check
     begin: Any = None
-    is_new: bool = False
 
 
 _IS_DEATH = _object_of(
@@ -320,39 +322,39 @@ FIELDS: Mapping[str, Field] = {
     "node": Field(_is_text),
     "pid": Field(lambda value: type(value) is int),
     "n_gpus": Field(_is_part_of_cluster),
-    "n_nodes": Field(lambda value: _is_part_of_cluster(value) and value > 0, 1, True),
+    "n_nodes": Field(lambda value: _is_part_of_cluster(value) and value > 0, 1),
     "device": Field(_is_text),
     "gpus": Field(_list_of(_is_text)),
     "memory_mb": Field(_or_none(_is_count)),
     "started": Field(_is_number),
-    "end_time": Field(_or_none(_is_number), None, True),
+    "end_time": Field(_or_none(_is_number)),
     "updated": Field(_is_number, 0.0),
     "ended": Field(_or_none(_is_number)),
     "state": Field(("starting", "loading", "running", "ended").__contains__, "starting"),
-    "phases": Field(_list_of(_is_phase), [], True),
+    "phases": Field(_are_phases, []),
     "reason": Field(_or_none(_is_text)),
     "failure": Field(_or_none(_is_class)),
     "message": Field(_is_text, ""),
     "traceback": Field(_is_text, ""),
-    "bad_node": Field(_or_none(_is_text), None, True),
-    "image": Field(_or_none(_is_text), None, True),
-    "surroundings": Field(_is_object, {}, True),
-    "usage": Field(_is_usage, {}, True),
+    "bad_node": Field(_or_none(_is_text)),
+    "image": Field(_or_none(_is_text)),
+    "surroundings": Field(_is_object, {}),
+    "usage": Field(_is_usage, {}),
     "load_s": Field(_or_none(_is_number)),
     "n_items": Field(_is_count, 0),
     "n_errors": Field(_is_count, 0),
-    "failed": Field(_list_of(_is_failed), [], True),
+    "failed": Field(_list_of(_is_failed), []),
     "shard": Field(_or_none(_is_count)),
-    "shard_started": Field(_or_none(_is_number), None, True),
-    "shard_done": Field(_is_count, 0, True),
-    "shard_kept": Field(_or_none(_is_number), None, True),
-    "progress": Field(_or_none(_is_text), None, True),
+    "shard_started": Field(_or_none(_is_number)),
+    "shard_done": Field(_is_count, 0),
+    "shard_kept": Field(_or_none(_is_number)),
+    "progress": Field(_or_none(_is_text)),
     "published": Field(_list_of(_is_published), []),
-    "kept_s": Field(_is_number, 0.0, True),
-    "lost_s": Field(_is_number, 0.0, True),
-    "n_retried": Field(_is_count, 0, True),
-    "waited_s": Field(_is_number, 0.0, True),
-    "idle_s": Field(_or_none(_is_number), None, True),
+    "kept_s": Field(_is_number, 0.0),
+    "lost_s": Field(_is_number, 0.0),
+    "n_retried": Field(_is_count, 0),
+    "waited_s": Field(_is_number, 0.0),
+    "idle_s": Field(_is_number, 0.0),
     "deaths": Field(_list_of(_IS_DEATH), []),
     "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),
     "version": Field(lambda value: value == 1, 1),

@@ -46,8 +46,6 @@ class Recording:
         self._clock = clock
         now = clock()
         self.record = new_record(attempt, node_name(), os.getpid(), gpus.visible_ids() or [], now)
-        self.record["phases"].append([round(now, 3), "starting"])
-        self.record["idle_s"] = 0.0
         self._path = run.tasks / f"{attempt.name}.json"
         self._usage = usage
         self._due = time.monotonic() + PROGRESS_S
@@ -115,7 +113,7 @@ class Recording:
 
     def wait(self, seconds: float) -> None:
         """Count seconds in which the attempt waited for other tasks."""
-        self.record["idle_s"] = round((self.record["idle_s"] or 0.0) + seconds, 3)
+        self.record["idle_s"] = round(self.record["idle_s"] + seconds, 3)
 
     def leave(self, is_kept: bool) -> None:
         """The current shard was left for later; `is_kept` if its progress is kept."""

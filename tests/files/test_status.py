@@ -349,11 +349,6 @@ def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_
     assert reader.read(now=NOW + 60)["errors_by_class"] == {"crash": 1, "cuda_oom": 1, "item_error": 1}
 
 
-def test_of_records_that_only_count_failed_items_none_is_forgotten(failing_run):
-    change(failing_run, "4711_2.0", n_errors=5)
-    assert read_status(failing_run, now=NOW)["errors_by_class"] == {"crash": 1, "item_error": 8}
-
-
 def test_of_a_run_that_has_ended_the_report_tells_what_failed_and_what_it_cost(failing_run):
     lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 7200, 2, "gpu9")]}  # it left no record
     report = reported(failing_run, errors=[(3, "cuda_oom: too long")], lives=lives)

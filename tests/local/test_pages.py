@@ -206,7 +206,7 @@ def test_the_picture_of_the_throughput_says_the_same_as_the_ledger(tmp_path):
     run, value = pretended(tmp_path, 3000, n_tasks=4, n_shards=8, n_concurrent=2)
     again = copy.deepcopy(value["attempts"][0])
     again |= {"attempt": "4720_0.0", "submission": 2, "started": BEGIN + 3000, "ended": BEGIN + 3500}
-    again["shards"] = [[shard, BEGIN + 3000 + 60 * n, 60.0, True, 0] for n, shard in enumerate((2, 5))]
+    again["shards"] = [[shard, BEGIN + 3000 + 60 * n, 60.0, True] for n, shard in enumerate((2, 5))]
     again["shards"] += [[6, BEGIN + 3200, 60.0, True, 1]]  # its failed items, by resubmit --failed
     hole = {"shard": 3, "start": 48, "stop": 64, "damaged": "a byte"}
     value |= {"attempts": [again, *value["attempts"]], "missing": [hole]}
@@ -421,18 +421,6 @@ def test_a_page_without_logs_or_with_damaged_telemetry_says_so_in_a_sentence(tmp
     assert "There are no lines of logs, as logs/ of the run directory cannot be read: No such file" in text
     assert re.search(r"1 file of telemetry/ cannot be read as a whole; .*: 4711_2.0.jsonl", text)
     assert not caplog.records
-
-
-def test_the_report_of_an_older_slurmgpu_is_drawn_with_what_it_has(tmp_path):
-    run, value = pretended(tmp_path)
-    for key in ("ledger", "damaged_records"):
-        del value[key]
-    for attempt in value["attempts"]:
-        for key in ("spent", "phases", "shards"):
-            del attempt[key]
-    text = draw(run, value, tmp_path)
-    assert "<h2>Timeline</h2>" in text
-    assert "Where the" not in text
 
 
 @pytest.mark.parametrize("what", [{"n_tasks": 1, "n_shards": 1}, {"n_tasks": 3, "n_gpus": 0, "sample_s": 0}])

@@ -118,7 +118,7 @@ def run(project, slurmgpu):
     path.write_text(json.dumps(report))
     for a in report["attempts"]:
         value = {key: a[key] for key in ("attempt", "node", "n_items", "failure", "message")}
-        value["published"] = [[shard, 0.0, 1.0] for shard in range(1205)]
+        value["published"] = [[shard, 0.0, 1.0, True] for shard in range(1205)]
         (path.parent / "tasks" / f"{a['attempt']}.json").write_text(json.dumps({**record, **value}))
     return folder
 
@@ -231,30 +231,6 @@ def test_gpus_of_a_tasks_other_nodes_count(tmp_path, capsys):
     record.write_text(json.dumps(json.loads(record.read_text()) | {"n_gpus": 4, "n_nodes": 3}))
     show_report(reported(run, errors=[]))
     assert re.search(r"^4711_0\.0 +gpu000 \+2 +12 ", capsys.readouterr().out, re.MULTILINE)
-
-
-OF_LATER_REPORTS = (
-    *("summary", "damaged_records", "unreadable_records", "ledger", "image", "not_finite", "computed_with"),
-    "damaged_revisions",
-)
-OF_LATER_ATTEMPTS = (
-    *("state", "updated", "shard", "progress", "n_nodes", "usage", "idle_gpu", "bad_node", "phases", "shards"),
-    *("spent",),
-)
-
-
-def test_the_report_of_the_first_slurmgpu_is_shown(tmp_path, capsys):
-    run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
-    report = reported(run, errors=[(3, "item_error: no")])
-    older = {key: value for key, value in report.items() if key not in OF_LATER_REPORTS}
-    older["attempts"] = [
-        {key: value for key, value in attempt.items() if key not in OF_LATER_ATTEMPTS} for attempt in report["attempts"]
-    ]
-    report_path(run).write_text(json.dumps(older))
-    show_report(last_report(run))
-    printed = capsys.readouterr().out
-    assert "  item 3: item_error: no\n" in printed
-    assert "\n4711_1.0  gpu000" in printed
 
 
 def places_in(value, place=()):

@@ -23,7 +23,8 @@ LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]
 def record(published=(), **more):
     """What an attempt wrote that began at 0, loaded from 2 to 12, and ended at 100."""
     given = {"started": 0.0, "ended": 100.0, "updated": 100.0, "state": "ended", "load_s": 10.0, "phases": LOADED}
-    own = new_record(Attempt("7", 0, executor="slurm", n_gpus=1), "gpu1", 1, [], 0.0)  # as of an older slurmgpu
+    given["idle_s"] = 100.0  # all that is left
+    own = new_record(Attempt("7", 0, executor="slurm", n_gpus=1), "gpu1", 1, [], 0.0)
     return {**own, **given, "published": [list(entry) for entry in published], **more}
 
 
@@ -43,8 +44,6 @@ AGAIN = [*LOADED, [40.0, "starting"], [42.0, "loading"], [47.5, "running"]]
         (record([[0, 12.0, 60.0, True]]), 103, None, of(60, idle=33)),  # before its process began, and after
         (record([[0, 12.0, 60.0, False]]), 100, None, of(idle=30, repeated=60)),
         (record([[9, 12.0, 60.0, True]]), 100, None, of(idle=30, lost=60)),  # not there any more
-        (record([[0, 12.0, 60.0]]), 100, None, of(60, idle=30)),  # of an older slurmgpu
-        (record([[0, 12.0, 60.0]], phases=[]), 100, None, of(60, idle=30)),
         (record([[0, 12.0, 30.0, True], [1, 20.0, 23.0, True]]), 100, None, of(31, idle=59)),  # the first waited
         (record([[0, 12.0, 20.0, True]], lost_s=8.0, kept_s=5.0, phases=AGAIN), 100, None, of(25, 15.5, 51.5, 8)),
         (record(ended=None, updated=90.0, shard=1, shard_started=70.0), 100, "lost", of(idle=60, lost=30)),
@@ -120,9 +119,6 @@ def hours(*amounts):
 def test_the_shares_of_a_ledger_add_up_to_all_of_it():
     shares = in_words(hours(2.0, 2.0, 0.0, 2.0, 0.0, 0.0)).shares
     assert shares == dict(zip(KINDS, ("33.4%", "33.3%", "0.0%", "33.3%", "0.0%", "0.0%"), strict=True))
-    of_older = {**hours(2.0, 0.0, 0.0, 2.0, 0.0, 0.0)}
-    del of_older["overhead"]
-    assert (in_words(of_older).shares["idle"], in_words(of_older).texts["overhead"]) == ("50.0%", "0.00")
     rng = random.Random(1)
     for _ in range(100):
         found = in_words(hours(*(rng.random() ** 9 for _ in KINDS))).shares
@@ -164,25 +160,6 @@ def test_the_ledger_of_a_long_run_with_faults_adds_up_to_its_hours(tmp_path, n_g
 
 WRONG = [None, True, 1, -1, 0.5, 10**30, float("nan"), float("inf"), "x", [], [3], [["x", 1, 2]], {}, {"a": []}]
 WRONG += [[[2**62, 1.75e9, 1.0, True]], [[-(2**70), 0, -9e8, True]], [[1e10, "loading"], [-1e8, "nonsense"]]]
-OF_OLDER = {
-    "end_time",
-    "phases",
-    "shard_started",
-    "shard_done",
-    "shard_kept",
-    "kept_s",
-    "lost_s",
-    "progress",
-    "n_nodes",
-}
-
-
-def test_a_record_of_an_older_slurmgpu_has_defaults_for_what_it_lacks():
-    whole = json.loads(json.dumps(record([[0, 12.0, 60.0, True]])))
-    older = {key: value for key, value in whole.items() if key not in OF_OLDER}
-    found = read_record(json.dumps(older).encode())
-    assert found.keys() == whole.keys()
-    assert (found["phases"], found["shard_started"], found["lost_s"], found["n_nodes"]) == ([], None, 0.0, 1)
 
 
 def test_a_record_has_the_keys_that_are_declared_and_looked_at():
@@ -209,6 +186,8 @@ DEATH = {"class": "crash", "message": "m", "at": 5.0}
         ("n_gpus", 65_536, 65_537),
         ("phases", [[5.0, "running"]], [[5.0, "running", 3]]),
         ("phases", [[5.0, "running"]], [[5.0]]),
+        ("phases", [[5.0, "running"]], []),
+        ("published", [[0, 12.0, 60.0, True]], [[0, 12.0, 60.0]]),
         ("deaths", [DEATH], [{**DEATH, "at": "noon"}]),
         ("deaths", [DEATH], [{key: DEATH[key] for key in ("class", "message")}]),
     ],

@@ -1,12 +1,9 @@
 """The time left: what a third of a steady run says of the rest, and when it is better to say nothing."""
 
-import json
-
 import pytest
 
 from slurmgpu.report.pace import pace_of
 from slurmgpu.report.queued import still_waiting
-from slurmgpu.run.records import read_record
 from tests.support.pretend_runs import BEGIN, Pretended
 
 SHAPES = {
@@ -231,18 +228,6 @@ def test_a_task_that_has_written_of_itself_since_the_queue_was_asked_waits_no_mo
     earlier = [{"job": "7", "task": task, "updated": BEGIN - 1} for task in (6, 7)]  # they ended, and were put back
     left = still_waiting([job, merge, running], [*records, *earlier], BEGIN)
     assert left == [{**job, "n_tasks": n_left}] * (n_left > 0) + [merge, running]
-
-
-def test_records_of_an_older_slurmgpu_will_do(steady):
-    end = end_of(steady)
-    records, published = steady.records(end / 3)
-    for record in records:
-        for key in ("phases", "shard_started", "shard_done", "end_time", "lost_s"):
-            del record[key]
-        record["published"] = [entry[:3] for entry in record["published"]]
-    older = [read_record(json.dumps(record).encode()) for record in records]
-    pace = pace_of(steady.plan(), older, published, None, BEGIN + end / 3)
-    assert pace.left_s == pytest.approx(end * 2 / 3, rel=0.2)
 
 
 def test_nothing_is_left_of_a_run_whose_shards_are_published(steady):

@@ -70,7 +70,7 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
     going = [pace_words(status), if_words(status)] if knows_pace else []
     if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
         result("; ".join(told))
-    if are_told(versions := status.get("code") or ()):
+    if are_told(versions := status["code"]):
         result(f"code: {in_words_of(versions)}")
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
@@ -152,28 +152,28 @@ def show_report(report: Report) -> None:
         result(f"merged: {report['merged']}")
     if faults := faults_of(report):
         result(f"rehearsal: faults were injected: {faults}")
-    if image := report.get("image"):
+    if image := report["image"]:
         result(f"image: {image['path']} (sha256 {image.get('sha256', '–')[:12]})")
-    if versions := versions_in_words(report.get("computed_with") or {}, leaving_out=EVERYWHERE):
+    if versions := versions_in_words(report["computed_with"], leaving_out=EVERYWHERE):
         result(f"computed with: {plain(versions)}")
-    if odd := report.get("not_finite"):
+    if odd := report["not_finite"]:
         result(f"not finite: {_not_finite(odd)}")
-    if are_told(code := report.get("code") or ()):
+    if are_told(code := report["code"]):
         result(f"code: {in_words_of(code)}")
-    if n_retried := sum(a.get("n_retried", 0) for a in report["attempts"]):
-        waited_s = sum(a.get("waited_s", 0.0) for a in report["attempts"])
+    if n_retried := sum(a["n_retried"] for a in report["attempts"]):
+        waited_s = sum(a["waited_s"] for a in report["attempts"])
         result(f"tried again: {count_of(n_retried, 'item')}, after waiting {waited_s:,.0f} s")
-    _show_ledger(report.get("ledger"))
-    show_summary(console, report.get("summary"))
+    _show_ledger(report["ledger"])
+    show_summary(console, report["summary"])
     _show_holes(console, report)
     _show_errors(console, report)
     _show_attempts(console, report)
-    for name, why in (report.get("damaged_revisions") or {}).items():
+    for name, why in report["damaged_revisions"].items():
         result(f"damaged: shards/{plain(name)}, of items that were computed again: {plain(why)}")
         result("  Their rows are those of before, unless merged.h5 had the new ones.")
-    for name in report.get("damaged_records") or ():
+    for name in report["damaged_records"]:
         result(f"record damaged: tasks/{name}.json; the work of attempt {name} is unknown")
-    for name in report.get("unreadable_records") or ():
+    for name in report["unreadable_records"]:
         result(f"record could not be read: tasks/{name}.json; run `slurmgpu merge` once it can be read")
     for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
         result(f"\n{trace.rstrip()}")
@@ -218,8 +218,8 @@ def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
     return ", ".join(told) + more
 
 
-def _show_ledger(ledger: Ledger | None) -> None:
-    if ledger is None or ledger["allocated"] < MIN_HOURS:  # reports of an older slurmgpu have none
+def _show_ledger(ledger: Ledger) -> None:
+    if ledger["allocated"] < MIN_HOURS:
         return
     shown = in_words(ledger)
     parts = ", ".join(f"{shown.texts[kind]} {kind} ({shown.shares[kind]})" for kind in KINDS)
@@ -274,12 +274,12 @@ def _show_attempts(console: Console, report: Report) -> None:
     columns = {
         **names,
         "node": list(map(node_of, shown)),
-        "GPUs": [str(a["n_gpus"] * a.get("n_nodes", 1)) for a in shown],
+        "GPUs": [str(a["n_gpus"] * a["n_nodes"]) for a in shown],
         "time": [wide_clock(a["seconds"]) for a in shown],
         **counts_of(shown, [(len(a["deaths"]), last_death(a["deaths"])) for a in shown]),
     }
     end = {"end": list(map(outcome_of, shown))}
-    used = used_by([a.get("usage") or {} for a in shown])
+    used = used_by([a["usage"] for a in shown])
     console.print("\n[bold]attempts[/]")
     show_table(console, names, columns, used, end)
     _more(len(attempts), "report --json lists them", MAX_ATTEMPTS)
@@ -302,7 +302,7 @@ def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequenc
 
 
 def _show_idle(attempts: Sequence[AttemptRow]) -> None:
-    used = [((a.get("usage") or {}).get("gpu_utilisation"), a["attempt"]) for a in attempts if a.get("idle_gpu")]
+    used = [(a["usage"].get("gpu_utilisation"), a["attempt"]) for a in attempts if a["idle_gpu"]]
     idle = sorted((share, name) for share, name in used if share is not None)
     if not idle:
         return
