@@ -37,9 +37,6 @@ MATTERS = (
 )
 """Files that `from_pretrained` reads; others in the folder may change."""
 
-ADDED = ("processor_config.json", "video_preprocessor_config.json")
-"""Files of which earlier plans have no digest: they are not new where a plan lacks them."""
-
 N_READERS = 8
 
 
@@ -278,7 +275,7 @@ def check_unchanged(source: ModelSource, planned: Mapping[str, str]) -> None:
     changes = {
         "changed": [name for name in planned if name in found and found[name] != planned[name]],
         "missing": [name for name in planned if name not in found],
-        "new": [name for name in found if name not in planned and name not in ADDED],
+        "new": [name for name in found if name not in planned],
     }
     if any(changes.values()):
         said = "; ".join(
