@@ -93,7 +93,8 @@ class VllmEngine:
         known: dict[int, tuple[Images, int]] = {}
         for request in requests:
             try:
-                _check(request)
+                if (problem := vllm_refuses(request.sampling.temperature)) is not None:
+                    raise PromptError(problem)
                 one = self._codec.encode(request)
                 at = id(request.prompt)  # samples of an item have the same prompt
                 known[at] = images, n_prompt = known.get(at) or self._images_of(request.prompt)
@@ -134,7 +135,7 @@ class VllmEngine:
         # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
         places = [(number, prefix, ids) for number, each in enumerate(asked) for prefix, ids in _forks(each.choices)]
         prompts = [asked[number].prompt + prefix for number, prefix, _ in places]
-        answers = self._run(
+        outputs = self._outputs(
             prompts,
             [
                 {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": ids}
@@ -145,7 +146,7 @@ class VllmEngine:
         )
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         problems: dict[int, str] = {}
-        for (number, prefix, ids), answer in zip(places, answers, strict=True):
+        for (number, prefix, ids), answer in zip(places, map(_answer, outputs), strict=True):
             if (problem := _problem(answer)) is not None:
                 problems[number] = problem
                 continue
@@ -166,8 +167,7 @@ class VllmEngine:
         tokens, adapters = [each.tokens for each in windows], [each.adapter for each in windows]
         outputs = self._outputs(tokens, [arguments] * len(windows), adapters)
         for place, (window, output) in enumerate(zip(windows, outputs, strict=True)):
-            answer = output.outputs[0] if output.outputs else None
-            if (problem := _problem(answer)) is not None:
+            if (problem := _problem(_answer(output))) is not None:
                 yield place, Read(np.empty(0, np.float32), problem)
                 continue
             scored = zip(window.tokens[-window.n_scored :], output.prompt_logprobs[-window.n_scored :], strict=True)
@@ -197,8 +197,10 @@ class VllmEngine:
         if sampling.logprobs:
             arguments["logprobs"] = 0  # of the chosen token only
         if sampling.structure is not None:
+            from vllm.sampling_params import StructuredOutputsParams
+
             lark = lark_of(sampling.structure, self._codec.reasoning_of(encoded), self._stop_ids)
-            arguments["structured_outputs"] = _structured_outputs(lark)
+            arguments["structured_outputs"] = StructuredOutputsParams(grammar=lark)
         return arguments
 
     def _images_of(self, prompt: Prompt) -> tuple[Images, int]:
@@ -214,16 +216,6 @@ class VllmEngine:
             raise found
         return [open_image(source) for source in prompt.images], len(found.tokens)
 
-    def _run(
-        self,
-        prompts: Sequence[Tokens],
-        arguments: Sequence[dict[str, Any]],
-        adapters: Sequence[str],
-        images: Sequence[Images],
-    ) -> list[Any]:
-        """The answer to each prompt; None if vLLM gave none."""
-        return [_answer(each) for each in self._outputs(prompts, arguments, adapters, images)]
-
     def _outputs(
         self,
         prompts: Sequence[Tokens],
@@ -231,6 +223,7 @@ class VllmEngine:
         adapters: Sequence[str],
         images: Sequence[Images] = (),
     ) -> list[Any]:
+        """What vLLM gives for each prompt."""
         if not prompts:
             return []
         from vllm import SamplingParams
@@ -411,17 +404,6 @@ def _prepare_environment(node: NodePlace) -> None:
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # they save nothing, and wait for SIGTERM
     }.items():
         os.environ.setdefault(name, value)
-
-
-def _check(request: Request) -> None:
-    if (problem := vllm_refuses(request.sampling.temperature)) is not None:
-        raise PromptError(problem)
-
-
-def _structured_outputs(lark: str) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(grammar=lark)
 
 
 def _problem(answer: Any) -> str | None:
