@@ -16,7 +16,7 @@ from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
 from slurmgpu.loader.modules import import_file
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.home import expanded
-from slurmgpu.workloads.sandbox import Sandbox
+from slurmgpu.workloads import sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
 
@@ -175,15 +175,13 @@ class Program(Checker):
     tests come to their end.
     """
 
-    sandbox: Sandbox
-
     def load(self) -> None:
         """Refuse a machine on which programs cannot be run apart."""
-        self.sandbox.check()
+        sandbox.check()
 
     def check_here(self) -> None:
         """Refuse a machine on which programs cannot be run apart."""
-        self.sandbox.check()
+        sandbox.check()
 
     def answer(self, text: str) -> str | None:
         """The program in a text; None in a blank one."""
@@ -203,7 +201,7 @@ class Program(Checker):
     def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
         """Whether the tests come to their end behind the program."""
         program = self.answer(text)
-        return program is not None and self.sandbox.passes(program, self._tests(data))
+        return program is not None and sandbox.passes(program, self._tests(data))
 
     def _tests(self, data: Mapping[str, Any]) -> str:
         found = _reference_in(data, self.reference)
@@ -258,7 +256,7 @@ def open_checker(
     if kind == "math":
         return Symbolic(reference, compiled, Symbols())
     if kind == "python":
-        return Program(reference, compiled, Sandbox())
+        return Program(reference, compiled)
     if kind in KINDS:
         return Checker(reference, compiled)
     return Function("", compiled, kind, _load_function(kind))

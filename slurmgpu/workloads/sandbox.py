@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -76,83 +75,79 @@ would wait for the import's end.
 """
 
 
-@dataclass(frozen=True)
-class Sandbox:
-    """Runs a program and its tests in a process that sees nothing but Python's files, and an empty /tmp."""
+def passes(program: str, tests: str) -> bool:
+    """Whether the program runs, and then its tests, to their end, within the limits."""
+    return _run(program, tests) is None
 
-    cpu_s: int = CPU_S
-    memory_bytes: int = MEMORY_BYTES
 
-    def passes(self, program: str, tests: str) -> bool:
-        """Whether the program runs, and then its tests, to their end, within the limits."""
-        return self._run(program, tests) is None
-
-    def check(self) -> None:
-        """Refuse a machine that cannot run programs apart: SlurmGPUError says what it lacks."""
-        if (said := self._run("", "")) is None:
-            return
-        if shutil.which("bwrap") is None:
-            raise SlurmGPUError(
-                'checker = "python" runs programs apart from everything else by bubblewrap, and there is no program '
-                "bwrap here. Install the package bubblewrap, on the nodes or in the image, or write a checker of your "
-                "own."
-            )
+def check() -> None:
+    """Refuse a machine that cannot run programs apart: SlurmGPUError says what it lacks."""
+    if (said := _run("", "")) is None:
+        return
+    if shutil.which("bwrap") is None:
         raise SlurmGPUError(
-            f'checker = "python" runs programs apart from everything else by bubblewrap, which fails here: {said}. It '
-            f"needs unprivileged user namespaces (the sysctl user.max_user_namespaces above 0, and, on Debian and "
-            f"Ubuntu, kernel.unprivileged_userns_clone = 1 or an AppArmor profile for bwrap)."
+            'checker = "python" runs programs apart from everything else by bubblewrap, and there is no program '
+            "bwrap here. Install the package bubblewrap, on the nodes or in the image, or write a checker of your "
+            "own."
+        )
+    raise SlurmGPUError(
+        f'checker = "python" runs programs apart from everything else by bubblewrap, which fails here: {said}. It '
+        f"needs unprivileged user namespaces (the sysctl user.max_user_namespaces above 0, and, on Debian and "
+        f"Ubuntu, kernel.unprivileged_userns_clone = 1 or an AppArmor profile for bwrap)."
+    )
+
+
+def _run(program: str, tests: str) -> str | None:
+    """None if the program and its tests come to their end; else the end of what stderr says, or the exit code."""
+    word = secrets.token_hex(16)
+    asked = json.dumps({"word": word, "limits": _limits(), "program": program, "tests": tests})
+    try:
+        process = _start(program)
+    except FileNotFoundError:
+        return "there is no program bwrap"
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    timer = threading.Timer(WALL_S, process.kill)
+    with process:
+        try:
+            timer.start()
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and says why
+                process.stdin.write(asked.encode("utf-8", "surrogatepass"))
+            told = process.stdout.read(TOLD_BYTES)
+            if len(told) == TOLD_BYTES:  # more than a word; more is not read
+                process.kill()
+            process.wait()
+            said = process.stderr.read(1 << 16)[-TOLD_BYTES:]
+        finally:
+            process.kill()
+            timer.cancel()
+    if process.returncode == 0 and told == word.encode():
+        return None
+    return " ".join(said.decode(errors="replace").split())[-300:] or f"exit code {process.returncode}"
+
+
+def _start(program: str) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    # No memfd_create: Pythons that are built for an old glibc lack it, as those of conda and uv.
+    with tempfile.TemporaryFile() as file:
+        file.write(program.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        command = apart([sys.executable, "-s", "-c", RUNNER], texts={PROGRAM: file.fileno()})
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT, pass_fds=[file.fileno()]
         )
 
-    def _run(self, program: str, tests: str) -> str | None:
-        """None if the program and its tests come to their end; else the end of what stderr says, or the exit code."""
-        word = secrets.token_hex(16)
-        asked = json.dumps({"word": word, "limits": self._limits, "program": program, "tests": tests})
-        try:
-            process = self._start(program)
-        except FileNotFoundError:
-            return "there is no program bwrap"
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        timer = threading.Timer(WALL_S, process.kill)
-        with process:
-            try:
-                timer.start()
-                with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and says why
-                    process.stdin.write(asked.encode("utf-8", "surrogatepass"))
-                told = process.stdout.read(TOLD_BYTES)
-                if len(told) == TOLD_BYTES:  # more than a word; more is not read
-                    process.kill()
-                process.wait()
-                said = process.stderr.read(1 << 16)[-TOLD_BYTES:]
-            finally:
-                process.kill()
-                timer.cancel()
-        if process.returncode == 0 and told == word.encode():
-            return None
-        return " ".join(said.decode(errors="replace").split())[-300:] or f"exit code {process.returncode}"
 
-    def _start(self, program: str) -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
-        # No memfd_create: Pythons that are built for an old glibc lack it, as those of conda and uv.
-        with tempfile.TemporaryFile() as file:
-            file.write(program.encode("utf-8", "surrogatepass"))
-            file.seek(0)
-            command = apart([sys.executable, "-s", "-c", RUNNER], texts={PROGRAM: file.fileno()})
-            return subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT, pass_fds=[file.fileno()]
-            )
-
-    @property
-    def _limits(self) -> dict[str, int]:
-        limits = {
-            "RLIMIT_CPU": self.cpu_s,
-            "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_FSIZE": FILE_BYTES,
-            "RLIMIT_CORE": 0,
-        }
-        # An older kernel counts all threads of the user on the node, and so would find right programs wrong.
-        return limits | ({"RLIMIT_NPROC": N_PROCESSES} if _counts_apart(platform.release()) else {})
+def _limits() -> dict[str, int]:
+    limits = {
+        "RLIMIT_CPU": CPU_S,
+        "RLIMIT_AS": MEMORY_BYTES,
+        "RLIMIT_FSIZE": FILE_BYTES,
+        "RLIMIT_CORE": 0,
+    }
+    # An older kernel counts all threads of the user on the node, and so would find right programs wrong.
+    return limits | ({"RLIMIT_NPROC": N_PROCESSES} if _counts_apart(platform.release()) else {})
 
 
 def apart(command: Sequence[str], more: Sequence[str] = (), texts: Mapping[str, int] | None = None) -> list[str]:

@@ -37,14 +37,13 @@ SHOWN = 200
 
 
 class Symbols:
-    """Questions about expressions; `cpu_s` is the most CPU time of each. The process starts with the first one.
+    """Questions about expressions. The process starts with the first one.
 
     What models write is evaluated there, so that the process sees no network and no other files where there is
     bubblewrap that works.
     """
 
-    def __init__(self, cpu_s: int = CPU_S) -> None:
-        self._cpu_s = cpu_s
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
@@ -74,7 +73,7 @@ class Symbols:
 
     @property
     def _alone(self) -> list[str]:
-        return [sys.executable, "-m", "slurmgpu.workloads.symbolic_process", str(self._cpu_s)]
+        return [sys.executable, "-m", "slurmgpu.workloads.symbolic_process", str(CPU_S)]
 
     def _begin(
         self, command: Sequence[str], environ: Mapping[str, str] | None
@@ -125,7 +124,7 @@ class Symbols:
                 process.stdin.flush()
         except BrokenPipeError:
             return ""
-        if not select.select([process.stdout], [], [], WALL_FACTOR * self._cpu_s)[0]:
+        if not select.select([process.stdout], [], [], WALL_FACTOR * CPU_S)[0]:
             process.send_signal(signal.SIGXCPU)
         return process.stdout.readline()
 

@@ -10,9 +10,9 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.workload import Item
+from slurmgpu.workloads import sandbox, symbolic
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.workload import Collect
-from slurmgpu.workloads.sandbox import Sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from tests.support.tiny_models import make_unloadable
 
@@ -74,8 +74,9 @@ def test_an_item_whose_right_answer_is_no_expression_is_told(checker):
         checker.check_item({"answer": ""})
 
 
-def test_what_takes_for_ever_is_not_right_and_the_next_answer_is(caplog):
-    symbols = Symbols(cpu_s=1)
+def test_what_takes_for_ever_is_not_right_and_the_next_answer_is(caplog, monkeypatch):
+    monkeypatch.setattr(symbolic, "CPU_S", 1)
+    symbols = Symbols()
     assert symbols.are_equal(r"\boxed{2^{61} - 1}", r"\boxed{2305843009213693951}")
     first = symbols.start()
     with caplog.at_level("WARNING"):
@@ -143,7 +144,7 @@ for line in sys.stdin:
 def test_where_there_is_bubblewrap_expressions_are_evaluated_apart_and_elsewhere_as_before(tmp_path, monkeypatch):
     """With a process in the place of math-verify's, which says what it sees."""
     try:
-        Sandbox().check()
+        sandbox.check()
     except SlurmGPUError as error:
         pytest.skip(str(error))
     (tmp_path / "data").write_text("secret")
