@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import ratio
@@ -254,15 +257,27 @@ def _or_error(found: Any) -> Any:
     return found if found.error is None else ItemError(found.error)
 
 
-def blocks(n_rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a merged file, of bounded size."""
-    for start in range(0, n_rows, BLOCK_ROWS):
-        yield start, min(start + BLOCK_ROWS, n_rows)
+def good_blocks(merged: Merged, name: str) -> Iterator[Any]:
+    """A column's values of the items that did not fail, of some rows at a time: arrays of numbers, or lists."""
+    for start in range(0, len(merged), BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        values, good = merged[name][rows], ~merged.failed[rows]
+        yield values[good] if isinstance(values, np.ndarray) else [*compress(values, good.tolist())]
+
+
+def good_values(merged: Merged, name: str) -> Iterator[Any]:
+    """A column's values of the items that did not fail."""
+    return chain.from_iterable(good_blocks(merged, name))
+
+
+def total(merged: Merged, name: str) -> int:
+    """The sum of a column of whole numbers or booleans, over the items that did not fail."""
+    return sum(int(each.sum(dtype=np.int64)) for each in good_blocks(merged, name))
 
 
 def n_truncated(merged: Merged) -> int:
     """How many rows of a merged file have a prompt of which a part was cut off."""
-    return sum(int((merged["n_truncated"][start:stop] > 0).sum()) for start, stop in blocks(len(merged)))
+    return sum(int((each > 0).sum()) for each in good_blocks(merged, "n_truncated"))
 
 
 def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:

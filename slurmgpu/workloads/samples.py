@@ -6,18 +6,19 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import ratio, weights_of, wilson_interval
+from slurmgpu.llm.answers.metrics import accuracy, best_of, ratio, vote, weights_of
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import take
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import Checker
-from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.language_model import good_blocks, good_values, total
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -118,8 +119,7 @@ class Samples:
             for name, column in self.own.items()
         }
         scores = [math.nan if isinstance(row, ItemError) else float(row["score"]) for row in rows]
-        known = [number for number, score in enumerate(scores) if not math.isnan(score)]
-        best = max(known, key=scores.__getitem__, default=-1)
+        best = best_of(scores)
         joined |= {
             "n_texts": len(rows),
             "errors": [str(row) if isinstance(row, ItemError) else None for row in rows],
@@ -152,13 +152,13 @@ class Samples:
         shares = _shares(item.data, len(parts))
         worth = weights_of(scores, is_raw=self.is_raw)
         normal = [None if answer is None else checker.normal(answer) for answer in answers]
-        vote = _winner(normal, shares)
-        weighted = _winner(normal, [share * weight for share, weight in zip(shares, worth, strict=True)])
-        chosen = {"best": best, "vote": vote, "weighted_vote": weighted}
+        voted = vote(normal, shares)
+        weighted = vote(normal, [share * weight for share, weight in zip(shares, worth, strict=True)])
+        chosen = {"best": best, "vote": voted, "weighted_vote": weighted}
         return {
             "answers": answers,
             "correct": correct,
-            "vote": "" if vote < 0 else answers[vote] or "",
+            "vote": "" if voted < 0 else answers[voted] or "",
             "weighted_vote": "" if weighted < 0 else answers[weighted] or "",
             "accuracy": sum(share for share, is_right in zip(shares, correct, strict=True) if is_right) / sum(shares),
             "any_correct": any(correct),
@@ -177,23 +177,15 @@ class Samples:
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count texts; with votes, how often each choice among an item's texts is right. A failed item is not."""
-        n, n_failed, n_texts, n_lost, accuracy = len(merged), int(merged.failed.sum()), 0, 0, 0.0
-        right = dict.fromkeys((*CHOICES, "any"), 0)
-        for start, stop in blocks(n):
-            good = ~merged.failed[start:stop]
-            n_texts += int(merged["n_texts"][start:stop][good].sum(dtype=np.int64))
-            errors = (row for row, is_good in zip(merged["errors"][start:stop], good, strict=True) if is_good)
-            n_lost += sum(error is not None for row in errors for error in row)
-            if self.checker is not None:
-                accuracy += float(merged["accuracy"][start:stop][good].sum(dtype=np.float64))
-                for name in right:
-                    right[name] += int(merged[f"{name}_correct"][start:stop][good].sum())
-        summary: dict[str, Any] = {"n_items": n, "n_failed": n_failed, "n_texts": n_texts, "n_failed_texts": n_lost}
+        n, n_lost = len(merged), sum(error is not None for error in flat(merged, "errors"))
+        summary: dict[str, Any] = {"n_items": n, "n_failed": int(merged.failed.sum())}
+        summary |= {"n_texts": total(merged, "n_texts"), "n_failed_texts": n_lost}
         if self.checker is None:
             return summary
-        summary["accuracy"] = ratio(accuracy, n)
-        for name, count in right.items():
-            summary |= {f"{name}_accuracy": ratio(count, n), f"{name}_accuracy_interval": wilson_interval(count, n)}
+        shares = sum(float(each.sum(dtype=np.float64)) for each in good_blocks(merged, "accuracy"))
+        summary["accuracy"] = ratio(shares, n)
+        for name in (*CHOICES, "any"):
+            summary |= accuracy(total(merged, f"{name}_correct"), n, f"{name}_")
         return summary
 
 
@@ -228,11 +220,9 @@ def has_failed(data: Mapping[str, Any], fields: Collection[str]) -> bool:
     return any(value is None or (isinstance(value, str | list | dict) and not value) for value in read)
 
 
-def flat(merged: Merged, name: str, start: int, stop: int) -> Iterator[Any]:
-    """A column's values of all texts of items that did not fail, between two rows."""
-    for row, failed in zip(merged[name][start:stop], merged.failed[start:stop], strict=True):
-        if not failed:
-            yield from row
+def flat(merged: Merged, name: str) -> Iterator[Any]:
+    """A column's values of all texts of the items that did not fail."""
+    return chain.from_iterable(good_values(merged, name))
 
 
 def _shares(data: Mapping[str, Any], n: int) -> list[float]:
@@ -254,15 +244,6 @@ def _is_cut(part: Item, each: str, number: int, n: int) -> bool:
         return entry.get("cut") is True
     reasons = part.data.get("finish_reason")
     return isinstance(reasons, list) and len(reasons) == n and reasons[number] == "length"
-
-
-def _winner(answers: Sequence[str | None], weights: Sequence[float]) -> int:
-    """The first text with the answer that has the largest weight, of equals the first; -1 without an answer."""
-    votes: dict[str, float] = {}
-    for answer, weight in zip(answers, weights, strict=True):
-        if answer is not None:
-            votes[answer] = votes.get(answer, 0.0) + weight
-    return answers.index(max(votes, key=votes.__getitem__)) if votes else -1
 
 
 def _joined(column: Column) -> Column:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,29 @@ def wilson_interval(n_right: int, n: int) -> list[float] | None:
 def ratio(part: float, whole: int) -> float | None:
     """A share, or a mean; None if `whole` is 0."""
     return part / whole if whole else None
+
+
+def accuracy(n_right: int, n: int, of: str = "") -> dict[str, Any]:
+    """The share that is right, and its interval, for JSON; their names begin with `of`."""
+    return {f"{of}accuracy": ratio(n_right, n), f"{of}accuracy_interval": wilson_interval(n_right, n)}
+
+
+def best_of(scores: Sequence[float]) -> int:
+    """The place of the highest score, of equals the first; -1 if all are NaN."""
+    known = [place for place, score in enumerate(scores) if not math.isnan(score)]
+    return max(known, key=scores.__getitem__, default=-1)
+
+
+def vote(answers: Sequence[str | None], weights: Sequence[Fraction | float]) -> int:
+    """The first place of the answer with the largest weight, of equals the first; -1 without an answer.
+
+    With equal weights it is the answer that most samples come to (Wang et al. 2023, arXiv:2203.11171).
+    """
+    votes: dict[str, Fraction | float] = {}
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0) + weight
+    return answers.index(max(votes, key=votes.__getitem__)) if votes else -1
 
 
 def weights_of(scores: Sequence[float], *, is_raw: bool) -> list[float]:
@@ -103,8 +127,7 @@ def classification_summary(counts: Counts, labels: Sequence[str], n_failed: int 
     metrics, support = class_metrics(counts), counts.sum(axis=1).tolist()
     names = (*labels, "(none)")[: counts.shape[1]]
     return {
-        "accuracy": ratio(n_right, n),
-        "accuracy_interval": wilson_interval(n_right, n),
+        **accuracy(n_right, n),
         "macro_f1": macro_f1(counts),
         "by_label": {
             label: {"n": support[i], **{name: values[i] for name, values in metrics.items()}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,8 +27,8 @@ from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.language_model import (
     SCORES_NOTHING,
     LanguageModelWorkload,
-    blocks,
     ends_summary,
+    good_values,
     n_truncated,
 )
 
@@ -224,7 +224,7 @@ class Classify(LanguageModelWorkload):
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count the labels; with true labels add metrics."""
-        counted, ends = self._count(merged)
+        counted = self._count(merged)
         n_failed = int(merged.failed.sum())
         labels = Counter[str]()
         for (_, _, label), count in counted.items():
@@ -234,21 +234,14 @@ class Classify(LanguageModelWorkload):
             summary["n_truncated"] = n_truncated(merged)
         summary["labels"] = {label: labels[label] for label in self.labels}
         if self.method == "parse":
-            summary |= ends_summary(ends, self.sampling.max_tokens)
+            summary |= ends_summary(Counter(good_values(merged, "finish_reason")), self.sampling.max_tokens)
         return summary if self.truth is None else summary | self._metrics(counted, n_failed)
 
-    def _count(self, merged: Merged) -> tuple[Counter[tuple[str, str, str]], Counter[str]]:
-        counted, ends = Counter[tuple[str, str, str]](), Counter[str]()
-        for start, stop in blocks(len(merged)):
-            good = (~merged.failed[start:stop]).tolist()
-            nothing = [""] * len(good)
-            truths = merged["truth"][start:stop] if self.truth is not None else nothing
-            groups = merged["group"][start:stop] if self.group is not None else nothing
-            rows = zip(groups, truths, merged["label"][start:stop], strict=True)
-            counted.update(compress(rows, good))
-            if self.method == "parse":
-                ends.update(compress(merged["finish_reason"][start:stop], good))
-        return counted, ends
+    def _count(self, merged: Merged) -> Counter[tuple[str, str, str]]:
+        """How many items have a group, a true label and a label; "" for what there is not."""
+        truths = repeat("") if self.truth is None else good_values(merged, "truth")
+        groups = repeat("") if self.group is None else good_values(merged, "group")
+        return Counter(zip(groups, truths, good_values(merged, "label"), strict=False))
 
     def _metrics(self, counted: Mapping[tuple[str, str, str], int], n_failed: int) -> dict[str, Any]:
         pairs, by_group = Counter[tuple[str, str]](), dict[str, Counter[tuple[str, str]]]()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import ratio, weights_of, wilson_interval
+from slurmgpu.llm.answers.metrics import accuracy, best_of, weights_of
 from slurmgpu.llm.answers.steps import Path, Tree
 from slurmgpu.llm.heads.head import beside, place_head
 from slurmgpu.llm.interface.engine import Beside, EngineOptions
@@ -19,7 +19,7 @@ from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.util.amounts import gb
 from slurmgpu.workload import Item, Row, Share
-from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.language_model import good_values, total
 from slurmgpu.workloads.score.outputs import distribution
 from slurmgpu.workloads.score.scorer import INPUTS, ScorerSettings, open_scorer, scorer_table
 from slurmgpu.workloads.score.workload import Score
@@ -60,8 +60,7 @@ class ScoredTree:
     @property
     def best(self) -> int:
         """The number of the path with the highest score, of equals the first; -1 if none has one."""
-        known = [number for number, score in enumerate(self.scores) if not math.isnan(score)]
-        return max(known, key=self.scores.__getitem__, default=-1)
+        return best_of(self.scores)
 
 
 class StepsScorer:
@@ -158,16 +157,8 @@ def _by_node(paths: Sequence[Path], rows: Sequence[Row | ItemError], n_nodes: in
 
 def scored_totals(merged: Merged) -> dict[str, Any]:
     """How often the best path and the weighted vote are right, of all questions, and how scores are distributed."""
-    right, scores, n_unscored = {"best": 0, "weighted_vote": 0}, [np.empty(0)], 0
-    for start, stop in blocks(len(merged)):
-        good = ~merged.failed[start:stop]
-        for name in right:
-            right[name] += int(merged[f"{name}_correct"][start:stop][good].sum())
-        found = [row for row, is_good in zip(merged["scores"][start:stop], good, strict=True) if is_good]
-        scores += found
-        n_unscored += sum(int(np.isnan(row).sum()) for row in found)
-    n = len(merged)
-    summary: dict[str, Any] = {"n_unscored": n_unscored}
-    for name, count in right.items():
-        summary |= {f"{name}_accuracy": ratio(count, n), f"{name}_accuracy_interval": wilson_interval(count, n)}
-    return summary | distribution(np.concatenate(scores))
+    scores = np.concatenate([np.empty(0), *good_values(merged, "scores")])
+    summary: dict[str, Any] = {"n_unscored": int(np.isnan(scores).sum())}
+    for name in ("best", "weighted_vote"):
+        summary |= accuracy(total(merged, f"{name}_correct"), len(merged), f"{name}_")
+    return summary | distribution(scores)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.answers.metrics import ratio, wilson_interval
-from slurmgpu.workloads.language_model import blocks
+from slurmgpu.llm.answers.metrics import accuracy, ratio
+from slurmgpu.workloads.language_model import good_blocks, good_values, total
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 FLOAT32_DIGITS = 7
-_SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
 
 
 def totals(merged: Merged, n_independent: int, pass_at: Sequence[int]) -> dict[str, Any]:
@@ -25,31 +24,21 @@ def totals(merged: Merged, n_independent: int, pass_at: Sequence[int]) -> dict[s
 
     The first `n_independent` paths of each question are samples from the question itself, and pass@k is theirs.
     """
-    sums, n_steps, accuracies, n_right = Counter[str](), 0, 0.0, Counter[int]()
-    for start, stop in blocks(len(merged)):
-        good = ~merged.failed[start:stop]
-        for name in _SUMMED:
-            sums[name] += int(merged[name][start:stop][good].sum(dtype=np.int64))
-        accuracies += float(merged["accuracy"][start:stop][good].sum(dtype=np.float64))
-        rewards = (row for row, is_good in zip(merged["rewards"][start:stop], good, strict=True) if is_good)
-        n_right.update(int(row[:n_independent].sum()) for row in rewards)
-        n_steps += sum(map(len, merged["depths"][start:stop]))
-    n, n_good = len(merged), n_right.total()
-    accuracy = ratio(accuracies, n_good)
+    n_right = Counter(int(row[:n_independent].sum()) for row in good_values(merged, "rewards"))
+    n, n_good, n_paths, n_cut = len(merged), n_right.total(), total(merged, "n_paths"), total(merged, "n_cut")
+    shares = sum(float(each.sum(dtype=np.float64)) for each in good_blocks(merged, "accuracy"))
+    share = ratio(shares, n_good)
     return {
         "n_questions": n,
         "n_failed": n - n_good,
-        "n_paths": sums["n_paths"],
-        "n_correct": sums["n_correct"],
-        "accuracy": None if accuracy is None else round(accuracy, FLOAT32_DIGITS),
-        "vote_accuracy": ratio(sums["vote_correct"], n),
-        "vote_accuracy_interval": wilson_interval(sums["vote_correct"], n),
-        "n_cut": sums["n_cut"],
-        "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
-        "n_steps": n_steps,
-        "n_long": sums["n_long"],
-        "n_rollouts": sums["n_rollouts"],
-        "n_tokens": sums["n_tokens"],
+        "n_paths": n_paths,
+        "n_correct": total(merged, "n_correct"),
+        "accuracy": None if share is None else round(share, FLOAT32_DIGITS),
+        **accuracy(total(merged, "vote_correct"), n, "vote_"),
+        "n_cut": n_cut,
+        "cut_rate": ratio(n_cut, n_paths),
+        "n_steps": sum(map(len, good_values(merged, "depths"))),
+        **{name: total(merged, name) for name in ("n_long", "n_rollouts", "n_tokens")},
         "pass_rate": pass_rates(n_right, n_independent, n, pass_at),
     }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.answers.metrics import vote
 from slurmgpu.llm.answers.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.llm.interface.engine import EngineOptions, Output, Prompt, Request
 from slurmgpu.llm.interface.sampling import mix
@@ -292,7 +293,7 @@ class Collect(LanguageModelWorkload):
             return search.error
         tree, paths, prompt = search.tree, search.tree.paths, search.prompt
         values, nodes, weights = tree.values()[1:], tree.nodes[1:], tree.weights()
-        vote = self._vote(paths, weights)
+        voted = self._vote(paths, weights)
         row: dict[str, Any] = {
             "n_paths": len(paths),
             "n_correct": sum(path.correct for path in paths),
@@ -301,8 +302,8 @@ class Collect(LanguageModelWorkload):
             "n_long": sum(path.is_long for path in paths),
             "n_rollouts": search.n_rollouts,
             "n_tokens": search.n_tokens,
-            "vote": "" if vote is None else vote.answer,
-            "vote_correct": vote is not None and vote.correct,
+            "vote": "" if voted is None else voted.answer,
+            "vote_correct": voted is not None and voted.correct,
             "prompt": str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text,
             "paths": [
                 {
@@ -332,27 +333,22 @@ class Collect(LanguageModelWorkload):
     def _chosen(self, scored: ScoredTree, paths: Sequence[Path], weights: Sequence[Fraction]) -> Row:
         """The columns of a scorer: the best path, and the vote in which each path counts as much as its score."""
         best = scored.best
-        vote = self._vote(paths, [float(weight) * w for weight, w in zip(weights, scored.worth, strict=True)])
+        voted = self._vote(paths, [float(weight) * w for weight, w in zip(weights, scored.worth, strict=True)])
         return {
             "scores": scored.scores,
             "step_scores": scored.steps,
             "unscored": scored.errors,
             "best": best,
             "best_correct": best >= 0 and paths[best].correct,
-            "weighted_vote": "" if vote is None else vote.answer,
-            "weighted_vote_correct": vote is not None and vote.correct,
+            "weighted_vote": "" if voted is None else voted.answer,
+            "weighted_vote_correct": voted is not None and voted.correct,
         }
 
     def _vote(self, paths: Sequence[Path], weights: Sequence[Fraction | float]) -> Path | None:
-        """The first path with the answer that most samples come to (Wang et al. 2023, arXiv:2203.11171)."""
-        votes: dict[str, Fraction | float] = {}
-        first: dict[str, Path] = {}
-        for path, weight in zip(paths, weights, strict=True):
-            if path.answer is not None and not path.cut:
-                answer = self.checker.normal(path.answer)
-                votes[answer] = votes.get(answer, 0) + weight
-                first.setdefault(answer, path)
-        return first[max(votes, key=votes.__getitem__)] if votes else None
+        """The first path with the answer that the vote is for; None without an answer."""
+        answers = [None if path.answer is None or path.cut else self.checker.normal(path.answer) for path in paths]
+        winner = vote(answers, weights)
+        return paths[winner] if winner >= 0 else None
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count paths, right paths, and the questions that they answer; a failed question is not answered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Row, Template
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, n_truncated
+from slurmgpu.workloads.language_model import LanguageModelWorkload, ends_summary, good_values, n_truncated, total
 from slurmgpu.workloads.structured import Answers
 
 if TYPE_CHECKING:
@@ -155,18 +155,13 @@ class Generate(LanguageModelWorkload):
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count tokens of prompts and answers, and why answers ended."""
-        n_prompt_tokens, n_tokens, reasons = 0, 0, Counter[str]()
-        for start, stop in blocks(len(merged)):
-            good = ~merged.failed[start:stop]
-            n_prompt_tokens += int(merged["n_prompt_tokens"][start:stop][good].sum(dtype=np.int64))
-            n_tokens += int(merged["n_tokens"][start:stop][good].sum(dtype=np.int64))
-            ends = compress(merged["finish_reason"][start:stop], good.tolist())
-            reasons.update(ends if self.n == 1 else chain.from_iterable(ends))
-        n_answers = sum(reasons.values())
+        ends = good_values(merged, "finish_reason")
+        reasons = Counter[str](ends if self.n == 1 else chain.from_iterable(ends))
+        n_answers, n_tokens = reasons.total(), total(merged, "n_tokens")
         summary = {
             "n_answers": n_answers,
             "n_failed": int(merged.failed.sum()),
-            "n_prompt_tokens": n_prompt_tokens,
+            "n_prompt_tokens": total(merged, "n_prompt_tokens"),
             "n_tokens": n_tokens,
             "tokens_per_answer": ratio(n_tokens, n_answers),
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
@@ -15,7 +14,7 @@ from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.judge.rubrics import TIE, Rubric
-from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.language_model import good_values
 from slurmgpu.workloads.samples import Samples
 from slurmgpu.workloads.score.outputs import distribution
 from slurmgpu.workloads.score.scorer import INPUTS, ScorerSettings, open_scorer, scorer_table
@@ -146,20 +145,15 @@ def _summarize_compared(merged: Merged) -> dict[str, Any]:
 
     Failed items count as lost in `win_rate`; `scored_win_rate` leaves them out.
     """
-    verdicts, scores, others = Counter[str](), [np.empty(0)], [np.empty(0)]
-    for start, stop in blocks(len(merged)):
-        good = ~merged.failed[start:stop]
-        verdicts.update(compress(merged["verdict"][start:stop], good.tolist()))
-        scores.append(merged["score"][start:stop][good])
-        others.append(merged["score_b"][start:stop][good])
+    verdicts = Counter[str](good_values(merged, "verdict"))
+    scores, others = (np.fromiter(good_values(merged, name), np.float64) for name in ("score", "score_b"))
     won = sum(PREFERENCE.values[name] * count for name, count in verdicts.items())
-    second = distribution(np.concatenate(others))
     return {
         "n_items": len(merged),
         "n_failed": len(merged) - verdicts.total(),
         "verdicts": {name: verdicts[name] for name in PREFERENCE.names},
         "win_rate": ratio(won, len(merged)),
         "scored_win_rate": ratio(won, verdicts.total()),
-        **distribution(np.concatenate(scores)),
-        **{f"{name}_b": value for name, value in second.items()},
+        **distribution(scores),
+        **{f"{name}_b": value for name, value in distribution(others).items()},
     }

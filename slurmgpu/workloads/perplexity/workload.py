@@ -18,7 +18,7 @@ from slurmgpu.llm.settings import ModelSettings, check_range
 from slurmgpu.shards.columns import Array, Column, Ragged
 from slurmgpu.workload import FETCH, Item, Row
 from slurmgpu.workload import Template as Proposal
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
+from slurmgpu.workloads.language_model import LanguageModelWorkload, good_blocks, total
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -135,12 +135,8 @@ class Perplexity(LanguageModelWorkload):
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Perplexity and bits per byte of all texts together."""
-        logprob, n_tokens, n_bytes = 0.0, 0, 0
-        for start, stop in blocks(len(merged)):
-            good = ~merged.failed[start:stop]
-            logprob += float(merged["logprob"][start:stop][good].sum())
-            n_tokens += int(merged["n_tokens"][start:stop][good].sum(dtype=np.int64))
-            n_bytes += int(merged["n_bytes"][start:stop][good].sum())
+        logprob = sum(float(each.sum()) for each in good_blocks(merged, "logprob"))
+        n_tokens, n_bytes = total(merged, "n_tokens"), total(merged, "n_bytes")
         summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": n_tokens, "n_bytes": n_bytes}
         if not n_tokens:
             return summary | {"perplexity": None, "byte_perplexity": None, "bits_per_byte": None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -33,7 +32,7 @@ from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks
+from slurmgpu.workloads.language_model import LanguageModelWorkload, good_values
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
@@ -337,34 +336,20 @@ class Score(LanguageModelWorkload):
         Another workload may have the samples that it scored; else they are those of `each`.
         """
         samples = samples or self.samples
-        labels, n_cut, n_tokens, n_steps, scores = Counter[str](), 0, 0, 0, [np.empty(0)]
-        for start, stop in blocks(len(merged)):
 
-            def values(name: str, start: int = start, stop: int = stop) -> Iterator[Any]:
-                if samples is not None:
-                    return flat(merged, name, start, stop)
-                return compress(merged[name][start:stop], (~merged.failed[start:stop]).tolist())
+        def values(name: str) -> Iterator[Any]:
+            return good_values(merged, name) if samples is None else flat(merged, name)
 
-            n_tokens += sum(map(int, values("n_tokens")))
-            if "label" in self.columns:
-                labels.update(filter(None, values("label")))
-            if self._cut:
-                n_cut += sum(map(bool, values("is_cut")))
-            if self._truncates:
-                n_cut += sum(map(bool, values("n_truncated")))
-            if "score" in self.columns:
-                scores.append(np.fromiter(values("score"), np.float64))
-            if self._steps is not None:
-                n_steps += sum(len(each) for each in values("step_scores") if each is not None)
-        summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": n_tokens}
+        summary: dict[str, Any] = {"n_failed": int(merged.failed.sum()), "n_tokens": sum(map(int, values("n_tokens")))}
         if samples is not None:
             summary = samples.summarize(merged) | summary
         if self._cut:
-            summary["n_cut"] = n_cut
+            summary["n_cut"] = sum(map(bool, values("is_cut")))
         if self._truncates:
-            summary["n_truncated"] = n_cut
+            summary["n_truncated"] = sum(map(bool, values("n_truncated")))
         if self._steps is not None:
-            summary["n_steps"] = n_steps
+            summary["n_steps"] = sum(len(each) for each in values("step_scores") if each is not None)
         if "label" in self.columns:
+            labels = Counter(filter(None, values("label")))
             summary["labels"] = {label: labels[label] for label in self._head.labels}
-        return summary | (distribution(np.concatenate(scores)) if "score" in self.columns else {})
+        return summary | (distribution(np.fromiter(values("score"), np.float64)) if "score" in self.columns else {})
