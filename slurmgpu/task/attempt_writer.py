@@ -1,6 +1,6 @@
 """The record that an attempt writes while it lives: its state, its current shard, where its seconds went.
 
-docs/reference/files.md has the fields. All times are by this node's clock.
+docs/reference/files.md has the fields. All times are by this node's clock, as it is set when the record is written.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ END_PATIENCE_S = 10.0
 """How long an attempt tries to write its end: Slurm's KillWait is 30 s by default."""
 PROGRESS_LENGTH = 200
 """A workload's progress text is cut at this many characters."""
+STEP_S = 1.0
+"""A clock that moved by more against the monotonic one was set; slewing moves it by less between two looks."""
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds since the epoch, and seconds of the monotonic clock."""
+    return time.time(), time.monotonic()
 
 
 class Recording:
@@ -41,10 +48,11 @@ class Recording:
         run: Run,
         attempt: Attempt,
         usage: Callable[[], Usage] = Usage,
-        clock: Callable[[], float] = time.time,
+        clocks: Callable[[], tuple[float, float]] = _clocks,
     ) -> None:
-        self._clock = clock
-        now = clock()
+        self._clocks = clocks
+        now, steady = clocks()
+        self._ahead = now - steady
         self.record = new_record(attempt, node_name(), os.getpid(), gpus.visible_ids() or [], now)
         self._path = run.tasks / f"{attempt.name}.json"
         self._usage = usage
@@ -55,6 +63,28 @@ class Recording:
         self._kept_here = 0.0
         self._call: frozenset[int] = frozenset()
         self._has_waited = False
+
+    def _clock(self) -> float:
+        """The time; if the clock was set, earlier times are moved by as much, so that durations stay what they were."""
+        now, steady = self._clocks()
+        step, self._ahead = now - steady - self._ahead, now - steady
+        if abs(step) > STEP_S:
+            log.warning("the clock of this node was set by %+.0f s", step)
+            self._move(step)
+        return now
+
+    def _move(self, step: float) -> None:
+        times = cast(dict[str, Any], self.record)
+        for name in ("started", "end_time", "updated", "shard_started", "shard_kept"):
+            if times[name] is not None:
+                times[name] = round(times[name] + step, 3)
+        for phase in self.record["phases"]:
+            phase[0] = round(phase[0] + step, 3)
+        for entry in self.record["published"]:
+            entry[1] = round(entry[1] + step, 3)
+        for death in self.record["deaths"]:
+            death["at"] = round(death["at"] + step, 3)
+        self._since += step
 
     def enter(self, state: str) -> None:
         """Note a change of the state, if it is one."""
@@ -69,6 +99,7 @@ class Recording:
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """Record an event of the worker."""
+        self._clock()  # what the event tells is by the clock as it is set now
         record = self.record
         if idle_s := event.get("idle_s"):
             self.wait(idle_s)

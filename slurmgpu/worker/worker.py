@@ -198,7 +198,7 @@ class Worker:
         waiting: list[ComputedShard] = []
         for taken in self._shards():
             shard = taken.shard
-            started, began = time.time(), time.monotonic()
+            began = time.monotonic()
             if self._parts is not None:
                 self._parts.begin(shard, is_joined=self._shard != shard)
             try:
@@ -213,6 +213,8 @@ class Worker:
             if self._is_joined(shard):
                 continue
             if self.group.leads:
+                # By the clock as it is set now: its task does not know whether it was set since.
+                started = time.time() - (time.monotonic() - began)
                 waiting.append(ComputedShard(shard, computed, started, began, self._code()))
             # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
             self._claimer.draws = not self._is_enough(waiting) and self._failed_alike(waiting) is not None

@@ -3,6 +3,7 @@
 import pytest
 
 from slurmgpu.containers.settings import ContainerError
+from slurmgpu.report.ledger import counting, spent
 from slurmgpu.run.records import Attempt, read_record
 from slurmgpu.task.attempt_writer import Recording, until_next
 from slurmgpu.task.launcher import Launcher
@@ -20,7 +21,7 @@ def attempt(tmp_path):
 
     def live(*story):
         now = [0.0]
-        recording = Recording(run, Attempt("7", 0, end_time=99.0), clock=lambda: now[0])
+        recording = Recording(run, Attempt("7", 0, end_time=99.0), clocks=lambda: (now[0], now[0]))
         for at, what, *more in story:
             now[0] = float(at)
             if what in ("add_death", "leave", "end"):
@@ -159,3 +160,39 @@ def test_a_record_of_many_shards_is_written_with_a_line_for_each_field(attempt, 
 @pytest.mark.parametrize(("cost_s", "interval_s"), [(0.0, 3.0), (0.05, 3.0), (0.15, 7.5), (60.0, 10.0)])
 def test_what_takes_long_to_write_is_written_more_rarely(cost_s, interval_s):
     assert until_next(cost_s) == pytest.approx(interval_s)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_moves_earlier_times_and_changes_no_duration(tmp_path, step_s):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    steady, ahead = [0.0], [1e9]
+    clocks = lambda: (ahead[0] + steady[0], steady[0])  # noqa: E731
+    recording = Recording(run, Attempt("7", 0, end_time=1e9 + 99.0), clocks=clocks)
+    recording.record["end_time"] = 1e9 + 99.0
+
+    def live(at, what, **more):
+        steady[0] = float(at)
+        recording.hear({"event": what, **more})
+
+    def publish(shard, at, took):
+        told = {"shard": shard, "items": 8, "errors": {}, "won": True}
+        live(at, "published", **told, started=ahead[0] + at - took, seconds=took)
+
+    live(1, "loading")
+    live(2, "ready", **READY)
+    live(2, "claim", shard=2)
+    publish(2, 5, took=3)
+    recording.add_death(DIES)
+    live(6, "claim", shard=3)
+    ahead[0] += step_s  # and the shard's events are by the new clock
+    publish(3, 16, took=10)
+    recording.end()
+    record = read_record((run.tasks / "7_0.0.json").read_bytes())
+    begun = 1e9 + step_s
+    assert (record["started"], record["ended"], record["end_time"]) == (begun, begun + 16, begun + 99)
+    assert [at for at, _ in record["phases"]] == [begun, begun + 1, begun + 2, begun + 16]
+    assert [entry[1:3] for entry in record["published"]] == [[begun + 2, 3.0], [begun + 6, 10.0]]
+    assert record["deaths"][0]["at"] == begun + 5
+    assert record["lost_s"] == 0.0
+    found = spent(record, 16.0, None, counting([record], {2, 3}))
+    assert (found["useful"], found["loading"], found["lost"]) == (13.0, 1.0, 0.0)
