@@ -476,12 +476,12 @@ def test_a_common_prefix_leaves_each_row_a_token():
 
 
 def test_layers_are_spread_evenly_over_devices(folders, tmp_path):
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from slurmgpu.llm.transformers_engine.loading import even_device_map
 
     config = AutoConfig.from_pretrained(make_llama(tmp_path / "deep", num_hidden_layers=8))
-    placed = even_device_map(config, 4, torch.float32)
+    placed = even_device_map(AutoModelForCausalLM, config, 4, torch.float32)
     layers = [placed[f"model.layers.{i}"] for i in range(8)]
     assert layers == sorted(layers)
     assert sorted(layers.count(device) for device in range(4)) == [2, 2, 2, 2]

@@ -458,7 +458,7 @@ def test_what_is_not_known_to_split_is_spread_unless_asked(tmp_path, config, obs
 def test_a_task_checks_the_memory_that_there_is(llama_70b):
     check_fits(options(llama_70b), 80 * 10**9, 4, tensor_parallel=True)
     with pytest.raises(SlurmGPUError, match=r"does not fit 4 GPUs of 40\.0 GB"):
-        check_fits(options(llama_70b), 40 * 10**9, 4)
+        check_fits(options(llama_70b), 40 * 10**9, 4, tensor_parallel=False)
 
 
 def test_models_that_are_split_have_a_plan_in_transformers():

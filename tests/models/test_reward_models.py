@@ -169,7 +169,7 @@ def test_layers_are_spread_over_gpus_with_the_head_in_one_piece(checkpoint, name
 
     folder, _ = checkpoint
     auto = own_class(name)
-    found = even_device_map(AutoConfig.from_pretrained(folder), 2, torch.float32, auto=auto)
+    found = even_device_map(auto, AutoConfig.from_pretrained(folder), 2, torch.float32)
     assert set(found.values()) == {0, 1}
 
 

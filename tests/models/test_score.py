@@ -333,9 +333,8 @@ def test_the_layers_of_a_model_with_a_head_are_spread_over_gpus(reward_model):
 
     from slurmgpu.llm.transformers_engine.loading import even_device_map
 
-    found = even_device_map(
-        AutoConfig.from_pretrained(reward_model), 2, torch.float32, auto=AutoModelForSequenceClassification
-    )
+    config = AutoConfig.from_pretrained(reward_model)
+    found = even_device_map(AutoModelForSequenceClassification, config, 2, torch.float32)
     assert set(found.values()) == {0, 1}
     assert "score" in found
 

@@ -31,8 +31,14 @@ from slurmgpu.llm.prompts.codec import PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
-from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, where_on
-from slurmgpu.util.allocator import keep_freed_memory
+from slurmgpu.llm.transformers_engine.loading import (
+    Loaded,
+    check_whole,
+    from_pretrained,
+    log_loaded,
+    prepare,
+    where_on,
+)
 from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
@@ -222,10 +228,6 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     import torch
     import transformers
     from transformers import AutoConfig, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    from slurmgpu.llm.models.kernels import choose_kernels
-    from slurmgpu.llm.models.reading import read_ahead
 
     started = time.monotonic()
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
@@ -234,11 +236,7 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     is_trusted = options.trust_remote_code and own is None
     source |= {"revision": options.model.revision, "trust_remote_code": is_trusted}
     config = AutoConfig.from_pretrained(**source)
-    if place.device == "cpu":
-        keep_freed_memory()
-    choose_kernels(options.precision)
-    read_ahead(options.model.folder)
-    disable_progress_bar()  # logs are files
+    prepare(options, place)
     # Absolute positions are counted from the left.
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="right")
     dtype = getattr(torch, TORCH_NAMES[options.precision])

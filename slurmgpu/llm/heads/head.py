@@ -11,9 +11,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.own_classes import PROCESS_REWARD, REWARD, STEP_ENDS
 from slurmgpu.llm.interface.engine import Beside, EngineOptions, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_tokenizer
-from slurmgpu.llm.models.sizes import ITEM_BYTES, context_of, text_config
+from slurmgpu.llm.models.sizes import ITEM_BYTES, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
-from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Memory, look_at, usable
+from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Memory, look_at, row_tokens, usable
 from slurmgpu.llm.placement.place import refuse_missing
 from slurmgpu.util.amounts import gb
 
@@ -151,19 +151,13 @@ def has_chat_template(source: ModelSource) -> bool | None:
 
 def beside(options: EngineOptions) -> Beside:
     """The model as one that computes beside another on the same GPUs; SlurmGPUError if it cannot."""
-    _check_variant(options)
-    memory, _ = _memory(options, options.batch_tokens)
-    refuse_missing(look_at(options))
-    check_tokenizer(options.model)
+    memory, _ = _checked_memory(options)
     return Beside(options.model.name, memory.weights, memory.cache, memory.layers)
 
 
 def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tuple[str, ...]:
     """Lines that say how a model with a head uses a task's GPUs; SlurmGPUError if it does not fit, with numbers."""
-    _check_variant(options)
-    memory, tokens = _memory(options, options.batch_tokens)
-    refuse_missing(look_at(options))
-    check_tokenizer(options.model)
+    memory, tokens = _checked_memory(options)
     weights = f"{options.model.name}, {options.precision}: {gb(memory.weights)} of weights"
     batch = f"{gb(memory.cache)} for a batch of {tokens:,} tokens"
     if gpus == 0:
@@ -191,19 +185,21 @@ def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tup
     return tuple(lines)
 
 
-def _check_variant(options: EngineOptions) -> None:
+def _checked_memory(options: EngineOptions) -> tuple[Memory, int]:
+    """The bytes of a model, with the activations of a batch in place of a cache, and the tokens of the batch.
+
+    SlurmGPUError for a quantised variant, and where weights or the tokenizer are missing.
+    """
     if options.model.quantization is not None:
         raise SlurmGPUError(
             f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
             f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
         )
-
-
-def _memory(options: EngineOptions, batch_tokens: int | None) -> tuple[Memory, int]:
-    """The bytes of a model, with the activations of a batch in place of a cache, and the tokens of the batch."""
     model = look_at(options)
+    refuse_missing(model)
+    check_tokenizer(options.model)
     config = text_config(options.model.config)
-    tokens = batch_tokens or min(ROW_TOKENS, context_of(options.model, options.max_context) or ROW_TOKENS)
+    tokens = options.batch_tokens or row_tokens(options)
     hidden = int(config.get("hidden_size") or config.get("dim") or config.get("d_model") or USUAL_WIDTH)
     inner = config.get("intermediate_size") or 4 * hidden
     inner = int(max(inner) if isinstance(inner, list) else inner)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
@@ -54,12 +55,8 @@ def hold_adapters(model: Any, adapters: Adapters) -> Switch:
         if wrapped is None:
             wrapped = _wrap(model, source, names[name])
         else:
-            _checked(
-                source,
-                lambda wrapped=wrapped, source=source, name=name: wrapped.load_adapter(
-                    str(source.folder), adapter_name=names[name]
-                ),
-            )
+            with _misfits(source):
+                wrapped.load_adapter(str(source.folder), adapter_name=names[name])
             _check_weights(wrapped, source, names[name])
     assert wrapped is not None
     wrapped.eval()
@@ -77,16 +74,18 @@ def _wrap(model: Any, source: ModelSource, name: str) -> Any:
             f"adapter is set, and needs the package peft, which cannot be imported here ({error}). "
             f"`pip install 'slurmgpu[lora]'` brings it; in an image, add it to the definition."
         ) from error
-    wrapped = _checked(source, lambda: PeftModel.from_pretrained(model, str(source.folder), adapter_name=name))
+    with _misfits(source):
+        wrapped = PeftModel.from_pretrained(model, str(source.folder), adapter_name=name)
     _check_weights(wrapped, source, name)
     wrapped.eval()
     return wrapped
 
 
-def _checked(source: ModelSource, load: Any) -> Any:
-    """The result of `load`; SlurmGPUError if the adapter does not fit the model."""
+@contextlib.contextmanager
+def _misfits(source: ModelSource) -> Iterator[None]:
+    """Raise SlurmGPUError if the adapter that is loaded meanwhile does not fit the model."""
     try:
-        return load()
+        yield
     except (ValueError, RuntimeError) as error:  # layers that the model lacks, and weights of another size
         said = " ".join(str(error).split())[:300]
         raise _misfit(source, said) from error

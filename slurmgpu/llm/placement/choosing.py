@@ -108,10 +108,7 @@ def what_fits(model: Model, offer: Offer) -> Iterator[str]:
 
 def most_tokens(model: Model, offer: Offer) -> int:
     """The largest batch below the model's own that fits, in multiples of LEAST_BATCH; 0 if none does."""
-    low, high = (
-        0,
-        -(-model.batch_tokens // LEAST_BATCH),
-    )  # in multiples of LEAST_BATCH; the model's own batch does not fit
+    low, high = 0, -(-model.batch_tokens // LEAST_BATCH)  # in multiples of LEAST_BATCH; the model's own does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(model.with_batch(middle * LEAST_BATCH), offer) else (low, middle)

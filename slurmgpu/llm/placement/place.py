@@ -53,7 +53,7 @@ def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tensor_parallel: bool = False) -> None:
+def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int, *, tensor_parallel: bool) -> None:
     """Refuse a model that does not fit on this machine's GPUs with a small batch, before weights are read."""
     model = look_at(options)
     model = model.with_batch(min(model.batch_tokens, ROW_TOKENS))

@@ -28,7 +28,7 @@ class ImageEngine:
     """A model of transformers that takes images, with batches by the model's own `generate`."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
-        from transformers import AutoModelForImageTextToText, GenerationConfig
+        from transformers import GenerationConfig
 
         kind = options.model.config.get("model_type")
         if kind in CROSS_ATTENTION:
@@ -37,7 +37,7 @@ class ImageEngine:
                 "transformers does not support; expected a model such as Qwen2.5-VL, LLaVA or Gemma 3."
             )
         processor = load_processor(options)
-        loaded = load_model(options, place, AutoModelForImageTextToText)
+        loaded = load_model(options, place)
         loaded = dataclasses.replace(loaded, tokenizer=processor.tokenizer)
         # `generate` would take what is unset from the checkpoint's, such as a penalty of repetitions.
         loaded.model.generation_config = GenerationConfig()

@@ -64,17 +64,10 @@ class Loaded:
         return int(found) if found is not None else 0
 
 
-def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded:
-    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`.
-
-    `auto` is the Auto class that makes the model, AutoModelForCausalLM unless set.
-    """
+def load_model(options: EngineOptions, place: Place) -> Loaded:
+    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    from slurmgpu.llm.models.kernels import choose_kernels
-    from slurmgpu.llm.models.reading import read_ahead
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     started = time.monotonic()
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
@@ -90,20 +83,17 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
             f"{options.model.name} has the type {config.model_type}, whose cache the engine transformers does not "
             'support; expected a decoder such as Llama, Qwen or gpt-oss. engine = "vllm" may support it.'
         )
-    if place.device == "cpu":
-        keep_freed_memory()
-    choose_kernels(options.precision)
     _check_memory(options, place)
-    read_ahead(options.model.folder)
-    disable_progress_bar()  # logs are files
+    prepare(options, place)
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
     dtype = getattr(torch, TORCH_NAMES[options.precision])
+    auto = AutoModelForImageTextToText if options.images else AutoModelForCausalLM
     arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config, auto)}
     if (quantization := quantization_config(options, place)) is not None:
         arguments["quantization_config"] = quantization
     model, report = from_pretrained(arguments, auto)
-    check_whole(model, report, options)
-    if auto is None and argument_of(model) is None and not takes_keywords(model):
+    check_whole(model, report, options, "a model without a language-model head cannot generate text")
+    if not options.images and argument_of(model) is None and not takes_keywords(model):
         raise SlurmGPUError(_without_cache(model, options))
     switch = None
     if options.adapters.choice is not None:
@@ -126,6 +116,20 @@ def load_model(options: EngineOptions, place: Place, auto: Any = None) -> Loaded
     return loaded
 
 
+def prepare(options: EngineOptions, place: Place) -> None:
+    """Before a model is loaded: set up the process, and read the weights ahead."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from slurmgpu.llm.models.kernels import choose_kernels
+    from slurmgpu.llm.models.reading import read_ahead
+
+    if place.device == "cpu":
+        keep_freed_memory()
+    choose_kernels(options.precision)
+    read_ahead(options.model.folder)
+    disable_progress_bar()  # logs are files
+
+
 def _without_cache(model: Any, options: EngineOptions) -> str:
     return (
         f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache (neither "
@@ -146,18 +150,17 @@ def _check_memory(options: EngineOptions, place: Place) -> None:
 
 
 def even_device_map(
-    config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False, auto: Any = None
+    auto: Any, config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False
 ) -> dict[str, int]:
     """The device of each part of a model on `n_devices`, with as little as possible on the fullest.
 
-    `auto` is the Auto class that makes the model, AutoModelForCausalLM unless set. Accelerate's own maps fill the first
-    devices, and leave no room for the cache there.
+    `auto` is the Auto class that makes the model. Accelerate's own maps fill the first devices, and leave no room for
+    the cache there.
     """
     from accelerate import infer_auto_device_map, init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights():
-        model = (auto or AutoModelForCausalLM).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     whole = list(getattr(model, "_no_split_modules", None) or ())
     size = sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
 
@@ -183,7 +186,7 @@ def even_device_map(
     return best
 
 
-def where_on(options: EngineOptions, place: Place, config: Any, auto: Any = None) -> dict[str, Any]:
+def where_on(options: EngineOptions, place: Place, config: Any, auto: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` that put a model on the device, the GPUs or the group of `place`."""
     import torch
 
@@ -194,7 +197,7 @@ def where_on(options: EngineOptions, place: Place, config: Any, auto: Any = None
     if place.gpus > 1:
         dtype = getattr(torch, TORCH_NAMES[options.precision])
         trusted = options.trust_remote_code
-        return {"device_map": even_device_map(config, place.gpus, dtype, trust_remote_code=trusted, auto=auto)}
+        return {"device_map": even_device_map(auto, config, place.gpus, dtype, trust_remote_code=trusted)}
     return {"device_map": place.device}
 
 
@@ -224,18 +227,16 @@ def _distributed(place: Place, config: Any) -> Any:
     return DistributedConfig(**{name: value for name, value in wanted.items() if name in known})
 
 
-def from_pretrained(arguments: dict[str, Any], auto: Any = None) -> tuple[Any, Mapping[str, Any]]:
+def from_pretrained(arguments: dict[str, Any], auto: Any) -> tuple[Any, Mapping[str, Any]]:
     """A model, made by the Auto class, and what transformers reports about its checkpoint."""
-    from transformers import AutoModelForCausalLM
-
     # Otherwise both are a warning with a table, or an error that refers to that table.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     found: tuple[Any, Mapping[str, Any]]
     try:
-        found = (auto or AutoModelForCausalLM).from_pretrained(**arguments)
+        found = auto.from_pretrained(**arguments)
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
-            name = (auto or AutoModelForCausalLM).__name__
+            name = auto.__name__
             raise SlurmGPUError(
                 f"The model has the type {arguments['config'].model_type}, which {name} of transformers does not know."
                 f"{HINTS.get(name, '')}"
@@ -249,12 +250,7 @@ def from_pretrained(arguments: dict[str, Any], auto: Any = None) -> tuple[Any, M
     return found
 
 
-def check_whole(
-    model: Any,
-    report: Mapping[str, Any],
-    options: EngineOptions,
-    advice: str = "a model without a language-model head cannot generate text",
-) -> None:
+def check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions, advice: str) -> None:
     """Refuse a model whose checkpoint lacks weights, which transformers replaces by random numbers.
 
     Tied weights are not missing.

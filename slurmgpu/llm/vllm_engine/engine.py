@@ -37,7 +37,7 @@ from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import eos_ids_of
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, following, scores_by_token
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, following, scores_by_token
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
 from slurmgpu.llm.vllm_engine.limits import memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
@@ -131,7 +131,7 @@ class VllmEngine:
                 shown.append(images)
                 asked.append(one)
             except PromptError as error:
-                yield Scores(question.id, np.empty(0), np.empty(0, np.int64), error=str(error))
+                yield failed(question, str(error))
         # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
         places = [(number, prefix, ids) for number, each in enumerate(asked) for prefix, ids in _forks(each.choices)]
         prompts = [asked[number].prompt + prefix for number, prefix, _ in places]
@@ -153,7 +153,10 @@ class VllmEngine:
             found = answer.logprobs[0]
             known[number].update({(prefix, token): found[token].logprob for token in ids})
         for number, each in enumerate(asked):
-            yield _scores(each, known[number], problems.get(number))
+            if number in problems:
+                yield failed(each.question, problems[number], each.n_prompt_tokens)
+            else:
+                yield scores_by_token(each, known[number])
 
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
         """The log-probabilities of each passage's tokens.
@@ -428,9 +431,3 @@ def _forks(choices: Sequence[Tokens]) -> Iterator[tuple[Tokens, list[int]]]:
     for prefix, ids in following(choices).items():
         for start in range(0, len(ids), MOST_LOGPROB_TOKENS):
             yield prefix, ids[start : start + MOST_LOGPROB_TOKENS]
-
-
-def _scores(asked: Asked, known: dict[tuple[Tokens, int], float], problem: str | None) -> Scores:
-    if problem is not None:
-        return Scores(asked.question.id, np.empty(0), np.empty(0, np.int64), asked.n_prompt_tokens, problem)
-    return scores_by_token(asked, known)
