@@ -9,7 +9,7 @@ from typing import Literal
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.own_classes import PROCESS_REWARD, REWARD, STEP_ENDS
-from slurmgpu.llm.interface.engine import Beside, EngineOptions, Prompt
+from slurmgpu.llm.interface.engine import EngineOptions, OtherModel, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_tokenizer
 from slurmgpu.llm.models.sizes import ITEM_BYTES, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
@@ -149,10 +149,10 @@ def has_chat_template(source: ModelSource) -> bool | None:
     return bool(read_json(own).get("chat_template")) if own.is_file() else None
 
 
-def beside(options: EngineOptions) -> Beside:
+def other_model(options: EngineOptions) -> OtherModel:
     """The model as one that computes beside another on the same GPUs; SlurmGPUError if it cannot."""
     memory, _ = _checked_memory(options)
-    return Beside(options.model.name, memory.weights, memory.cache, memory.layers)
+    return OtherModel(options.model.name, memory.weights, memory.cache, memory.layers)
 
 
 def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tuple[str, ...]:

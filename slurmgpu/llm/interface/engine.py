@@ -281,7 +281,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherModel:
     """Another model on the same GPUs: the bytes of its weights, in so many layers, and of a batch's activations."""
 
     name: str
@@ -327,7 +327,7 @@ class EngineOptions:
     url: str = ""
     concurrency: int = 128
     images: bool = False
-    beside: Beside | None = None
+    beside: OtherModel | None = None
 
 
 @dataclass(frozen=True)
