@@ -142,7 +142,7 @@ def words(*known: str) -> Callable[[str], list[str]]:
 
 
 def _is_probe(run: Path) -> bool:
-    """Whether a run is a probe: its input is ranges."""
+    """Whether a run is a probe."""
     if not run.name.endswith(PROBE):
         return False
     from slurmgpu.util.shared_files import read_bytes
@@ -151,7 +151,7 @@ def _is_probe(run: Path) -> bool:
         text = read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
     except OSError:
         return False
-    return '"ranges": [' in text and '"look": "look"' not in text
+    return '"look": "probe"' in text
 
 
 def _words(incomplete: str, known: Iterable[str]) -> list[str]:

@@ -77,8 +77,8 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
     known = {line["submission"]: code for line in run.submissions() if (code := snapshots.code_of([line]))}
     if not known:
         raise SlurmGPUError(
-            f"--code {named}: {run.folder} has no snapshot of its code, as it is of an older slurmgpu. Leave it out: "
-            f"the code is taken as it is now."
+            f"--code {named}: {run.folder} was never submitted, and has no former code. Leave it out: the code is "
+            f"taken as it is now."
         )
     last = max(known)
     wanted = known[last]["digest"] if named == FORMER else named

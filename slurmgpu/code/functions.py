@@ -241,8 +241,7 @@ def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]
         raise SlurmGPUError(
             f"{path} needs the module {error.name!r}, which is not installed here. Install it, or add it to the image."
         ) from error
-    if file.tell() < len(content):  # an older slurmgpu has written no lines
-        _show_lines(pickle.load(file))
+    _show_lines(pickle.load(file))
     return found
 
 

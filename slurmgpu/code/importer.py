@@ -304,7 +304,7 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
 
     Modules that are imported already are used unless they are known to differ from the snapshot, or are of other files.
     """
-    if digest is None:  # a run of an older slurmgpu
+    if digest is None:  # a run that was never submitted
         yield
         return
     finder = _finder(run, digest)

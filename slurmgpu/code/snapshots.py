@@ -220,14 +220,14 @@ def digests_in(run: Path) -> list[str]:
 
 
 def code_of(lines: Sequence[SubmissionLine], submission: int | None = None) -> Code | None:
-    """The code of a submission, by default the last one; None for an older slurmgpu."""
+    """The code of a submission, by default the last one; None if there was none."""
     chosen = [line for line in lines if submission is None or line["submission"] == submission]
     found = chosen[-1].get("code") if chosen else None
     return found if isinstance(found, dict) and isinstance(found.get("digest"), str) else None
 
 
 def code_digest(lines: Sequence[SubmissionLine], submission: int | None = None) -> str | None:
-    """The digest of a submission's code, by default the last one's; None for an older slurmgpu."""
+    """The digest of a submission's code, by default the last one's; None if there was none."""
     found = code_of(lines, submission)
     return None if found is None else found["digest"]
 

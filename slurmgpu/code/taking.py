@@ -40,7 +40,7 @@ def snapshot_of(
     packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
     former = list(former)
     tracer = Tracer(Path(plan.search_path), packages, former)
-    tracer.inputs = {str((file.get("source") or file)["path"]) for file in plan.input.get("files", ())}
+    tracer.inputs = {str((file["source"] or file)["path"]) for file in plan.input["files"]}
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
     before = ""
     for text in plan.texts():

@@ -76,7 +76,7 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     wanted = merge_tables(asked, {"executor": "slurm", "device": device})
     n_nodes, digests = nodes_here(), snapshots.digests_in(run.folder)
     code = last.get("code")
-    if code is None and digests:  # of planning; a run of an older slurmgpu has no snapshot
+    if code is None and digests:  # of planning, unless that was killed before it took one
         code = snapshots.read(run.folder, digests[0], with_sources=False).line()
     return replace(
         first_submission(wanted, run.plan.most_tasks(run.plan.n_shards)),

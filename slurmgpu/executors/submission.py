@@ -68,7 +68,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     """
     owners.refuse_unwritable(run, "submit it", computes=True, merges=True)
     owners.refuse_foreign(run, "submit it", [run.folder / "submissions.jsonl"])
-    if not protect(run.folder):  # an older slurmgpu made it, or its mode was changed since
+    if not protect(run.folder):  # its mode was changed since
         owners.refuse_foreign(run, "submit it", [run.logs])  # jobs unpickle what is in it
     with heeded(), run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)

@@ -91,10 +91,10 @@ class InputSpec:
         """The spec from `to_json`; SlurmGPUError if its numbers of items do not agree, as after an edit."""
         files = tuple(_input_file(file) for file in value["files"])
         columns = None if value["columns"] is None else tuple(value["columns"])
-        found = value.get("ranges")  # absent in older runs
-        ranges = None if found is None else tuple((start, stop) for start, stop in found)
-        folders = tuple(value.get("folders", ()))  # absent in older runs
-        spec = cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})
+        ranges = None if value["ranges"] is None else tuple((start, stop) for start, stop in value["ranges"])
+        spec = cls(
+            **{**value, "files": files, "columns": columns, "ranges": ranges, "folders": tuple(value["folders"])}
+        )
         spec._check_counts()
         return spec
 
@@ -111,5 +111,5 @@ class InputSpec:
 
 
 def _input_file(value: Mapping[str, Any]) -> InputFile:
-    source = value.get("source")  # absent in older runs
-    return InputFile(**{**value, "source": Source(**source) if source else None})
+    source = value["source"]
+    return InputFile(**{**value, "source": None if source is None else Source(**source)})

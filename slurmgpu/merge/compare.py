@@ -254,7 +254,7 @@ KeyReader = Callable[[Block], list[str | None]]
 
 def _key_reader(path: str, source: Source, key: str) -> KeyReader:
     """A function that returns the key of each row of a block, from the column, else from the input."""
-    is_column, has_input = key in source.columns, isinstance(source, RunRows) and source.run.plan.input.get("files")
+    is_column, has_input = key in source.columns, isinstance(source, RunRows) and source.run.plan.input["files"]
     if not is_column and not has_input:
         raise SlurmGPUError(f"{path} has no column {key!r}.{did_you_mean(key, source.columns)}")
 

@@ -34,7 +34,7 @@ class FormerRows:
                 raise DamagedShardError("it is not a merged file of this plan")
             self._pieces = Pieces(directory, table)
             self._table = self._pieces.table
-            self._code = [Stretch(*each) for each in directory.get("code", ())]
+            self._code = [Stretch(*each) for each in directory["code"]]
         except BaseException as error:
             self._reader.close()
             if isinstance(error, (KeyError, TypeError, ValueError)):
@@ -50,10 +50,10 @@ class FormerRows:
         self._reader.close()
 
     def code(self, shard: int) -> list[Stretch]:
-        """The code that computed a shard's rows; unknown for files of older versions."""
+        """The code that computed a shard's rows."""
         place = self.shards[shard]
         start, stop = (int(self._table[name][place]) for name in ("start", "stop"))
-        return within(self._code, start, stop) or [Stretch(start, stop, None)]
+        return within(self._code, start, stop)
 
     def failed(self, shard: int) -> set[int]:
         """The indices of a shard's failed items."""

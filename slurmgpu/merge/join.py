@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,7 @@ class _Copied(NamedTuple):
 
     crc32s: list[int]
     errors: Errors
-    not_finite: Mapping[str, Sequence[int]] | None
+    not_finite: Mapping[str, Sequence[int]]
 
 
 @dataclass
@@ -177,7 +177,7 @@ def join(
     fsync_dir(target.parent)
     failed = [error for each in copied.values() for error in each.errors]
     damaged = tuple(sorted((shard, why) for shard, why in bad.sources.items() if shard not in copied))
-    not_finite = _summed([each.not_finite for each in copied.values()])
+    not_finite = _summed(each.not_finite for each in copied.values())
     taken = {part.source.path for part in left}
     aside = tuple((path, why) for path, why in bad.reasons.items() if path not in taken)
     return Joined(n_rows, len(failed), frozenset(copied), damaged, aside, failed, not_finite, merged.code)
@@ -212,12 +212,10 @@ def verify_joined(path: Path) -> list[str]:
     return problems
 
 
-def _summed(counts: Sequence[Mapping[str, Sequence[int]] | None]) -> dict[str, dict[str, int]] | None:
-    """The sums of the notes of all shards; None if a shard has none."""
+def _summed(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, dict[str, int]]:
+    """The sums of the notes of all shards."""
     found: dict[str, dict[str, int]] = {}
     for count in counts:
-        if count is None:
-            return None
         for name, (n_nan, n_infinite) in count.items():
             total = found.setdefault(name, {"nan": 0, "infinite": 0})
             total["nan"] += n_nan
@@ -388,7 +386,7 @@ class _Merged:
                 return self._copy_held(part, content, found, buffer)
             writers = self._writers(part, found)
             found.verify(reader, lambda path, content: self._put(writers[path], content))
-            return _Copied(_checksums(writers), read_errors(reader, found), found.notes.get("not_finite"))
+            return _Copied(_checksums(writers), read_errors(reader, found), found.notes["not_finite"])
 
     def _put(self, writer: PieceWriter, content: memoryview) -> None:
         if self._stopped.is_set():
@@ -401,7 +399,7 @@ class _Merged:
         writers = self._writers(part, found, buffer)
         for path, piece in pieces.items():
             writers[path].write(piece)
-        return _Copied(_checksums(writers), errors_in(pieces, found), found.notes.get("not_finite"))
+        return _Copied(_checksums(writers), errors_in(pieces, found), found.notes["not_finite"])
 
     def _writers(self, part: _Part, found: Directory, buffer: BufferedWrites | None = None) -> dict[str, PieceWriter]:
         positions, bases = self._positions[part.source.shard], self._bases[part.source.shard]

@@ -67,7 +67,7 @@ def resubmit(
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
             container, changes = contain_again(
-                container, Path(run.plan.provenance["run_file"]), run.plan.provenance.get("container", {})
+                container, Path(run.plan.provenance["run_file"]), run.plan.provenance["container"]
             )
             check_image(container)
             submission = replace(submission, container=container)

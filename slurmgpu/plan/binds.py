@@ -49,7 +49,7 @@ def container_binds(run: Run) -> list[Bind]:
             folder = name.rpartition("/")[0] or "/"
             if brought.isdisjoint(upwards(name)):
                 (files if folder in apart else folders).add(name if folder in apart else folder)
-    for folder in run.input.get("folders", ()):  # absent in older runs
+    for folder in run.input["folders"]:
         for name in names(folder, known):
             if name in apart:
                 raise ContainerError(

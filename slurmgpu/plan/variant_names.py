@@ -49,7 +49,7 @@ def names_beside(
     for number, values in enumerate(configurations):
         same = free.get(as_text(hidden(values)), [])
         if there := [name for name in same if not differs(name, values)]:
-            # Two runs have the same values where `zip` repeats them, and where an older slurmgpu has renamed them.
+            # Two runs have the same values where `zip` repeats them.
             kept[number] = names[number] if names[number] in there else there[0]
             same.remove(kept[number])
     new = [number for number in range(len(configurations)) if number not in kept]

@@ -60,8 +60,8 @@ class Joined:
     """The content of merged.h5 after a join.
 
     `shards` are in it. `damaged` are the shards left out, and why; `aside` are files with wrong bytes, and why.
-    `errors` are the failed items. `not_finite` counts by column the rows with NaN and with infinities; None if shards
-    of an older slurmgpu do not say. `code` says which code computed which rows.
+    `errors` are the failed items. `not_finite` counts by column the rows with NaN and with infinities. `code` says
+    which code computed which rows.
     """
 
     n_rows: int
@@ -70,8 +70,8 @@ class Joined:
     damaged: tuple[tuple[int, str], ...]
     aside: tuple[tuple[Path, str], ...]
     errors: Errors
-    not_finite: dict[str, dict[str, int]] | None = None
-    code: tuple[Stretch, ...] = ()
+    not_finite: dict[str, dict[str, int]]
+    code: tuple[Stretch, ...]
 
 
 class Hole(TypedDict):

@@ -230,7 +230,7 @@ def _code(directory: Mapping[str, Any]) -> list[Stretch]:
     attributes = directory["attributes"]
     if attributes["format"] == SHARD:
         return stretches_of(directory["made_by"], attributes["start"], attributes["stop"])
-    return [Stretch(*each) for each in directory.get("code", ())]
+    return [Stretch(*each) for each in directory["code"]]
 
 
 def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset], Checking | None]:

@@ -23,7 +23,7 @@ from typing import Any, cast
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
-from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSIONS, Plan
+from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSION, Plan
 from slurmgpu.run.lock import hold
 from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
@@ -97,10 +97,10 @@ class Run:
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
         if not isinstance(value, dict):
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: it is no JSON object.")
-        if value.get("format") != RUN_FORMAT or value.get("version") not in RUN_VERSIONS:
+        if value.get("format") != RUN_FORMAT or value.get("version") != RUN_VERSION:
             raise SlurmGPUError(
                 f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
-                f"this slurmgpu reads {RUN_FORMAT!r} to version {RUN_VERSIONS[-1]}. Use the slurmgpu that made the run."
+                f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
             )
         try:
             plan = Plan.from_json(private.reveal(folder, private.PLAN, value))

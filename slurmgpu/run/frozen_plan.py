@@ -9,7 +9,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -22,9 +22,7 @@ from slurmgpu.util.typed_json import check_kinds, check_objects
 NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
 """The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
 RUN_FORMAT = "slurmgpu run"
-RUN_VERSIONS = (1, 2)
-"""2 has `keep`, `look` or several `parts`: a reader of 1 alone would take the fingerprint, and so each shard, for
-another plan's."""
+RUN_VERSION = 1
 _BOUNDS = 2
 """A range has a start and a stop."""
 
@@ -36,39 +34,30 @@ class _SourceRecord(TypedDict):
     sha256: str
 
 
-class _File(_SourceRecord):
+class _FileRecord(_SourceRecord):
     n_items: int
-
-
-class _FileRecord(_File, total=False):
     source: _SourceRecord | None
 
 
-class _Input(TypedDict):
+class InputRecord(TypedDict):
+    """An input as run.json has it; inputs.InputSpec says what it means."""
+
     format: str
     files: list[_FileRecord]
     n_items: int
     stride: int
     columns: list[str] | None
-
-
-class InputRecord(_Input, total=False):
-    """An input as run.json has it; inputs.InputSpec says what it means. Older runs lack the keys that are here."""
-
     ranges: list[list[int]] | None
     folders: list[str]
     repacked: bool
 
 
-class _Provenance(TypedDict):
+class Provenance(TypedDict):
+    """What made a run. `container` are values over [container] of the run file."""
+
     run_file: str
     versions: dict[str, str]
     git: Git | None
-
-
-class Provenance(_Provenance, total=False):
-    """What made a run. `container` are values over [container] of the run file; absent in older runs."""
-
     container: dict[str, Any]
 
 
@@ -137,8 +126,8 @@ class Plan:
 
     @property
     def is_probe(self) -> bool:
-        """Whether this is a probe; older ones have ranges of items, and do not say so."""
-        return self.look == "probe" or (not self.look and self.input.get("ranges") is not None)
+        """Whether this is a probe."""
+        return self.look == "probe"
 
     @property
     def ranges(self) -> Sequence[tuple[int, int]]:
@@ -184,31 +173,23 @@ class Plan:
     @cached_property
     def basis(self) -> Mapping[str, Any]:
         """What the rows depend on, by the name of each part, as run.json gives it back."""
-        always = ("input_digest", "n_items", "workload", "settings", "columns", "batch_size", "shard_items", "seed")
-        parts = {name: getattr(self, name) for name in always}
-        parts |= {"keep": self.keep, "ranges": self.input["ranges"] if self.look else None, "parts": self.parts}
+        names = ("input_digest", "n_items", "workload", "settings", "columns", "batch_size", "shard_items", "seed")
+        parts = {name: getattr(self, name) for name in (*names, "keep", "parts")}
+        parts["ranges"] = self.input["ranges"] if self.look else None
         found: dict[str, Any] = json.loads(json.dumps(parts))  # keys are text, which sorts otherwise
         return found
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the rows depend on; every shard carries it."""
-        parts = dict(self.basis)
-        # Plans of an older slurmgpu lack these: they count only where they are set. Batches are of one part.
-        keep, ranges, n_parts = parts.pop("keep"), parts.pop("ranges"), parts.pop("parts")
-        hashed = [*parts.values(), *([keep] if keep else []), *([ranges] if self.look else [])]
-        hashed += [{"parts": n_parts}] if n_parts > 1 else []
-        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(self.basis, sort_keys=True).encode()).hexdigest()[:32]
 
     def computes_same(self, other: Plan) -> bool:
         """Whether another plan has the same rows: what they depend on is equal, and so is how the input is read.
 
         Of what a file is read as, its lines or its records, the fingerprint has nothing: `x.txt` may be `x.jsonl`.
         """
-        mine, others = (
-            [plan.input["format"], plan.input["columns"], plan.input.get("folders", ())]  # older runs have no folders
-            for plan in (self, other)
-        )
+        mine, others = ([plan.input[key] for key in ("format", "columns", "folders")] for plan in (self, other))
         # Not by `basis`, in which a setting that is NaN differs from itself.
         return self.fingerprint == other.fingerprint and json.dumps(mine) == json.dumps(others)
 
@@ -232,18 +213,16 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The content of run.json."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        version = RUN_VERSIONS[1 if self.keep or self.look or self.parts > 1 else 0]
-        return {"format": RUN_FORMAT, "version": version, "fingerprint": self.fingerprint, **fields}
+        return {"format": RUN_FORMAT, "version": RUN_VERSION, "fingerprint": self.fingerprint, **fields}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
         """The plan in a run.json; ValueError if a value is missing, or of a kind that it cannot be."""
-        fields = cls.__dataclass_fields__.items()
-        check_kinds(value, cls, [n for n, each in fields if each.default is each.default_factory is MISSING])
+        check_kinds(value, cls, cls.__dataclass_fields__)
         check_objects("its input: ", [value["input"]], InputRecord)
-        if not all(len(each) == _BOUNDS for each in value["input"].get("ranges") or ()):
+        if not all(len(each) == _BOUNDS for each in value["input"]["ranges"] or ()):
             raise ValueError(f"its input: ranges is {value['input']['ranges']!r:.80}")
         for name in ("n_items", "shard_items", "batch_size", "parts"):
-            if value.get(name) is not None and value[name] < 1:
+            if value[name] < 1:
                 raise ValueError(f"its {name} is {value[name]}")
-        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from pathlib import Path
 
@@ -60,8 +59,8 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
     if "pids" not in submission or not are_seen_here(submission):
         return None
     pids = submission["pids"]
-    ticks = dict(zip(pids, submission.get("ticks", ()), strict=False))  # none, if an older slurmgpu has submitted
-    lives = {pid: _lives(pid, ticks.get(pid), submission["time"]) for pid in pids}
+    ticks = dict(zip(pids, submission["ticks"], strict=True))
+    lives = {pid: _lives(pid, ticks[pid], submission["time"]) for pid in pids}
     living = [pid for pid, is_there in lives.items() if is_there]
     return None if not living and None in lives.values() else living
 
@@ -77,8 +76,6 @@ def is_orphaned(run: Run, number: int) -> bool:
 
 def are_seen_here(submission: SubmissionLine) -> bool:
     """Whether the processes of a submission are on this machine, not on another one of the same name."""
-    if "boot" not in submission:  # of an older slurmgpu
-        return bool(submission["host"] == platform.node())
     return are_numbered_here(submission)
 
 

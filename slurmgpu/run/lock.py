@@ -320,7 +320,7 @@ def _look(path: Path) -> bytes | None:
 
 
 def _parse(content: bytes) -> Holder:
-    """The content of a lock; only its text if it is damaged, or an older slurmgpu's."""
+    """The content of a lock; only its text if it is damaged."""
     value = decode(content)
     return {"text": content.decode("utf-8", "replace")} if value is None else cast(Holder, value)
 

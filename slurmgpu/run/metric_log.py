@@ -114,7 +114,7 @@ class MetricReader:
 
     def news(self) -> Iterator[Logged]:
         """What was logged since the last call."""
-        with contextlib.suppress(FileNotFoundError):  # a run of an older slurmgpu
+        with contextlib.suppress(FileNotFoundError):
             for name in list_names(self._folder):
                 if name.endswith(SUFFIX):
                     yield from self._news_of(name)

@@ -167,7 +167,7 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJo
 
 
 def _name_of(run: Run, line: SubmissionLine, key: Literal["array_job", "merge_job"]) -> str | None:
-    """The name of a submission's job; None if an older slurmgpu recorded none."""
+    """The name of a submission's job; None if it is not recorded."""
     if key == "array_job":
         told, options, prefix = line.get("array_name"), line.get("slurm"), JOB_NAME
     else:

@@ -27,8 +27,7 @@ def check_objects(where: str, objects: Sequence[Any], wanted: Any) -> None:
 def check_kinds(value: Mapping[str, Any], wanted: type, required: Collection[str]) -> None:
     """ValueError if one of the keys `required` is missing, or a value is of another kind than the class `wanted` says.
 
-    Of lists, what is in them is checked as well; of objects it is not, as those of an older slurmgpu may lack keys. A
-    key that is not required may be null.
+    What is in lists is checked as well, and what is in objects is not. A key that is not required may be null.
     """
     if lacks := [name for name in required if name not in value]:
         raise ValueError(f"it lacks {lacks[0]}")

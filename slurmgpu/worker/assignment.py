@@ -21,7 +21,7 @@ class Assignment:
 
     `resume` are shards that this attempt has already claimed, by a worker that died. `end_time` is the end of the
     allocation in seconds since the epoch, by this node's clock. `inject` are faults on demand. `cluster` is that of
-    the claims. `code` is the digest of the snapshot of the user's modules; None in runs of an older slurmgpu.
+    the claims. `code` is the digest of the snapshot of the user's modules.
     """
 
     task: str

@@ -249,7 +249,7 @@ def make_run(base, files=(), settings=None, workload="slurmgpu.workloads.embed:E
     base.mkdir(exist_ok=True)
     values = dict.fromkeys(Plan.__dataclass_fields__) | {"search_path": str(base), "settings": settings or {}}
     values |= {"workload": workload, "input": {"files": [{"path": str(path)} for path in files]}}
-    values["input"] |= {"folders": [str(folder) for folder in folders]} if folders else {}
+    values["input"]["folders"] = [str(folder) for folder in folders]
     values["paths"] = [str(path) for path in paths]
     return Run(base / "run", Plan(**values))
 

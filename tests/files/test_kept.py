@@ -13,7 +13,6 @@ from slurmgpu.inputs.keys import name_by
 from slurmgpu.merge.item_names import name_by_key
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run
-from slurmgpu.run.frozen_plan import Plan
 from tests.support.runs import planned_run, report
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
@@ -135,25 +134,6 @@ def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
         refused = slurmgpu(*DEBUG, cwd=folder, expect=2)
         assert f"{key} takes the field 'idd', and the input " in refused.stderr
         assert "Did you mean 'id'?" in refused.stderr
-
-
-def test_an_older_slurmgpu_refuses_a_run_whose_fingerprint_it_cannot_compute(tmp_path):
-    run = planned_run(tmp_path / "run", keep={"id": "id"})
-    assert json.loads((run.folder / "run.json").read_text())["version"] == 2
-    assert Run.open(run.folder).plan.keep == {"id": "id"}
-    look = planned_run(tmp_path / "look", look="look", input={**run.plan.input, "ranges": [[0, run.plan.n_items]]})
-    assert json.loads((look.folder / "run.json").read_text())["version"] == 2
-    assert json.loads((planned_run(tmp_path / "other").folder / "run.json").read_text())["version"] == 1
-
-
-def test_a_plan_of_an_older_slurmgpu_keeps_its_fingerprint(tmp_path):
-    run = planned_run(tmp_path / "run")
-    value = json.loads((run.folder / "run.json").read_text())
-    for name in ("keep", "key", "retries"):
-        del value[name]
-    older = Plan.from_json(value)
-    assert (older.keep, older.key, older.retries) == ({}, None, 0)
-    assert older.fingerprint == Run.open(run.folder).plan.fingerprint == value["fingerprint"]
 
 
 def test_a_plan_whose_values_give_another_fingerprint_is_refused_before_its_shards_are_taken_for_damaged(tmp_path):

@@ -39,7 +39,8 @@ def row(index, sign=1):
 def run(tmp_path):
     plan = Plan(
         name="judge",
-        input={"format": "jsonl", "files": [], "columns": None, "n_items": N_ITEMS, "stride": 1},
+        input={"format": "jsonl", "files": [], "columns": None, "n_items": N_ITEMS, "stride": 1}
+        | {"ranges": None, "folders": [], "repacked": False},
         input_digest="0" * 8,
         n_items=N_ITEMS,
         workload="workloads:Twice",

@@ -173,6 +173,7 @@ def test_what_a_failed_item_keeps_is_shown_with_its_error(slurmgpu, tmp_path):
 
 def test_items_that_a_look_lacks_are_refused_by_name(slurmgpu, tmp_path):
     chosen = {"format": "jsonl", "files": [], "columns": None, "n_items": 4, "stride": 1, "ranges": [[1, 2], [5, 8]]}
+    chosen |= {"folders": [], "repacked": False}
     run = published_run(tmp_path / "run", COLUMNS, [row(index) for index in range(4)], look="look", input=chosen)
     assert indices(shown(slurmgpu, run.folder, "--items", "0:6")) == [1, 5]
     said = slurmgpu("show", run.folder, "--items", "2:4", expect=2).stderr

@@ -118,15 +118,8 @@ def test_the_state_does_not_contradict_the_attempts(run):
     assert seen(None, NOW + 20) == ("running", {False})  # what Slurm says is not known
 
 
-@pytest.mark.parametrize("uid", ["theirs", "the folder's"])
-def test_of_what_another_user_has_submitted_the_own_queue_says_nothing(run, monkeypatch, uid):
-    owner = run.folder.stat().st_uid
-    if uid == "theirs":
-        run.record_submission({"submission": 1, "uid": owner + 1})
-    else:  # submissions of an older slurmgpu do not say whose they are
-        path = run.folder / "submissions.jsonl"
-        path.write_text(path.read_text().replace(f'"uid": {owner}', '"name": 1'))
-        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+def test_of_what_another_user_has_submitted_the_own_queue_says_nothing(run):
+    run.record_submission({"submission": 1, "uid": os.getuid() + 1})
     status = read_status(run, [], now=NOW + 20)
     assert (status["state"], status["queue"], status["at_work"]) == ("running", None, None)
 
@@ -373,7 +366,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - 300)
     run = pretend_run(tmp_path / "here", 300, n_tasks=2, executor="local")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        pids = {"host": platform.node(), "pids": [process.pid], "time": time.time()}
+        pids = {"host": platform.node(), **numbering(), **processes([process.pid]), "time": time.time()}
         run.record_submission({"submission": 1, "state": "running", **pids})
         yield run, process
         process.kill()
@@ -426,8 +419,7 @@ def test_a_clock_that_was_set_makes_no_living_process_look_dead(here):
     assert process.wait(200) == -signal.SIGTERM
     own = {**line, "pids": [os.getpid()]}
     assert processes_here({**own, "ticks": [ticks]}) == []  # a later process that has the pid of one
-    # Of an older slurmgpu there is the time alone.
-    del own["ticks"]
+    own["ticks"] = [None]  # where /proc does not show it there is the time alone
     assert processes_here(own) == []
     assert processes_here({**own, "time": time.time()}) == [os.getpid()]
 

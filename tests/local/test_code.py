@@ -345,17 +345,11 @@ def test_processes_that_a_workload_spawns_import_the_snapshot(signed, slurmgpu):
     assert bytes(values(folder, "said/values")).decode() == "1"
 
 
-def test_a_run_of_an_older_slurmgpu_goes_on(signed, slurmgpu):
+def test_a_run_that_was_only_planned_has_no_former_code(signed, slurmgpu):
     folder = signed("debug")
-    slurmgpu("submit", cwd=folder, expect=0)
-    path = folder / "run" / "submissions.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        line.pop("code", None)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lack(folder, 0)
-    assert "older slurmgpu" in slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=2).stderr
-    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    slurmgpu("plan", cwd=folder, expect=0)
+    assert "was never submitted" in slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=2).stderr
+    slurmgpu("resubmit", "run", "--executor", "debug", cwd=folder, expect=0)
     assert report(folder)["complete"]
 
 

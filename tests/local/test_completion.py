@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     pretend_run(folder / "other" / "deep" / "run2", 300, n_tasks=2)
     probe = pretend_run(folder / "other" / "deep" / "run2-probe", 300, n_tasks=2).folder / "run.json"
     value = json.loads(probe.read_text())
-    probe.write_text(json.dumps({**value, "input": {**value["input"], "ranges": [[0, 16]]}}, indent=2))
+    probe.write_text(json.dumps({**value, "look": "probe"}, indent=2))
     (folder / ".hidden").mkdir()
     (folder / "embed.toml").touch()
     (folder / "notes.txt").touch()

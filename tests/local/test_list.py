@@ -57,10 +57,7 @@ def test_runs_are_listed_with_how_they_stand_the_last_active_first(folder, slurm
 
 
 def test_a_run_that_is_asked_for_itself_has_its_name_and_a_probe_is_told_from_its_run(folder, slurmgpu):
-    probe = ended(folder / "judge-probe").folder
-    plan = json.loads((probe / "run.json").read_text())
-    plan["input"]["ranges"] = [[0, plan["n_items"]]]
-    (probe / "run.json").write_text(json.dumps(plan))
+    probe = ended(folder / "judge-probe", look="probe").folder
     ended(folder / "mine-probe")
     found = rows(folder)
     assert found["mine-probe"]["probe_of"] is None
@@ -70,11 +67,8 @@ def test_a_run_that_is_asked_for_itself_has_its_name_and_a_probe_is_told_from_it
 
 
 def test_a_narrow_terminal_shows_names_first_and_cuts_no_number(folder, monkeypatch, capsys):
-    for name in ("llama-70b-judge-2026-11-22", "judge-probe"):
-        ended(folder / name)
-    probe = folder / "judge-probe" / "run.json"
-    plan = json.loads(probe.read_text())
-    probe.write_text(json.dumps(plan | {"input": {**plan["input"], "ranges": [[0, plan["n_items"]]]}}))
+    ended(folder / "llama-70b-judge-2026-11-22")
+    ended(folder / "judge-probe", look="probe")
     value = run_list.list_runs(folder)
     whole = [cell for row in value["runs"] for cell in run_list._cells(row, folder).values()]
     for width in (200, 80, 50, 30):

@@ -496,7 +496,7 @@ def test_what_squeue_said_last_holds_while_it_does_not_answer(tmp_path, monkeypa
 @pytest.mark.parametrize(("here", "told"), [("main", []), ("other", None)])
 def test_of_a_run_on_another_cluster_the_queue_here_says_nothing(tmp_path, monkeypatch, here, told):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=3)
-    assert queue.queued_jobs(run, []) == []  # submissions of an older slurmgpu do not say where they are
+    assert queue.queued_jobs(run, []) == []  # where it was submitted is not known
     run.record_submission({"submission": 1, "cluster": "main"})
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()

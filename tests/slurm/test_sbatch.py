@@ -483,7 +483,7 @@ def cancelling(tmp_path, monkeypatch):
     [
         ({"cluster": "here", "array_name": "train"}, "train", True),
         ({"cluster": "here", "array_name": "train"}, "precious", False),  # ids have begun again
-        ({"cluster": "here"}, "slurmgpu", True),  # by an older slurmgpu
+        ({"cluster": "here"}, "slurmgpu", True),  # whose name is not known
         ({"cluster": "here"}, "any", False),
         ({"cluster": "here", "by_hand": False}, "slurmgpu:run", True),
         ({"cluster": "here", "by_hand": False}, "slurmgpu:other", False),

@@ -49,12 +49,14 @@ class Pretended:
     seed: int = 7
     lease_s: float = 120.0
     settings: dict = field(default_factory=dict)
+    look: str = ""
 
     def plan(self, name="judge"):
         """The plan of such a run."""
         return Plan(
             name=name,
-            input={"format": "jsonl", "files": [], "n_items": self.n_items, "stride": 64, "columns": None},
+            input={"format": "jsonl", "files": [], "n_items": self.n_items, "stride": 64, "columns": None}
+            | {"ranges": [[0, self.n_items]] if self.look else None, "folders": [], "repacked": False},
             input_digest="d",
             n_items=self.n_items,
             workload="slurmgpu.workloads.judge:Judge",
@@ -74,8 +76,10 @@ class Pretended:
                 "run_file": "/home/ada/judge/slurmgpu.toml",
                 "versions": {"python": "3.11.7", "slurmgpu": "0.1.0"},
                 "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": True},
+                "container": {},
             },
             sample_s=self.sample_s,
+            look=self.look,
         )
 
     @property
@@ -278,7 +282,7 @@ def reported(run, errors=(), **more):
     """The report of a merge that has joined what is published."""
     shards = frozenset(run.published())
     n_rows = sum(stop - start for start, stop in map(run.plan.bounds, shards))
-    return build_report(run, joined=Joined(n_rows, len(errors), shards, (), (), list(errors)), **more)
+    return build_report(run, joined=Joined(n_rows, len(errors), shards, (), (), list(errors), {}, ()), **more)
 
 
 def write_merged_head(run, n_rows):

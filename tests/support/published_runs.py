@@ -13,6 +13,7 @@ def published_run(folder, columns, rows, shards=None, shard_items=5, input_file=
     A text or an ItemError in place of a row is the item's error.
     """
     empty = {"format": "jsonl", "files": [], "columns": None, "n_items": len(rows), "stride": 1}
+    empty |= {"ranges": None, "folders": [], "repacked": False}
     index = folder.parent / f"{folder.name}.idx"
     if input_file is not None:
         empty = scan([input_file], index, stride=shard_items).to_json()

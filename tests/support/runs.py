@@ -143,6 +143,7 @@ def planned_run(folder, **values):
     tables = {name: {} for name in ("settings", "columns", "resources", "slurm", "merge", "provenance")}
     n_items = values.get("n_items", 40)
     tables["input"] = {"format": "jsonl", "files": [], "n_items": n_items, "stride": 1, "columns": None}
+    tables["input"] |= {"ranges": None, "folders": [], "repacked": False}
     items = {"n_items": 40, "batch_size": 4, "shard_items": 40, "seed": 0}
     times = {"lease_s": 120.0, "margin_s": 0.0, "auto_resubmit": 0}
     plan = {"name": "run", **texts, **tables, **items, **times}

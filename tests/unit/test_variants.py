@@ -98,7 +98,7 @@ def test_names_tell_the_values_that_vary(values, names):
         ({"a": "x/a", "x-a": "y/a", "a-2": "z/a"}, ["a"], ["a-3"]),
         ({"a": "why? " * 12}, ["model-2", "a"], ["model-2", "model-2-2"]),
         ({}, ["sweep.json"], ["sweep.json-2"]),
-        # Two runs of the same values, as an older slurmgpu made them: that which today's list names, or the first.
+        # Two runs of the same values: that which today's list names, or the first.
         ({"small": "org/small", "org-small": "org/small"}, ["org/small"], ["small"]),
         ({"small": "org/small", "org-small": "org/small"}, ["org/small", "other/small"], ["org-small", "other-small"]),
         ({"b": 0.5, "a": 0.5}, [0.5, 0.7], ["b", "model=0.7"]),
