@@ -32,8 +32,8 @@ from slurmgpu.results.published import Row as RunRow
 from slurmgpu.results.views import ColumnData
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
-from slurmgpu.util.home import expanded
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
+from slurmgpu.util.users import expanded
 
 log = logging.getLogger(__name__)
 

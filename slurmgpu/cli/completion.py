@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 RUN = "run.json"
 """The file that marks a run directory."""

@@ -13,9 +13,8 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from slurmgpu.util.amounts import size_of
+from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.ansi import CONTROLS, harmless
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden, hide_in
 
 DIGESTS = ("planned", "model_files", "adapter_files")

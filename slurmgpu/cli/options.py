@@ -12,7 +12,7 @@ import typer
 
 from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 if TYPE_CHECKING:
     from slurmgpu.plan.overrides import Overrides

@@ -17,7 +17,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Again, Recompute, spans_of
 from slurmgpu.run.submissions import Code
 from slurmgpu.shards.shard_file import DamagedShardError, read_directory
-from slurmgpu.util.plurals import some_of
+from slurmgpu.util.amounts import some_of
 
 FORMER = "former"
 MANY_NAMED = 5

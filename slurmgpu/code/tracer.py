@@ -20,10 +20,10 @@ from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defined_in, names_in
 from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.amounts import some_of
 from slurmgpu.util.hashing import DIGITS
-from slurmgpu.util.home import expanded
-from slurmgpu.util.plurals import some_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
+from slurmgpu.util.users import expanded
 
 MANY_FILES = 2000
 """A package with more files is not the user's own, such as PyTorch built from source."""

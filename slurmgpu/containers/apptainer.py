@@ -12,7 +12,7 @@ import slurmgpu
 from slurmgpu.containers import apptainer_complaints, images, staging
 from slurmgpu.containers.runtime import Runtime, Start
 from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
 """The first versions with --no-eval; without it a shell evaluates `$(…)` in values of the environment."""

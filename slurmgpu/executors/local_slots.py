@@ -28,10 +28,10 @@ from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.liveness import patience
 from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import ended_by_exception
 from slurmgpu.util.exit_codes import name_of_signal
 from slurmgpu.util.forks import Fork
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import retried
 
 log = logging.getLogger(__name__)

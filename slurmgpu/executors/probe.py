@@ -15,7 +15,7 @@ from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 
 SUFFIX = "-probe"
 SHOWN_ERRORS = 3

@@ -12,7 +12,7 @@ from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import Submission
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 
 
 def first_submission(resources: Mapping[str, Any], most_tasks: int, number: int = 1) -> Submission:

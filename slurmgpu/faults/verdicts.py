@@ -14,7 +14,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import ITEM, POLICIES
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 
 ITS_ROW_SAYS = "its row says"
 

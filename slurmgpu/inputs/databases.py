@@ -16,8 +16,8 @@ from slurmgpu.inputs.formats import Preview, refuse_changed
 from slurmgpu.inputs.repacking import FOLDER, RowGroups, even, hash_file, publish
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
-from slurmgpu.util.home import expanded
 from slurmgpu.util.packages import check_pyarrow
+from slurmgpu.util.users import expanded
 
 PREFIXES = ("sqlite:", "duckdb:")
 """What the name of a query begins with."""

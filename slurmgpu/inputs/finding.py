@@ -13,9 +13,8 @@ from pathlib import Path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import databases, hub
 from slurmgpu.inputs.formats import format_of, recognised
-from slurmgpu.util.amounts import size_of
+from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.globs import matches
-from slurmgpu.util.plurals import count_of
 
 FILES = "files:"
 """Before a path, a glob or a folder: every file is an item, whatever its suffix."""

@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.amounts import count_of, some_of
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.plurals import count_of, some_of
 
 PREFIX = "hf://"
 CONVERTED = "refs/convert/parquet"

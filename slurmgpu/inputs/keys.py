@@ -12,8 +12,8 @@ import numpy as np
 from slurmgpu.errors import ItemError
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.spec import PROMISED, InputSpec
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import json_value
-from slurmgpu.util.plurals import count_of
 
 LENGTH = 160
 """A name is cut at this many characters."""

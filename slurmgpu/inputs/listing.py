@@ -19,9 +19,8 @@ from slurmgpu.inputs import databases, hub
 from slurmgpu.inputs.finding import FILES, globbed, is_data_set, none_there, unlisted
 from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
 from slurmgpu.inputs.lines import Lines, json_object
-from slurmgpu.util.amounts import size_of
+from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.atomic_files import date_in_whole_seconds
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, PATIENCE_S, is_transient, retried
 
 FILE = "input.files"

@@ -19,8 +19,8 @@ from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repacking import FOLDER, pack_lines, publish
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
+from slurmgpu.util.amounts import some_of
 from slurmgpu.util.packages import check_pyarrow
-from slurmgpu.util.plurals import some_of
 
 
 def scan(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import date_in_whole_seconds
-from slurmgpu.util.plurals import count_of
 
 FILE = "sweep.jsonl"
 """The configurations in the run directory, one per line: the input of a run without another one."""

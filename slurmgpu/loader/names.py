@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 BUILT_IN = {
     "embed": "slurmgpu.workloads.embed:Embed",

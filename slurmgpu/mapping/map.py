@@ -42,9 +42,9 @@ from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
 from slurmgpu.task.preflight import check_here
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import FULL, write_bytes
-from slurmgpu.util.home import expanded
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.users import expanded
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.shared_files import remove
 
 

@@ -16,7 +16,7 @@ from slurmgpu.results.published import Row as RunRow
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.shared_files import exists
 
 log = logging.getLogger(__name__)

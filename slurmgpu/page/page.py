@@ -30,8 +30,7 @@ from slurmgpu.report.build import Report, every_item_failed, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import duration, rate_of
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of, duration, rate_of
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
 from slurmgpu.run.private import public
 from slurmgpu.run.submissions import JOB_KEYS
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.redact import hidden
 
 OF_PLANNING = ("planned",)

@@ -21,8 +21,8 @@ from slurmgpu.report.build import Report
 from slurmgpu.results import Merged
 from slurmgpu.results.distributions import Distribution, Spread, distribution_of, sampled_rows
 from slurmgpu.run.directory import Run
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import json_value
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import exists
 

@@ -20,7 +20,7 @@ from slurmgpu.plan.run_file import RunFile, table_of
 from slurmgpu.plan.site_file import read_run_file
 from slurmgpu.util import process_wide
 from slurmgpu.util.atomic_files import working_folder
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 
 def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:

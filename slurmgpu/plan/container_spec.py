@@ -15,7 +15,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.names import title_of
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:

@@ -17,8 +17,8 @@ from slurmgpu.inputs.formats import CHUNK_BYTES, named
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import beside, fsync_dir
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import exists, make_folder, replace, retried
 
 OF_INPUT = frozenset({"input_digest", "n_items", "ranges"})

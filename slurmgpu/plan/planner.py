@@ -40,8 +40,8 @@ from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
-from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import status_of
+from slurmgpu.util.users import expanded
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import RunFile
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 LOOK = "-look"
 """What follows the name of a run in that of a look at it."""

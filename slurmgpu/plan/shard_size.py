@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 
 TARGET_SHARDS = 2048
 """The most shards by the input's size: enough for balance over hundreds of GPUs, few enough for one directory."""

@@ -36,7 +36,7 @@ from slurmgpu.plan.run_file import (
 )
 from slurmgpu.plan.variables import substitute
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""

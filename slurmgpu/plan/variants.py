@@ -21,9 +21,9 @@ from slurmgpu.plan.sweep_keys import split_sweep
 from slurmgpu.plan.variant_names import as_text, names_beside, respelled
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.sweep_file import listed_runs, record_runs, was_submitted
-from slurmgpu.util.home import expanded
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import exists
+from slurmgpu.util.users import expanded
 
 MOST_RUNS = 1000
 """The most runs of a sweep; each has jobs and a directory of its own."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 
 UPDATE_S = 0.5
 """How often a notebook's line changes at most."""

@@ -17,8 +17,8 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record
 from slurmgpu.run.submissions import SubmissionLine, abroad, job_here
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.env_info import Surroundings
-from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pyarrow.parquet import ParquetWriter
 
 from slurmgpu import __version__
 from slurmgpu.results.selection import Selection
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import fsync_dir, write_bytes
-from slurmgpu.util.plurals import count_of
 
 _ROW_GROUP_BYTES = 32 << 20
 _FILE_BYTES = 256 << 20

@@ -31,7 +31,6 @@ from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submissions import ENDS, Place, SubmissionLine, as_seen_at, place_of
 from slurmgpu.shards.names import shard_name
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
-from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
     OTHERS_WRITE,
@@ -50,6 +49,7 @@ from slurmgpu.util.shared_files import (
     status_of,
 )
 from slurmgpu.util.typed_json import check_kinds
+from slurmgpu.util.users import expanded
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
-from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried, why_not_own
+from slurmgpu.util.users import expanded
 
 if TYPE_CHECKING:
     from slurmgpu.run.directory import Run

@@ -12,9 +12,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import RECORDING_S, Run
 from slurmgpu.run.lock import hold
 from slurmgpu.util.atomic_files import write_json
-from slurmgpu.util.home import expanded
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, exists, read_bytes
+from slurmgpu.util.users import expanded
 
 FILE = "sweep.json"
 SWEEP_FORMAT = "slurmgpu sweep"

@@ -15,9 +15,9 @@ from typing import Any, cast
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt, Death, Record, Usage, new_record, node_name
 from slurmgpu.util import gpus
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import write_json_text
 from slurmgpu.util.env_info import Surroundings
-from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.trackers.interface import TrackedRun, Tracker, package
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 
 
 class TensorBoard(Tracker):

@@ -1,12 +1,24 @@
-"""Durations, sizes, rates and shares in words."""
+"""Counts, durations, sizes, rates and shares in words."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 
 UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def count_of(count: int, thing: str) -> str:
+    """A number of things, in the plural unless there is one."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def some_of(names: Iterable[str], most: int) -> str:
+    """The first names, and how many more there are: `a, b and 3 more`."""
+    names = [*names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def clock(seconds: float) -> str:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slurmgpu.util.leftovers import leave_with_all
+from slurmgpu.util.process_tree import leave_with_all
 
 Report = Callable[[Mapping[str, Any]], None]
 """Receives a worker's events: see `Task.handle`."""

@@ -1,9 +1,10 @@
-"""Names of users on this machine."""
+"""Names and home directories of users on this machine."""
 
 from __future__ import annotations
 
 import os
 import pwd
+from pathlib import Path
 
 
 def name_of(uid: int) -> str | None:
@@ -17,3 +18,11 @@ def name_of(uid: int) -> str | None:
 def own_name() -> str:
     """The user of this process, also for Slurm. LOGNAME and USER may be another's: `su` and `sudo -E` keep them."""
     return name_of(os.getuid()) or str(os.getuid())
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with the home of a user in place of its `~` or `~NAME`; as it is where there is no such user, or home.
+
+    Path.expanduser raises a RuntimeError there, also for a folder whose name begins with ~.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111

@@ -18,10 +18,10 @@ from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import LOADING, POLICIES
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.broken_process import is_used_up
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.out_of_memory import free_memory
-from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, MAY_PASS, NOT_ASKED, Failure, attempt, may_pass, of_item
 from slurmgpu.worker.item_copies import own_copies

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slurmgpu.util.forks import ending_forks
-from slurmgpu.util.side_thread import SideThread
 from slurmgpu.worker.item_copies import own_copies
+from slurmgpu.worker.side_thread import SideThread
 from slurmgpu.workload import Item
 
 T = TypeVar("T")

@@ -21,10 +21,10 @@ from slurmgpu.shards.shard_file import publish, sync_names, write_shard
 from slurmgpu.util.atomic_files import once_more_if_full
 from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import retried
-from slurmgpu.util.side_thread import SideThread
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computed
+from slurmgpu.worker.side_thread import SideThread
 
 log = logging.getLogger("slurmgpu.worker")
 

@@ -29,6 +29,7 @@ from slurmgpu.run.recompute import Spans
 from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util import gpus
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import once_more_if_full, working_folder
 from slurmgpu.util.broken_process import says_used_up
 from slurmgpu.util.chance import CHANCE
@@ -38,7 +39,6 @@ from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.pipes import Report
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError

@@ -15,7 +15,7 @@ from slurmgpu.llm.answers.final_answers import ONE, Number, marked, number_in, r
 from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
 from slurmgpu.loader.modules import import_file
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from slurmgpu.workloads import sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located

@@ -23,8 +23,8 @@ from slurmgpu.llm.prompts.structures import check_structure
 from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
-from slurmgpu.util.home import expanded
 from slurmgpu.util.packages import check_imports, check_transformers
+from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.kept_answers import KeptAnswers
 from slurmgpu.workloads.progress import Telling

@@ -12,7 +12,7 @@ import pytest
 from slurmgpu import cli
 from slurmgpu.cli import app
 from slurmgpu.util.ansi import CONTROLS
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from tests.support.nightly import by_night
 from tests.support.pretend_runs import pretend_run
 

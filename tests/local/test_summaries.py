@@ -6,7 +6,7 @@ import pytest
 
 from slurmgpu.cli.console import wide_console
 from slurmgpu.cli.views.summaries import show_summary
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from tests.support.runs import report
 
 WORKLOAD = """

@@ -30,11 +30,10 @@ from slurmgpu.plan.site_file import read_run_file
 from slurmgpu.plan.variants import variants_of
 from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
-from slurmgpu.util.amounts import size_of
+from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.atomic_files import working_folder
-from slurmgpu.util.home import expanded
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden
+from slurmgpu.util.users import expanded
 
 SLOW_S = 10.0
 """A container that takes longer to start has a reason that the runtime does not report."""

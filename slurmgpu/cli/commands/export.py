@@ -13,7 +13,7 @@ from slurmgpu.merge.export import FOLDERS, FORMATS, export, export_to
 from slurmgpu.merge.sweep_export import export_sweep
 from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import said_not_submitted
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.shared_files import is_file, status_of
 
 MOST_RUNS = 20

@@ -20,8 +20,7 @@ from slurmgpu.search.classes import Event, events_of_class, events_of_failed_ite
 from slurmgpu.search.excerpts import N_LINES, Excerpt
 from slurmgpu.search.index import FileRecord, read_index
 from slurmgpu.search.items import story_of_item
-from slurmgpu.util.amounts import size_of
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of, size_of
 
 N_EXCERPTS = 3
 """Failures of a class that are shown with the lines around them."""

@@ -17,9 +17,9 @@ from slurmgpu.merge.item_names import find_item
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.item_ranges import parse_item_ranges, ranges_said
 from slurmgpu.util.json_values import json_value
-from slurmgpu.util.plurals import count_of
 
 _RANGES = re.compile(r"[\d:,\s]*", re.ASCII)
 

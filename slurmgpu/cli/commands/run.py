@@ -13,8 +13,8 @@ from typer.core import TyperCommand
 
 from slurmgpu.cli import options
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import is_utf8
-from slurmgpu.util.plurals import count_of
 
 if TYPE_CHECKING:
     from slurmgpu.plan.overrides import Overrides

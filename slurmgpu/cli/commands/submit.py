@@ -25,7 +25,7 @@ from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import origins
 from slurmgpu.plan.variants import variants_of
 from slurmgpu.run.directory import Run
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 
 
 @json_alone

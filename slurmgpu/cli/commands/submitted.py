@@ -24,8 +24,8 @@ from slurmgpu.operations import resubmitting, waiting
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import INTERRUPTS
-from slurmgpu.util.plurals import count_of
 
 PROGRESS_S = 3.0
 """How often attempts' records are read for progress: as often as they are written."""

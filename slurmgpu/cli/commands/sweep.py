@@ -30,7 +30,7 @@ from slurmgpu.report.build import is_complete, last_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.run.sweep_file import said_not_submitted, was_submitted
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.redact import hidden
 
 MAX_VALUES = 8

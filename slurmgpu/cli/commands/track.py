@@ -45,7 +45,7 @@ def track(
     from slurmgpu.plan.trackers import parse_destination
     from slurmgpu.run.submissions import is_over
     from slurmgpu.trackers.replay import Replay
-    from slurmgpu.util.plurals import count_of
+    from slurmgpu.util.amounts import count_of
 
     # MLflow logs each of its database's migrations.
     logging.getLogger().setLevel(logging.WARNING)

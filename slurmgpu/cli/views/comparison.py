@@ -16,8 +16,8 @@ from slurmgpu.cli.views.rows import text_of
 from slurmgpu.cli.views.state_words import plain
 from slurmgpu.merge.compare import Comparison
 from slurmgpu.report.summaries import summary_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.ansi import harmless
-from slurmgpu.util.plurals import count_of
 
 MAX_VALUES = 40
 """The most values of summaries; `--json` has all."""

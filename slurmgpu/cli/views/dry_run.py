@@ -20,8 +20,7 @@ from slurmgpu.operations import submitting
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import time_words
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of, time_words
 from slurmgpu.util.redact import HIDDEN, hidden
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.console import say, wide_console
-from slurmgpu.util.amounts import about, digits, size_of, time_words
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import about, count_of, digits, size_of, time_words
 
 WORTH_SAYING = 0.2
 """The first batch counts as slower than others from this share of a batch's time."""

@@ -26,11 +26,10 @@ from slurmgpu.report.states import is_told
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.slurm.queue import in_short
-from slurmgpu.util.amounts import share_of, span_of
+from slurmgpu.util.amounts import count_of, share_of, span_of
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.home import expanded
-from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
+from slurmgpu.util.users import expanded
 
 LIST_FORMAT = "slurmgpu list"
 LIST_VERSION = 1

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.status import Status, StatusAttempt
-from slurmgpu.util.amounts import clock, rate_of, span_of
+from slurmgpu.util.amounts import clock, count_of, rate_of, span_of
 from slurmgpu.util.ansi import without_escapes
-from slurmgpu.util.plurals import count_of
 
 GRACE_S = 45.0
 """How long to wait once tasks are over: the merge may still run, or the queue was asked too early."""

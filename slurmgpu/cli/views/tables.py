@@ -36,8 +36,7 @@ from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, la
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.util.amounts import share_of, span_of, wide_clock
-from slurmgpu.util.plurals import count_of, some_of
+from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, wide_clock
 
 MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has all."""

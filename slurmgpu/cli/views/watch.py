@@ -33,8 +33,7 @@ from slurmgpu.cli.views.state_words import (
 from slurmgpu.cli.views.tables import show_status
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import share_of
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of, share_of
 
 LINE_S = 10.0
 """The least time between two lines, except before the last."""

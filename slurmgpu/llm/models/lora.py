@@ -10,7 +10,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models.adapters import Adapters
 from slurmgpu.llm.models.source import ModelSource
-from slurmgpu.util.plurals import some_of
+from slurmgpu.util.amounts import some_of
 
 log = logging.getLogger(__name__)
 

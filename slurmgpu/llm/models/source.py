@@ -16,8 +16,8 @@ from slurmgpu.llm.models import hub
 from slurmgpu.util.amounts import gb
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
-from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.users import expanded
 
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
 """Suffixes of a model's name, after a hyphen."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import is_transient, retried
+from slurmgpu.util.users import expanded
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -21,7 +21,7 @@ from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.scored import SCORED, ScoredTree, StepsScorer, scored_totals

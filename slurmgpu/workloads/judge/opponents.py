@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.util.home import expanded
 from slurmgpu.util.json_values import json_value
+from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch import nn
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.modules import import_file
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from slurmgpu.workloads.user_code import located
 
 ADVICE = (

@@ -17,7 +17,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.workloads.tracin.kge.graph import Graph, label_of, read_edge_map, read_graph, read_names
 from slurmgpu.workloads.tracin.planning import check_unchanged
 

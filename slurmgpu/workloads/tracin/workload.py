@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column
-from slurmgpu.util.home import expanded
 from slurmgpu.util.packages import check_torch
+from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.tracin import planning, tiepin

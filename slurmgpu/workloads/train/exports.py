@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.shards.columns import Json, Ragged
-from slurmgpu.util.plurals import count_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.workloads.train.rows import COLUMNS
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.training.settings import goal_of
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import json_value
-from slurmgpu.util.plurals import count_of
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged

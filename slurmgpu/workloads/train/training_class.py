@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.modules import import_file
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from slurmgpu.workloads.user_code import located
 
 NEEDED = ("model", "data", "loss")

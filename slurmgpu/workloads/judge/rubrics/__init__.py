@@ -12,8 +12,8 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
 from slurmgpu.llm.prompts.jinja_templates import template_class
-from slurmgpu.util.home import expanded
 from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.users import expanded
 
 FOLDER = Path(__file__).parent
 METHODS = ("parse", "score")

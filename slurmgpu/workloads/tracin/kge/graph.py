@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.util.home import expanded
+from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge.peeking import unreadable
 
 LOOKED_THROUGH = 20_000
