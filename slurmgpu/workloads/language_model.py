@@ -27,7 +27,7 @@ from slurmgpu.util.packages import check_imports, check_transformers
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.kept_answers import KeptAnswers
-from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.progress import Progress
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -65,7 +65,7 @@ class LanguageModelWorkload:
     sampling = Sampling()
     given: Mapping[str, Any] = {}
     fields: Collection[str] = ()
-    _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
+    _told_answers = _told_scores = Progress(lambda said: None, "things")  # until a task loads the model
     _divide: Divide | None = None
     _kept_answers: KeptAnswers | None = None
     batch_size = 128
@@ -195,7 +195,7 @@ class LanguageModelWorkload:
         self.check_files()
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
         self.engine = open_engine(self.options, where)
-        self._told_answers, self._told_scores = Telling(task.tell, "answers"), Telling(task.tell, "prompts scored")
+        self._told_answers, self._told_scores = Progress(task.tell, "answers"), Progress(task.tell, "prompts scored")
         if self.options.engine == "server":  # the others break with their process
             self._kept_answers = KeptAnswers(task.run_dir / "parts" / f"{task.attempt}.answers")
         self.divide_by(task)

@@ -12,7 +12,7 @@ TELL_S = 2.0
 T = TypeVar("T")
 
 
-class Telling:
+class Progress:
     """Reports the number of finished `things`, such as "texts embedded", by the task's `tell`."""
 
     def __init__(self, tell: Callable[[str], None], things: str) -> None:

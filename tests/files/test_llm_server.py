@@ -26,7 +26,7 @@ from slurmgpu.llm.interface.exchange import digest_of
 from slurmgpu.llm.prompts.images import data_url, open_image
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.server_engine import engine as server_engine
-from slurmgpu.llm.server_engine import http_client, silence
+from slurmgpu.llm.server_engine import http_client, liveness
 from slurmgpu.llm.server_engine import process as server_process
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.util import socket_paths
@@ -226,9 +226,9 @@ def test_a_server_that_is_stopped_while_it_is_asked_is_started_again(opened, cou
 
 def test_a_server_without_an_answer_is_there_while_it_uses_cpu_time(monkeypatch):
     now, used = [0.0], [1.0]
-    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0]))
     nobody = http_client.Client(f"http://127.0.0.1:{server_process.free_port()}")
-    seen = silence.Silence(nobody, 120.0, lambda: used[0])
+    seen = liveness.Liveness(nobody, 120.0, lambda: used[0])
     for now[0] in (100.0, 200.0, 300.0):
         used[0] += 0.5
         seen.look()

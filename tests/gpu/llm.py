@@ -678,7 +678,7 @@ def _replayed(machine: Machine, work: Callable[[], torch.Tensor]) -> tuple[Calla
 @finding(limit_s=150)
 def quantised_variants_have_their_size(machine: Machine) -> str:
     """-8bit, -4bit and -fp8 load, answer, and have the weights that placement foretells, to 10 %."""
-    from slurmgpu.llm.transformers_engine.quantising import package_for
+    from slurmgpu.llm.transformers_engine.quantization import package_for
 
     packages = {variant: package_for(variant, tensor_parallel=False) or "" for variant in ("8bit", "4bit", "fp8")}
     good, figures, n_tried = True, [], 0

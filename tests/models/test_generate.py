@@ -19,7 +19,7 @@ from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import progress
 from slurmgpu.workloads.generate.workload import Generate
-from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.progress import Progress
 from tests.support.runs import datasets, report
 from tests.support.tiny_models import make_llama, sum_steps
 
@@ -198,7 +198,7 @@ def test_who_watches_is_told_how_many_answers_there_are_also_in_the_middle_of_a_
     told = []
     monkeypatch.setattr(progress, "TELL_S", math.inf)
     workload = Generate(model=nothing, prompt="{a}", n=2, temperature=1.0)
-    workload.engine, workload._told_answers = Parrot(missing=[0]), Telling(told.append, "answers")
+    workload.engine, workload._told_answers = Parrot(missing=[0]), Progress(told.append, "answers")
     workload([Item(i, {"a": i}) for i in range(3)])
     assert told == ["5 answers"]
     workload([Item(9, {"b": 1})])

@@ -27,7 +27,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.llm.transformers_engine import (
-    compiling,
+    compiled_step,
     continuous,
     cuda_graphs,
     decoding_choice,
@@ -37,7 +37,7 @@ from slurmgpu.llm.transformers_engine import (
     static,
 )
 from slurmgpu.llm.transformers_engine.graph_marks import ENDED, Marks
-from slurmgpu.llm.transformers_engine.prefilling import Prefilled
+from slurmgpu.llm.transformers_engine.prefill import Prefilled
 from slurmgpu.llm.transformers_engine.rows import Chooser
 from slurmgpu.llm.transformers_engine.selfcheck import miss
 from slurmgpu.llm.transformers_engine.slots import SlotRows, Slots, column_size, row_size, tokens_of
@@ -1081,13 +1081,13 @@ def test_compiling_ends_after_its_time_and_fails_for_one_size_alone(folder, monk
         frame = memory.frame(4, 64)
         frame.compute(forward)
         expected = frame.logits.clone()
-        made = compiling.Compiled(forward, 1e-4, "eager")
+        made = compiled_step.Compiled(forward, 1e-4, "eager")
         assert made.instead_of(forward, frame, expected + 1) is forward
         assert made.reason.startswith("with 4 rows scores are off by ")
         assert made.instead_of(forward, frame, expected) is forward
-        made = compiling.Compiled(forward, 1e-4, "eager")
+        made = compiled_step.Compiled(forward, 1e-4, "eager")
         assert made.instead_of(forward, frame, expected) is made._function
-        monkeypatch.setattr(compiling, "LIMIT_S", made.seconds)
+        monkeypatch.setattr(compiled_step, "LIMIT_S", made.seconds)
         assert made.instead_of(forward, frame, expected) is made._function
         assert made.instead_of(forward, frame, expected) is forward
     assert "steps of further sizes are not compiled: compiling has taken" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
 from slurmgpu.llm.models.decoders import ENCODERS, GENERATES, check_decoder, check_tokenizer
-from slurmgpu.llm.models.reading import read_ahead
+from slurmgpu.llm.models.read_ahead import read_ahead
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of, find_model
 from slurmgpu.plan.planner import draft_run
 from tests.support.hubs import COMMIT, serving

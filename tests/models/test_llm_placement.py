@@ -15,10 +15,10 @@ from slurmgpu.llm.interface.batching import CPU_CACHE, CPU_TOKENS, MOST_CPU_TOKE
 from slurmgpu.llm.interface.engine import EngineOptions
 from slurmgpu.llm.models.sizes import DEFAULTS, NAMES, cache_sizes, heads_of, weights_of, with_defaults
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.llm.placement.choosing import CARDS
+from slurmgpu.llm.placement.choice import CARDS
 from slurmgpu.llm.placement.needs import look_at
+from slurmgpu.llm.placement.parallelism import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
 from slurmgpu.llm.placement.place import check_fits, place
-from slurmgpu.llm.placement.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
 from slurmgpu.plan.placement import GPU_MEMORY_GB, gpu_memory_of
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import parse_resources, size_bytes

@@ -15,7 +15,7 @@ import torch
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.llm.transformers_engine.prefilling import Prefill
+from slurmgpu.llm.transformers_engine.prefill import Prefill
 from tests.support.forks import fork_ranks
 
 WORLD_SIZE = 2

@@ -17,7 +17,7 @@ from slurmgpu.llm.models.sizes import (
     text_config,
     weights_of,
 )
-from slurmgpu.llm.placement.splitting import EXPERT_PARALLEL, stored_method
+from slurmgpu.llm.placement.parallelism import EXPERT_PARALLEL, stored_method
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions, OtherModel

@@ -9,9 +9,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import cpu_tokens
 from slurmgpu.llm.models import hub
 from slurmgpu.llm.models.sizes import text_config
-from slurmgpu.llm.placement.choosing import Choice, Offer, choose, most_tokens, what_fits
+from slurmgpu.llm.placement.choice import Choice, Offer, choose, most_tokens, what_fits
 from slurmgpu.llm.placement.needs import ROW_TOKENS, ROWS, RUNTIME_BYTES, USABLE, Model, look_at, row_tokens, usable
-from slurmgpu.llm.placement.splitting import stored_method
+from slurmgpu.llm.placement.parallelism import stored_method
 from slurmgpu.util.amounts import gb
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from slurmgpu.llm.interface.engine import (
 )
 from slurmgpu.llm.prompts.codec import THINK, THOUGHT
 from slurmgpu.llm.prompts.images import check_pillow, data_url, place_of_images
-from slurmgpu.llm.server_engine import structures as server_structures
+from slurmgpu.llm.server_engine import response_format
 from slurmgpu.llm.server_engine.http_client import Client, Reply
+from slurmgpu.llm.server_engine.liveness import Liveness
 from slurmgpu.llm.server_engine.process import ServerEndedError, ServerProcess, is_healthy
-from slurmgpu.llm.server_engine.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ServerEngine:
         self._name = options.model.name if options.url else str(options.model.folder)
         self._server = None if options.url else ServerProcess(options.serve, self._name, place.gpus)
         self._client = Client(options.url, os.environ.get(KEY_VARIABLE) if options.url else None)
-        self._silence = Silence(self._client, MOST_WAIT_S, None)
+        self._liveness = Liveness(self._client, MOST_WAIT_S, None)
         self._n_ends = 0  # since the last answer
         try:
             self._begin()
@@ -145,10 +145,10 @@ class ServerEngine:
     def _probe(self) -> None:
         """Have the server generate a token; ConnectionError if it loses the request."""
         probe = Request(0, Prompt("1"), Sampling(max_tokens=1))
-        found = self._client.post(*self._body(probe), self._silence.look)
+        found = self._client.post(*self._body(probe), self._liveness.look)
         if found.status == 404 and (served := self._served()) != self._name:
             self._name = served
-            found = self._client.post(*self._body(probe), self._silence.look)
+            found = self._client.post(*self._body(probe), self._liveness.look)
         if found.status != 200:
             raise SlurmGPUError(
                 f"The server at {self._client.url} does not complete a prompt: status {found.status}, {found.message}"
@@ -169,7 +169,7 @@ class ServerEngine:
         for n_left in reversed(range(N_STARTS)):
             try:
                 self._client = server.start()
-                self._silence = Silence(self._client, MOST_SILENCE_S, server.cpu_s)
+                self._liveness = Liveness(self._client, MOST_SILENCE_S, server.cpu_s)
                 self._probe_started(server)
                 return
             except ServerEndedError as error:
@@ -277,9 +277,9 @@ class ServerEngine:
             return Output(request.id, finish_reason="error", error=str(error))
         pause_s, waited_s, n_failures = PAUSE_S, 0.0, 0
         while True:
-            self._silence.begin()
-            reply = self._client.post(path, body, self._silence.look)
-            self._silence.begin()
+            self._liveness.begin()
+            reply = self._client.post(path, body, self._liveness.look)
+            self._liveness.begin()
             if reply.status == 200 and (found := self._parsed(request, reply)) is not None:
                 return found
             if reply.status in FORBIDDEN:
@@ -310,7 +310,7 @@ class ServerEngine:
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if sampling.structure is not None:
-            body |= server_structures.asked(sampling.structure)
+            body |= response_format.asked(sampling.structure)
         # Not all servers take these.
         body |= {name: value for name, value in {"top_k": sampling.top_k, "min_p": sampling.min_p}.items() if value}
         if self._options.chat is False:
@@ -346,7 +346,7 @@ class ServerEngine:
         for each in request.sampling.stop:
             text, reasoning = text.split(each)[0], reasoning.split(each)[0]
         structure = request.sampling.structure
-        if structure is not None and reason == "stop" and (ignored := server_structures.problem(structure, text)):
+        if structure is not None and reason == "stop" and (ignored := response_format.problem(structure, text)):
             return Output(request.id, finish_reason="error", error=ignored)
         return Output(
             request.id,

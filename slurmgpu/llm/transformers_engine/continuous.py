@@ -23,7 +23,7 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.grammars import Grammars
-from slurmgpu.llm.transformers_engine.quantising import is_int8
+from slurmgpu.llm.transformers_engine.quantization import is_int8
 from slurmgpu.llm.transformers_engine.selfcheck import agree, difference, probes
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.out_of_memory import free_memory

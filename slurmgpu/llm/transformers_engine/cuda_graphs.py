@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.placement.needs import GRAPHS_BYTES
-from slurmgpu.llm.transformers_engine.quantising import is_int8
+from slurmgpu.llm.transformers_engine.quantization import is_int8
 from slurmgpu.llm.transformers_engine.selfcheck import bound_of
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame, compare_replay
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import Place
-    from slurmgpu.llm.transformers_engine.compiling import Compiled
+    from slurmgpu.llm.transformers_engine.compiled_step import Compiled
     from slurmgpu.llm.transformers_engine.loading import Loaded
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slurmgpu.llm.interface.batching import Load
 from slurmgpu.llm.transformers_engine import caches
-from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from slurmgpu.llm.interface.batching import Budget, Load
 from slurmgpu.llm.interface.engine import CudaGraphs, Place
 from slurmgpu.llm.transformers_engine import graph_check
-from slurmgpu.llm.transformers_engine.compiling import LIMIT_S, Compiled
+from slurmgpu.llm.transformers_engine.compiled_step import LIMIT_S, Compiled
 from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner, obstacle_to
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.graph_marks import Marks
-from slurmgpu.llm.transformers_engine.prefilling import PADDING, Prefill
+from slurmgpu.llm.transformers_engine.prefill import PADDING, Prefill
 from slurmgpu.llm.transformers_engine.selfcheck import MOST_FACTOR, ROUNDING
 from slurmgpu.llm.transformers_engine.slots import READ_SHARE, Runner, SlotRows, Slots, tokens_of
 from slurmgpu.util.exceptions import described
@@ -24,7 +24,7 @@ from slurmgpu.util.out_of_memory import free_memory
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions
     from slurmgpu.llm.transformers_engine.loading import Loaded
-    from slurmgpu.llm.transformers_engine.prefilling import Prefilled
+    from slurmgpu.llm.transformers_engine.prefill import Prefilled
     from slurmgpu.llm.transformers_engine.rows import Waiting
 
 log = logging.getLogger(__name__)

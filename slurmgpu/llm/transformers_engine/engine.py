@@ -13,7 +13,7 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
-from slurmgpu.llm.transformers_engine.prefilling import PADDING, Prefill
+from slurmgpu.llm.transformers_engine.prefill import PADDING, Prefill
 from slurmgpu.llm.transformers_engine.scoring import Scorer
 from slurmgpu.llm.transformers_engine.static import StaticBatches
 from slurmgpu.llm.transformers_engine.token_scoring import TokenScorer

@@ -19,7 +19,7 @@ from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
 from slurmgpu.llm.transformers_engine.caches import argument_of, new_cache, takes_keywords
-from slurmgpu.llm.transformers_engine.quantising import quantization_config
+from slurmgpu.llm.transformers_engine.quantization import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
 
@@ -121,7 +121,7 @@ def prepare(options: EngineOptions, place: Place) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from slurmgpu.llm.models.kernels import choose_kernels
-    from slurmgpu.llm.models.reading import read_ahead
+    from slurmgpu.llm.models.read_ahead import read_ahead
 
     if place.device == "cpu":
         keep_freed_memory()

@@ -16,7 +16,7 @@ from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.packing import Text
-from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled, Tokens
+from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled, Tokens
 from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Load
-from slurmgpu.llm.transformers_engine.prefilling import Prefill, Prefilled
+from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled
 from slurmgpu.llm.transformers_engine.selfcheck import Agreement, agreement
 from slurmgpu.util.exceptions import described
 

@@ -20,7 +20,7 @@ from slurmgpu.llm.transformers_engine.decoding import Decoding
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded
-from slurmgpu.llm.transformers_engine.prefilling import Prefill, Tokens
+from slurmgpu.llm.transformers_engine.prefill import Prefill, Tokens
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, Waiting, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
 from slurmgpu.util.exceptions import described

@@ -12,7 +12,7 @@ from slurmgpu.llm.interface.batching import Budget, Load, attempt, n_in_pack, n_
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text, Tokens
-from slurmgpu.llm.transformers_engine.prefilling import Prefill
+from slurmgpu.llm.transformers_engine.prefill import Prefill
 from slurmgpu.llm.transformers_engine.scoring import MOST_LOGITS
 from slurmgpu.llm.transformers_engine.windows import Read, Window
 from slurmgpu.util.out_of_memory import free_memory

@@ -31,7 +31,7 @@ from slurmgpu.llm.interface.engine import (
 from slurmgpu.llm.models.adapters import digest_of_adapter, rank_of
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.placement.needs import look_at
-from slurmgpu.llm.placement.splitting import QUANTIZATIONS, check_vllm
+from slurmgpu.llm.placement.parallelism import QUANTIZATIONS, check_vllm
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of

@@ -24,7 +24,7 @@ from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.collect.scored import SCORED, ScoredTree, StepsScorer, scored_totals
+from slurmgpu.workloads.collect.steps_scorer import SCORED, ScoredTree, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, n_truncated
 from slurmgpu.workloads.score.scorer import ScorerSettings

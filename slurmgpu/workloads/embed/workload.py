@@ -25,7 +25,7 @@ from slurmgpu.util.packages import check_transformers
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.embed.masks import masked_ahead, takes_masks
 from slurmgpu.workloads.embed.tokens import Tokens
-from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Embed:
             with torch.inference_mode():
                 inputs = {name: each.to(self._model.device) for name, each in sample.items()}
                 self._makes_masks = takes_masks(self._model, inputs)
-        self._telling = Telling(task.tell, "texts embedded")
+        self._telling = Progress(task.tell, "texts embedded")
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, limit)
 
     def sort_key(self, item: Item) -> int:

@@ -33,7 +33,7 @@ from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.language_model import LanguageModelWorkload, good_values
-from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.progress import Progress
 from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
 from slurmgpu.workloads.score.parts import chat_of, check_images, check_pair, check_parts, check_settings
@@ -249,7 +249,7 @@ class Score(LanguageModelWorkload):
             raise self._without_template()
         if self._chat is None:
             self._chat = self._heads.has_chat_template
-        self._told = Telling(task.tell, "texts scored")
+        self._told = Progress(task.tell, "texts scored")
         self.divide_by(task)
 
     def sort_key(self, item: Item) -> int:

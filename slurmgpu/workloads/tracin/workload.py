@@ -23,7 +23,7 @@ from slurmgpu.shards.columns import Array, Column
 from slurmgpu.util.packages import check_torch
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
-from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.progress import Progress
 from slurmgpu.workloads.tracin import planning, tiepin
 from slurmgpu.workloads.tracin.from_args import translate
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
@@ -212,7 +212,7 @@ class Tracin(TracinSettings):
         planning.check_unchanged(self.facts, {**self.graph.digests, **others})
         self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
         self._device = task.device
-        self._telling = Telling(task.tell, "test triples traced")
+        self._telling = Progress(task.tell, "test triples traced")
         self._reach = None
         if self.n_hops is not None:
             given = {name: getattr(self, name) for name in FILTER if getattr(self, name) is not None}

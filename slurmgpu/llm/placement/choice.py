@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.placement.needs import Model
-from slurmgpu.llm.placement.splitting import check_vllm, obstacle_to, stored_method
+from slurmgpu.llm.placement.parallelism import check_vllm, obstacle_to, stored_method
 
 NODE_GPUS = (1, 2, 4, 8)
 """GPUs per node that are proposed."""

@@ -12,8 +12,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.llm.transformers_engine import quantising
-from slurmgpu.llm.transformers_engine.quantising import package_for, quantization_config
+from slurmgpu.llm.transformers_engine import quantization
+from slurmgpu.llm.transformers_engine.quantization import package_for, quantization_config
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +83,7 @@ def test_which_package_makes_a_variant(variant, tensor_parallel, package):
 
 
 def test_a_model_as_it_is_needs_no_package(llama, monkeypatch):
-    monkeypatch.setattr(quantising.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
     assert quantization_config(options(llama), Place("cpu")) is None
 
 
@@ -99,7 +99,7 @@ def test_four_bits_cannot_be_split_over_processes(llama):
     [("-8bit", 1, "bitsandbytes"), ("-8bit", 2, "torchao"), ("-4bit", 1, "bitsandbytes"), ("-fp8", 1, "torchao")],
 )
 def test_an_image_without_the_package_is_told_its_name(llama, monkeypatch, suffix, world_size, package):
-    monkeypatch.setattr(quantising.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SlurmGPUError, match=f"needs the Python package {package}.*`pip install {package}`"):
         quantization_config(options(f"{llama}{suffix}"), Place("cpu", world_size=world_size))
 

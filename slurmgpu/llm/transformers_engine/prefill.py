@@ -25,7 +25,7 @@ from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.last_layer import LastLayer
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.packing import Pack, Text
-from slurmgpu.llm.transformers_engine.quantising import is_int8
+from slurmgpu.llm.transformers_engine.quantization import is_int8
 from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ LEAST_CPU_S = 0.01
 """The CPU time that says that a process computes: a tick of the kernel's clock, as /proc counts."""
 
 
-class Silence:
+class Liveness:
     """How long a server has given no sign of life: an answer, or CPU time if `cpu_s` tells what it has used.
 
     A server may answer nothing while it computes, so that one that uses CPU time is there. Threads may share it.
