@@ -685,6 +685,9 @@ def say(error):
         (["bash", "-euo", "pipefail", "-ce", "echo {text}"], "and behind the code 'bash' and {text}"),
         ([sys.executable, "-W", "ignore", "-c", "print('{text}')"], "Write sys.argv[1] in its place"),
         ([sys.executable, "-S", "-c", "print('{text}')"], "Write sys.argv[1] in its place, and behind the code {text}"),
+        (["bash", "-c", "--", "echo {text}"], "and behind the code 'bash' and {text}"),
+        (["bash", "-c", "-e", "-o", "pipefail", "echo {text}"], "and behind the code 'bash' and {text}"),
+        (["perl", "-I", "lib", "-e", "print '{text}'"], "Write $ARGV[0] in its place, and behind the code {text}"),
     ],
 )
 def test_a_field_within_code_is_taken_if_it_is_a_word_and_else_says_where_it_belongs(tmp_path, monkeypatch, run, place):

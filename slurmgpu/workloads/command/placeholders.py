@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmgpu.code.names_in_shell import is_before_code
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 FORMATS = ("jsonl", "csv", "npz")
@@ -27,9 +26,22 @@ OF_A_SLICE = (IN, START, END)
 FILE = ":file"
 """Behind a field's name: the path of a file with its content, in place of the content."""
 _NAME = re.compile(r"[\w-]+")
-_READS_CODE = re.compile(r"(?:.*/)?(?:(?:ba|da|z|k)?sh|python[\d.]*)")
-_WITH_VALUE = re.compile(r"-[A-Za-z]*o|-[OXW]|--(?:rcfile|init-file)")
-"""Options of shells and of Python behind which their value is an argument of its own, as in `bash -euo pipefail -c`."""
+_PARAMETERS = {
+    **dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), '"$1"'),
+    "fish": "$argv[1]",
+    "python": "sys.argv[1]",
+    "perl": "$ARGV[0]",
+    "ruby": "ARGV[0]",
+    "node": "process.argv[1]",
+    "julia": "ARGS[1]",
+    "php": "$argv[1]",
+    "Rscript": "commandArgs(TRUE)[1]",
+}
+"""How code names the argument behind it, by the program that runs the code."""
+_BEFORE_CODE = re.compile(r"-[A-Za-z]*(?:c[eux]*|[eEpr])|--eval|--print")
+"""Options of these before code: `bash -ceu`, `perl -ne`, `php -r`. Some come before a script, too: `bash -e run.sh`."""
+_WITH_VALUE = re.compile(r"-[A-Za-z]*o|-[IOXW]|--(?:rcfile|init-file)")
+"""Options of these behind which their value is an argument of its own, as in `bash -euo pipefail -c`."""
 _PLAIN = re.compile(rb"[\w@%+=:,./-]+", re.ASCII)
 """Values that are the same in code of a shell as in an argument, as in `shlex.quote`."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -92,13 +104,16 @@ class CommandLine:
 
     @functools.cached_property
     def code(self) -> dict[int, str]:
-        """The places of arguments that a shell, or Python, runs as code, behind `-c`; and what runs them."""
-        found, program, option = {}, "", ""
-        for place, text in self.texts.items():
-            if not text.startswith("-"):
-                program = program if _READS_CODE.fullmatch(program) and _WITH_VALUE.fullmatch(option) else text
-            elif is_before_code(text) and _READS_CODE.fullmatch(program):
-                found[place + 1] = program
+        """The places of arguments that a shell, or another interpreter, runs as code; and that program."""
+        found, program, option, comes = {}, "", "", False
+        for place in range(len(self.arguments)):
+            text = self.texts.get(place, "")
+            if text.startswith("-"):
+                comes = comes or (_interpreter(program) in _PARAMETERS and _BEFORE_CODE.fullmatch(text) is not None)
+            elif not (_interpreter(program) in _PARAMETERS and _WITH_VALUE.fullmatch(option)):
+                if comes:
+                    found[place] = program
+                program, comes = text, False
             option = text
         return found
 
@@ -208,12 +223,17 @@ def _slot(name: str, formats: Mapping[str, set[str]]) -> Slot:
     return Slot(first)
 
 
+def _interpreter(program: str) -> str:
+    """The name of a program without its folder and version."""
+    return os.path.basename(program).rstrip("0123456789.")
+
+
 def _argument(name: str, data: Mapping[str, Any], runs_it: str | None) -> bytes:
     """A field as (a part of) an argument; of code that a program `runs_it`, unless it is None."""
     found = content_of(name, data)
     if runs_it is not None and not _PLAIN.fullmatch(found):
-        parameter = "sys.argv[1]" if "python" in runs_it else '"$1"'
-        behind = "" if "python" in runs_it else f" {runs_it!r} and"
+        parameter = _PARAMETERS[_interpreter(runs_it)]
+        behind = f" {runs_it!r} and" if parameter == '"$1"' else ""
         raise ItemError(
             f"{{{name}}} stands in code of {runs_it}, which would run {found.decode(errors='replace')!r:.80} as well. "
             f"Write {parameter} in its place, and behind the code{behind} {{{name}}} as an argument of its own"
