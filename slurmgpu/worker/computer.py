@@ -34,6 +34,8 @@ PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
 """How long to wait before items are computed again, and by which factor longer the next time."""
 LONGEST_PAUSE_S = 300.0
 """The longest such wait, whatever the workload asks for: it may hold a GPU meanwhile."""
+SAMPLED = 8
+"""How many items of a first call that failed are computed alone before it is halved."""
 _PENDING = Failure("item_error", "not computed")
 
 
@@ -84,6 +86,14 @@ def common_failure(shards: Sequence[Computed]) -> Failure | None:
     return failures[0] if all(failure.way == failures[0].way for failure in failures) else None
 
 
+class DoubtedError(Exception):
+    """Sampled items of the first call failed as the call did: another shard is to show whether all items do."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 @dataclass
 class _Shard:
     """A shard while it is computed: what is done of it, and calls that are put off to its end, alone or not."""
@@ -112,6 +122,9 @@ class Computer:
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
     Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
 
+    Where the first call fails, and eight of its items fail alike, `doubts(failure)` is True if DoubtedError is to be
+    raised in place of halving it: a program that loads a model may need hours for that.
+
     If the workload prepares its items, `following()` is the first batch of the next shard, and `meanwhile()` is called
     before each call, when the items of the next one have begun to be prepared.
     """
@@ -132,6 +145,7 @@ class Computer:
     key: str | None = None
     following: Callable[[], Sequence[Item]] = tuple
     meanwhile: Callable[[], None] = lambda: None
+    doubts: Callable[[Failure], bool] = lambda failure: False
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
     _has_computed: bool = False
     _preparer: Preparer | None = field(init=False)
@@ -294,6 +308,8 @@ class Computer:
             self._log(shard, items[0].index, failure)
             shard.done.rows[items[0].index] = failure
             return
+        if len(items) > SAMPLED and not self._has_computed and failure.kind == "item_error" and self.doubts(failure):
+            self._sample(items, failure, shard)
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
             free_memory()
@@ -304,6 +320,15 @@ class Computer:
             shard.done.narrowed += 1
         self._call_narrowing(items[:half], shard, isolated=isolated)
         self._call_narrowing(items[half:], shard, isolated=isolated)
+
+    def _sample(self, items: Sequence[Item], failure: Failure, shard: _Shard) -> None:
+        """Raise DoubtedError if items from all over a call fail alone as the call did; it is halved otherwise."""
+        for item in items[:: len(items) // SAMPLED][:SAMPLED]:
+            self.on_batch([item.index], False, ())
+            alone = self._call([item], (), shard)
+            if alone is None or alone.way is None or alone.way != failure.way:
+                return
+        raise DoubtedError(failure)
 
     def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:
         """Note that these items are to be computed again, in one call as they failed."""

@@ -43,7 +43,7 @@ from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, Failure, check_debugger_left, settle
-from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, DoubtedError, common_failure
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.item_reader import ItemReader
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
@@ -96,6 +96,7 @@ class Worker:
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
+    _doubted: tuple[int, tuple[str, ...] | None] | None = None
     _publisher: Publisher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +154,7 @@ class Worker:
                 share=self.group.broadcast,
                 kept=plan.keep,
                 key=plan.key,
+                doubts=self._doubts,
             )
             is_one = self._parts is None and self.group.world_size == 1
             if workload.prepare is not None and is_one and not self._resumes:
@@ -204,6 +206,9 @@ class Worker:
             try:
                 taken_in = taken.taken_in or computer.take_in(reader.read(taken.spans))
                 computed = computer.compute(taken_in, taken.history)
+            except DoubtedError as error:
+                self._doubt(shard, error.failure)
+                continue
             except Interrupted:
                 if self._is_joined(shard):
                     continue
@@ -221,6 +226,24 @@ class Worker:
             if not self._claimer.draws:
                 self._publish_all(waiting)
         self._publish_all(waiting, weighed=self._deadline.over() is None)
+
+    def _doubts(self, failure: Failure) -> bool:
+        """Whether the first shard, or another after it, may be left for now, as no shard shows that the workload works."""
+        is_one = self._parts is None and self.group.world_size == 1 and not self._resumes
+        shard, way = self._doubted or (None, failure.way)
+        if not is_one or shard == self._shard or way != failure.way:
+            return False
+        return not retried(self.run.shard_files, self.run.plan.lease_s)
+
+    def _doubt(self, shard: int, failure: Failure) -> None:
+        """Give back the first shard whose items fail alike; of a second one, the workload is at fault."""
+        if self._doubted is not None:
+            raise WorkerFailedError("workload_error", failure.message, failure.trace)
+        self._doubted = shard, failure.way
+        log.warning("shard %d: given back, as items of it fail alike: %s", shard, failure.first_line)
+        self._claimer.draws = True
+        self._claimer.give_back(shard)
+        self.report({"event": "skipped", "shard": shard})
 
     def _code(self) -> str | None:
         """The digest of the code that has computed the last shard, None if that is unknown."""

@@ -798,3 +798,28 @@ def test_a_command_that_is_run_again_has_the_next_run_directory(tmp_path, monkey
 def test_an_argument_that_is_no_utf_8_is_refused():
     with pytest.raises(SlurmGPUError, match="is not UTF-8"):
         whole_run_file(["a.jsonl"], ["n:int32"], ["x", "\udcff"], {})
+
+
+def slices_of(tmp_path, slurmgpu, code, expect):
+    """A run of 96 items in two slices; the report, and how often the program was started."""
+    project = make(tmp_path / "project", "slice.py", batch_size=48, texts=[str(i) for i in range(96)])
+    (project / "slice.py").write_text(f"open('started', 'a').write('x')\n{BODY}{code}{MODES['slice.py']}")
+    file = project / "slurmgpu.toml"
+    file.write_text(file.read_text().replace("shard_items = 8", "shard_items = 48"))
+    slurmgpu("submit", cwd=project, expect=expect)
+    return report(project), len((project / "started").read_text())
+
+
+def test_a_program_that_fails_for_every_slice_is_not_started_for_every_item(slurmgpu, tmp_path):
+    outcome, n_started = slices_of(tmp_path, slurmgpu, "import nowhere", expect=3)
+    [attempt] = outcome["attempts"]
+    assert (attempt["failure"], outcome["n_rows"]) == ("workload_error", 0)
+    assert "No module named 'nowhere'" in attempt["message"]
+    assert n_started == 2 * (1 + 8)
+
+
+def test_a_slice_whose_items_all_fail_is_computed_after_another_that_does_not(slurmgpu, tmp_path):
+    code = "if min(json.loads(line)['index'] for line in open(sys.argv[1])) < 48: sys.exit('bad slice')"
+    outcome, n_started = slices_of(tmp_path, slurmgpu, code, expect=0)
+    assert [error["index"] for error in outcome["errors"]] == list(range(48))
+    assert n_started == 1 + 8 + 1 + (2 * 48 - 1)
