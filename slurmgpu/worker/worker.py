@@ -228,7 +228,7 @@ class Worker:
         self._publish_all(waiting, weighed=self._deadline.over() is None)
 
     def _doubts(self, failure: Failure) -> bool:
-        """Whether the first shard, or another after it, may be left for now, as no shard shows that the workload works."""
+        """Whether the first shard, or another after it, may be left for now, as none shows that the workload works."""
         is_one = self._parts is None and self.group.world_size == 1 and not self._resumes
         shard, way = self._doubted or (None, failure.way)
         if not is_one or shard == self._shard or way != failure.way:

@@ -703,6 +703,13 @@ def test_an_argument_of_code_is_what_it_is(tmp_path, monkeypatch):
     assert loaded(tmp_path, monkeypatch, run=run)(items("$(touch ran)")) == [{"n": 12}]
 
 
+def test_a_script_that_looks_for_a_field_at_the_top_of_a_line_is_told_of_in_jsonl(tmp_path, monkeypatch):
+    code = "import json, sys; json.loads(open(sys.argv[1]).readline())['text']"
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "-c", code, "{in}", "{out}"])
+    with pytest.raises(CallFailedError, match=r"KeyError: 'text'. \{in\} has the fields .* Write \{in:jsonl\} to have"):
+        command(items("a", "b"))
+
+
 def test_each_call_has_a_port_of_its_own_unless_one_is_set(one, monkeypatch):
     code = "import os; print(os.environ['MASTER_PORT'])"
     ports = {row["n"] for row in one(code)(items("a", "b", "c"))}
@@ -1251,7 +1258,7 @@ LZMA = (
         ("np.savez(path, index=[0], n=[1], error=[b'bad'])", "as error; expected a text"),
         ("np.savez(path, index=[0], n=[1], error=[np.nan])", "as error; expected a text"),
         ("np.savez(path, index=[0], n=[1], error=[['a', 'b']])", "as error; expected a text"),
-        ("np.savez(path, index=[[0]], n=[1])", "as index; expected an item's"),
+        ("np.savez(path, index=[[0]], n=[1])", "as index. Write that of its item, which {in} has"),
         ("np.save(open(path, 'wb'), [1])", "one array without a name"),
         ("zipfile.ZipFile(path, 'w').writestr('n.txt', 'a')", "different lengths"),
         (COMPRESSED + "i = data.find(b'n.npy') + 25; data[i] ^= 255; open(path, 'wb').write(data)", "no npz file"),

@@ -46,7 +46,8 @@ class Collected:
         """Take a row, which has its `index`; OutputError if that is unknown or came before, or its error is no text."""
         index = row.get("index", self._usual)
         if not isinstance(index, int) or isinstance(index, bool):
-            raise OutputError(f"{where} has {'no' if index is None else f'{index!r:.80} as'} index; expected an item's")
+            found = "no" if index is None else f"{index!r:.80} as"
+            raise OutputError(f"{where} has {found} index. Write that of its item, which {{in}} has, into each row")
         if index not in self._wanted:
             raise OutputError(f"{where} has the index {index}, which is none of the items of this call")
         if index in self.rows:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
@@ -225,7 +226,7 @@ def _slot(name: str, formats: Mapping[str, set[str]]) -> Slot:
 
 def _interpreter(program: str) -> str:
     """The name of a program without its folder and version."""
-    return os.path.basename(program).rstrip("0123456789.")
+    return Path(program).name.rstrip("0123456789.")
 
 
 def _argument(name: str, data: Mapping[str, Any], runs_it: str | None) -> bytes:

@@ -34,7 +34,7 @@ from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryErro
 from slurmgpu.util.pipes import has_outlived
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
-from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, content_of, parse
+from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed import Printed
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.programs import (
@@ -262,8 +262,20 @@ class Command:
                 rows[item.index] = error
         if requests:
             call = self._stream_of if self._mode == STREAM else self._slices
-            rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
+            try:
+                rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
+            except CallFailedError as error:
+                raise self._placed(error, items[0].data) from error
         return [rows[item.index] for item in items]
+
+    def _placed(self, error: CallFailedError, data: Mapping[str, object]) -> CallFailedError:
+        """The error; of a program that looks for a field at the top of a line of `{in}`, it says where to find it."""
+        first, _, rest = str(error).partition("\n")
+        found = re.search(r"KeyError: '([^']+)'", first)
+        if found and found[1] in data and IN in self._line and self._line.items == IN_FORMATS[0]:
+            where = '{in} has the fields of an item under "data". Write {in:jsonl} to have them at the top of its line'
+            error.args = (f"{first}. {where}\n{rest}".rstrip(),)
+        return error
 
     def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
         """What `call` returns. An item that is alone, and kills its process, is tried again.
