@@ -145,9 +145,9 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
 
 def check_engine(settings: Mapping[str, Any]) -> None:
     """Refuse wrong settings of the engine, whatever the model."""
-    _check_choice("engine", settings.get("engine", "transformers"), EngineName)
-    _check_choice("precision", settings.get("precision", "bf16"), Precision)
-    _check_choice("batching", settings.get("batching", "auto"), Batching)
+    check_choice("engine", settings.get("engine", "transformers"), EngineName)
+    check_choice("precision", settings.get("precision", "bf16"), Precision)
+    check_choice("batching", settings.get("batching", "auto"), Batching)
     if (graphs := settings.get("cuda_graphs", "auto")) != "auto" and not isinstance(graphs, bool):
         raise SlurmGPUError(f'cuda_graphs is {graphs!r}; expected true, false or "auto".')
     if settings.get("compile") and graphs is False:
@@ -231,7 +231,8 @@ def sampling(settings: Mapping[str, Any], **defaults: Any) -> Sampling:
     return Sampling(**found)
 
 
-def _check_choice(name: str, value: Any, choices: Any) -> None:
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Refuse a value that is none of a Literal's."""
     if value not in get_args(choices):
         raise SlurmGPUError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}.")
 

@@ -43,7 +43,7 @@ CUT_RATE = 0.1
 
 
 class Numbered(Protocol):
-    """What is asked of an engine, or found by it, under the caller's number."""
+    """A request to an engine, or its output, under the caller's number."""
 
     @property
     def id(self) -> int:
@@ -230,7 +230,7 @@ class LanguageModelWorkload:
     def _found(
         self, asked: Sequence[AskedT], kind: type[FoundT], compute: Callable[[Sequence[AskedT]], Iterable[FoundT]]
     ) -> dict[int, FoundT]:
-        """What an engine finds for what it is asked, by id; parts of it may be computed by other tasks."""
+        """The outputs for an engine's requests, by id; other tasks may compute parts of them."""
         if not asked:
             return {}
         if self._divide is None:

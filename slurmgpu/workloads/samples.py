@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 OF_PATHS = ("text", "steps")
-"""What an entry that is a mapping, such as a path of `collect`, gives the prompt in place of the item's own fields."""
+"""The keys of an entry, such as a path of `collect`, that replace the item's own fields in the prompt."""
 
 NUMBER = (int, float, np.integer, np.floating)
 

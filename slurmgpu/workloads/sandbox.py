@@ -29,10 +29,10 @@ FILE_BYTES = 64 << 20
 N_PROCESSES = 12
 """Processes and threads: one of bubblewrap's, the program, and ten more, which together may have 22 GiB."""
 TOLD_BYTES = 4096
-"""What is read of a program's stdout and stderr: a word, or why it could not be started."""
+"""The bytes that are read of a program's stdout and stderr: a word, or why it could not be started."""
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
-"""What Python needs of the system's files; homes, data sets and /etc are not there."""
+"""The system's files that Python needs; homes, data sets and /etc are not there."""
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -44,8 +44,8 @@ ENVIRONMENT = {
 }
 
 PROGRAM = "/program/program.py"
-"""Where the program is read: a child that multiprocessing starts by `spawn` or `forkserver`, as Python 3.14 does by
-itself, imports it from there."""
+"""The path of the program: a child that multiprocessing starts by `spawn` or `forkserver`, as Python 3.14 does by
+default, imports it from there."""
 
 RUNNER = f"""
 import importlib.util, json, os, resource, sys

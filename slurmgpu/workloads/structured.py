@@ -67,7 +67,7 @@ class Property:
 
 
 class Answers:
-    """What answers with a structure must be, and the columns that the properties of a schema become."""
+    """Checks answers with a structure, and makes columns of the properties of a schema."""
 
     def __init__(self, structure: Structure, n: int, max_tokens: int) -> None:
         self._structure, self._n, self._max_tokens = structure, n, max_tokens

@@ -1,4 +1,4 @@
-"""What is read in the text of answers: labels, numbers, steps and final answers, and metrics of them.
+"""Labels, numbers, steps and final answers in the text of answers, and metrics of them.
 
 May import: interface and util.
 """

@@ -60,7 +60,7 @@ def vote(answers: Sequence[str | None], weights: Sequence[Fraction | float]) -> 
 
 
 def weights_of(scores: Sequence[float], *, is_raw: bool) -> list[float]:
-    """What texts weigh in a vote by their scores, 0 for NaN; raw scores by their exponentials, at most 1."""
+    """The weights of texts in a vote, from their scores: 0 for NaN; for raw scores their exponentials, at most 1."""
     highest = max((score for score in scores if not math.isnan(score)), default=0.0)
     weights = [math.exp(score - highest) if is_raw else score for score in scores]
     return [0.0 if math.isnan(weight) else weight for weight in weights]

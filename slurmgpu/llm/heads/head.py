@@ -1,4 +1,4 @@
-"""What a trained head says of a text: its classes by config.json, and its place on GPUs; without torch."""
+"""The classes of a trained head by config.json, and its place on GPUs; without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITH_IMAGES = frozenset({"gemma3", "qwen3_5"})
 """Model types whose ForSequenceClassification takes images, in transformers 5.23; a test compares."""
 
 STEP_END = "\n"
-"""What stands behind a step where the model's class does not say: the separator of TRL's PRMTrainer."""
+"""The text behind a step unless the model's class has another: the separator of TRL's PRMTrainer."""
 
 USUAL_WIDTH = 4096
 """The hidden size of a model whose config.json does not tell."""
@@ -56,7 +56,7 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadInput:
-    """What is scored: a `prompt`, and what follows it.
+    """A `prompt` that is scored, with the text that follows it.
 
     `answer` is the assistant's turn, `second` the second text of a pair, `steps` are those of an answer; each is None
     if there is none. `chat` says whether the prompt goes into the chat template.

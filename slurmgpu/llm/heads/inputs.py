@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
 from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
-from slurmgpu.llm.prompts.codec import MARK, Codec, PromptError, refuse_surrogates
+from slurmgpu.llm.prompts.codec import Codec, PromptError, refuse_surrogates
 from slurmgpu.llm.prompts.truncation import shorten
 
 STEP, END = "\ufdd1", "\ufdd2"
@@ -143,12 +143,7 @@ class HeadCodec:
 
     def _pieces(self, text: str) -> list[int]:
         """The tokens of a text with marks, without the tokenizer's own at its ends."""
-        refuse_surrogates(text)
-        return [
-            token
-            for piece in text.split(MARK)
-            for token in self._tokenizer(piece, add_special_tokens=False)["input_ids"]
-        ]
+        return [*self.codec.pieces(self.codec.parts(text))]
 
 
 def _messages(asked: HeadInput, answer: str | None) -> list[Mapping[str, Any]]:

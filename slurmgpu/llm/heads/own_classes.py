@@ -15,7 +15,7 @@ PROCESS_REWARD, REWARD = "Qwen2ForProcessRewardModel", "Qwen2ForRewardModel"
 """Their names in config.json."""
 
 STEP_ENDS: Mapping[str, str] = {PROCESS_REWARD: "<extra_0>"}
-"""What stands behind a step, of those that score steps."""
+"""The text behind a step, for the classes that score steps."""
 
 
 def own_class(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What an engine is asked and answers, and what all engines share: batches by tokens, and sampling.
+"""Questions to an engine and its answers, and the code that all engines share: batches by tokens, and sampling.
 
 May import: models and util.
 """

@@ -138,7 +138,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must be, reasoning aside: JSON of a schema, one of some choices, or a match of a regex or grammar.
+    """The form of an answer, without its reasoning: JSON of a schema, a choice, or a match of a regex or grammar.
 
     `text` is the schema or the list of choices as JSON, else the regex or the grammar itself. An engine that supports
     structures is one of `STRUCTURE_ENGINES`.
@@ -332,7 +332,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine computes: the `device` in PyTorch, the GPUs that this process sees, and its rank in a group.
+    """The `device` in PyTorch on which an engine computes, the GPUs that this process sees, and its rank in a group.
 
     `note(name, value)` records changes of batching in the shard.
     """

@@ -1,4 +1,4 @@
-"""What engines give as JSON and back, exactly: for tasks that compute parts of one item."""
+"""Convert the outputs of engines to JSON and back, exactly, for tasks that compute parts of one item."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
 
 
 def digest_of(asked: Any) -> str:
-    """What tells whether two tasks ask an engine the same."""
+    """A digest by which two tasks see whether they ask an engine the same."""
     return hashlib.blake2b(repr(_brief(asked)).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 

@@ -81,7 +81,7 @@ def prepare(device: Any) -> None:
 
 
 def _kernel_of(device: Any) -> Kernel | None:
-    """What computes the noise in one pass on this device, if that is possible."""
+    """The kernel that computes the noise in one pass on this device; None if there is none."""
     import torch
 
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

@@ -25,7 +25,7 @@ def mix(key: int, sample: int) -> int:
 
 @dataclass(frozen=True)
 class Kinds:
-    """What some row of a batch may ask for, known without reading a tensor.
+    """The kinds of sampling in a batch, known without reading a tensor.
 
     A row is `greedy`, or `free` of top_k and top_p, or has a top_k, of which `top_k` is the greatest, or top_p alone
     (`nucleus`). Beside that, rows may have a min_p, and be `scaled` by a temperature that is not 1.
@@ -40,7 +40,7 @@ class Kinds:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> Kinds:
-        """What these rows ask for."""
+        """The kinds of these rows."""
         sampled = [each for each in samplings if each.temperature > 0]
         return cls(
             greedy=len(sampled) < len(samplings),
@@ -52,7 +52,7 @@ class Kinds:
         )
 
     def __or__(self, other: Kinds) -> Kinds:
-        """What some row of either asks for."""
+        """The kinds of the rows of both."""
         return Kinds(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
     @property

@@ -33,7 +33,7 @@ USABLE = 0.92
 RUNTIME_BYTES = 1.5e9
 """The share of a GPU's memory for weights and cache, less RUNTIME_BYTES; CUDA, its graphs, fragments need the rest."""
 GRAPHS_BYTES = 0.5e9
-"""What CUDA graphs may hold of that; the engine frees them beyond it. Their cache is that of the batch."""
+"""The part of RUNTIME_BYTES that CUDA graphs may hold; beyond it the engine frees them. They use the batch's cache."""
 
 
 @dataclass(frozen=True)

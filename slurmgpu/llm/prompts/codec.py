@@ -65,7 +65,7 @@ class FullContextError(PromptError):
     """A prompt that leaves no room for an answer with `fit`, which is therefore empty."""
 
     def output(self, request: Request) -> Output:
-        """An answer of no tokens."""
+        """An empty answer."""
         return Output(request.id, generated=request.prompt.generated or NOTHING, finish_reason="length")
 
 

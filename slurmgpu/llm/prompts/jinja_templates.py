@@ -17,7 +17,7 @@ OPEN, CLOSE = "\ufdd1", "\ufdd2"
 
 
 def template_class(template_format: str) -> Callable[[str, str], Fillable]:
-    """What makes a template of a text and its owner in messages; SlurmGPUError for another format."""
+    """The class of templates by its format, called with a text and its owner in messages; SlurmGPUError for another."""
     if template_format == "f-string":
         return Template
     if template_format == "jinja2":

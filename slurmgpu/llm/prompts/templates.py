@@ -17,7 +17,7 @@ from slurmgpu.llm.prompts.images import sources_of
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Last = Literal["drop", "continue"]
-"""What becomes of the assistant's turn at the end of a chat: it is left out, or the model goes on from its text."""
+"""The assistant's turn at the end of a chat is left out, or the model goes on from its text."""
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -159,7 +159,7 @@ class Prompts:
         return frozenset[str]().union(*(each.whole_fields for each in (self._prompt, self._system) if each is not None))
 
     def beyond(self, *, chat: bool) -> Iterator[str]:
-        """What these prompts need that a server does not give, at its endpoint for chats or at that for texts."""
+        """The features of these prompts that a server lacks, at its endpoint for chats or at the one for texts."""
         if self._messages is not None and not chat:
             yield "it takes a chat in messages at its endpoint for chats alone. Remove chat = false."
         if self._last == "continue":

@@ -99,7 +99,7 @@ class ServerEngine:
         losses = Counter[int]()
         todo = list(requests)
         while todo:
-            # A request may be what ends the server: who was there twice is asked alone, so that others survive it.
+            # A request may be what ends the server: one that was there twice is asked alone, so that others survive it.
             together = [each for each in todo if losses[each.id] < N_TRIES - 1]
             asked = together or todo[:1]
             lost: dict[int, str] = {}

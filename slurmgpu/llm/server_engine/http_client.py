@@ -31,7 +31,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """What an error says, as the servers write it: `error.message`, `message` or `detail`; cut."""
+        """The message of an error, as servers write it: `error.message`, `message` or `detail`; cut."""
         found = self.body
         for name in ("error", "message", "detail"):
             if isinstance(found, Mapping) and name in found:

@@ -27,9 +27,9 @@ def asked(structure: Structure) -> dict[str, Any]:
 
 
 def problem(structure: Structure, text: str) -> str | None:
-    """What shows that the server has ignored a structure; None if nothing does. JSON is looked at where it is read.
+    """Why the answer shows that the server ignored a structure; None if it does not. JSON is checked where it is read.
 
-    An expression is looked at where llguidance is installed: Python's own matching may take for ever.
+    A regular expression is checked if llguidance is installed: Python's own matching may take for ever.
     """
     if structure.kind == "choices":
         is_followed = text in json.loads(structure.text)

@@ -16,7 +16,7 @@ GROWTH = 32
 
 
 class _InPlace:
-    """What both kinds share. `_shown` are the views that were made last: others than these are not in `_rooms`.
+    """The base of both kinds. `_shown` are the views that were made last; other tensors are not in `_rooms`.
 
     Code of transformers, and `expand`, may replace `keys` and `values` by other tensors, which are copied to grow.
     """

@@ -87,7 +87,7 @@ class GraphRunner:
         self._n_replays = 0
         self.held_bytes = 0
         self.seconds = 0.0
-        """What the graphs hold beside the slots, and what capturing them has taken so far."""
+        """The memory that the graphs hold beside the slots, and the time that captures have taken so far."""
 
     @property
     def n_graphs(self) -> int:

@@ -53,7 +53,7 @@ class DecodingChoice:
         self._make_runner: Callable[[], Runner] | None = None
         self._is_decided = False
         self.verdict: graph_check.Verdict | None = None
-        """What the self-check found, if there was one."""
+        """The result of the self-check, if there was one."""
         self.not_compiled: str | None = None
         """Why steps are not compiled, if the settings ask for it."""
         self._slots: Slots | None = None

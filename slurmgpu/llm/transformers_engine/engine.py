@@ -78,7 +78,7 @@ class TransformersEngine:
             yield from likelihoods(some, self._codec, self._loaded.context, self._token_scorer.read)
 
     def _by_adapter(self, asked: Sequence[T]) -> Iterator[list[T]]:
-        """What is asked, by the adapter that it needs; the model has that adapter until the next is taken."""
+        """Group requests by their adapter; the model has that adapter until the next group is taken."""
         switch = self._loaded.switch
         groups: dict[str, list[T]] = {}
         for each in asked:

@@ -23,7 +23,7 @@ MOST_THREADS = 8
 
 
 class Matcher:
-    """Where one answer is in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(self, matcher: Any, ends: Collection[int]) -> None:
         self.llguidance = matcher

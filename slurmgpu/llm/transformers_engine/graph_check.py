@@ -51,7 +51,7 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of a size: the greatest difference of scores as a share of their range, and seconds of a step.
+    """Measurements of a size: the greatest difference of scores as a share of their range, and seconds of a step.
 
     `replayed` is that of a step from a call in the same memory, where both are done again until they agree, and
     `flipped` the greatest that was seen meanwhile; `off` is that from rows in a cache that grows, and bounds both.
@@ -69,7 +69,7 @@ class Trial:
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the scores."""
+        """The fault of the scores; None if they are right."""
         for off, bound, other in (
             (self.replayed, self.replayed_bound, "the same step when it is called"),
             (self.flipped, self.bound, "the same step when it is called once"),
@@ -91,7 +91,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a self-check found in `seconds`: why the steps are not used, None if they are, and what was seen."""
+    """The result of a self-check of `seconds`: why the steps are not used, None if they are, and its trials."""
 
     reason: str | None
     trials: tuple[Trial, ...] = ()
@@ -119,7 +119,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Checked:
-    """What is checked: steps by `make_runner` in slots of `n_tokens`, beside those of rows in a cache that grows.
+    """The subject of a check: steps by `make_runner` in slots of `n_tokens`, beside those in a cache that grows.
 
     `n_words` is the vocabulary from which prompts are drawn, `context` the model's; `rounding` and `replayed` are how
     far scores may be off, as a share of their range, where the model has no noise. With `must_gain` steps that are not

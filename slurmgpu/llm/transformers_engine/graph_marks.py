@@ -34,7 +34,7 @@ class Marks:
         self._name = hashlib.sha256(name.encode()).hexdigest()[:16]
 
     def found(self) -> str | None:
-        """What an ended process has left; None if there is no such mark."""
+        """The text of the mark that an ended process has left; None if there is none."""
         if not self._is_own():
             return None
         for path in sorted(self._folder.glob(f"{self._name}-*")):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Choices(Protocol):
-    """What chooses the tokens of `generate`: it leaves one token of each row, and says which rows have ended."""
+    """Chooses the tokens of `generate`: leaves one token of each row, and says which rows have ended."""
 
     def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of each row's next token: 0 for the chosen one, and -inf for the others; see `only`."""
@@ -66,7 +66,7 @@ class ImageModel:
             )
 
     def _inputs(self, shown: Sequence[Shown]) -> dict[str, Tensor]:
-        """What the model takes: tokens, padded at the left, with their mask and types, and the images of all rows."""
+        """The model's inputs: tokens, padded at the left, with their mask and types, and the images of all rows."""
         import torch
 
         pad = torch.nn.functional.pad

@@ -22,7 +22,7 @@ N_READERS, N_AHEAD = 4, 8
 """Threads that open images, and prompts whose images are opened before the model's processor takes them."""
 
 REFUSES = (ValueError, ZeroDivisionError, IndexError)
-"""What processors raise for images of sizes that they do not take, such as an aspect ratio above 200."""
+"""The errors of processors for images of sizes that they do not take, such as an aspect ratio above 200."""
 
 MOST_BYTES = 1 << 30
 """The tensors of prompts that are held before answers to them are computed: a photo may have 300 MB."""
@@ -149,7 +149,7 @@ class ImagePrompts:
             return error
 
     def show(self, prompts: Sequence[Prompt], *, answers_at_once: bool = False) -> Iterator[Shown | PromptError]:
-        """What the model is shown of each prompt, in order, or why it takes none of it.
+        """The model's inputs for each prompt, in order, or why it takes none of it.
 
         Images are opened ahead, by threads. For `answers_at_once` see `Codec.render`.
         """
@@ -168,7 +168,7 @@ class ImagePrompts:
                     yield error
 
     def read(self, parts: Sequence[str], images: Sequence[Any]) -> Shown:
-        """What the model is shown of texts between marks, one of which has the places of all images."""
+        """The model's inputs for texts between marks, one of which has the places of all images."""
         import torch
 
         n_places = [part.count(self._token) for part in parts]

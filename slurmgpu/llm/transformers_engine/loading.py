@@ -35,7 +35,7 @@ HINTS = {
     "AutoModelForCausalLM": " If it takes images beside text, set images to the field of the items that holds them.",
     "AutoModelForImageTextToText": " Choose one that takes images beside text and answers in text, or remove images.",
 }
-"""What to do about a model that one of transformers' classes does not know."""
+"""The advice for a model that one of transformers' classes does not know."""
 
 FEW = 3
 """The number of wrong weights in a message."""

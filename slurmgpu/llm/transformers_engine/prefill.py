@@ -228,7 +228,7 @@ class Prefill:
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _find_last_layer(self) -> LastLayer | None:
-        """The last layer, if logits are the same where it leaves out the columns that nobody asks for."""
+        """The last layer, if logits are the same where it leaves out the columns whose logits are not asked for."""
         import torch
 
         model = self._loaded.model

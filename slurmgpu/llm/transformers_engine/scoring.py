@@ -51,7 +51,7 @@ class Asked:
 
     @property
     def branches(self) -> tuple[Tokens, ...]:
-        """What is read behind the prompt: choices without their last tokens, each once."""
+        """The tokens that are read behind the prompt: choices without their last tokens, each once."""
         return tuple(dict.fromkeys(choice[:-1] for choice in self.choices if len(choice) > 1))
 
 

@@ -126,7 +126,7 @@ class StaticBatches:
         return work.crossed
 
     def _attempt(self, work: _Work) -> str | None:
-        """What went wrong with the slots, or that memory ran out, when nothing refers to its tensors any more."""
+        """The failure of the slots, or of memory, when nothing refers to its tensors any more; None without one."""
         try:
             return "out of memory" if attempt(lambda: self._advance(work), self._place) is None else None
         except SlotsError as error:

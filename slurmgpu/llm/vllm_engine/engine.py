@@ -226,7 +226,7 @@ class VllmEngine:
         adapters: Sequence[str],
         images: Sequence[Images] = (),
     ) -> list[Any]:
-        """What vLLM gives for each prompt."""
+        """The output of vLLM for each prompt."""
         if not prompts:
             return []
         from vllm import SamplingParams

@@ -1,4 +1,4 @@
-"""What vLLM refuses, and what it leaves to others; known without it."""
+"""The temperatures that vLLM refuses, and its share of a GPU's memory, without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM keeps on a node beside its processes: compiled code, ports and shared memory.
+"""The compiled code, ports and shared memory of vLLM on a node.
 
 Each engine takes one of the user's numbered places there, which no other engine has while it lives. So engines that
 start together neither write into one cache nor take each other's ports; and what a killed engine has left in shared

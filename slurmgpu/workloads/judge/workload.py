@@ -119,12 +119,7 @@ class Judge:
                 named=self._named,
                 has_truth=truth is not None,
             )
-        self.opponent = None
-        if against is not None:
-            first, second = self._pair = self.judging.compare(each)
-            mine = self.renamed.get(first, "text")
-            self._called = mine, mine if second == OTHER else self.renamed.get(second, "text")
-            self.opponent = Opponent.find(against)
+        self.opponent = None if against is None else self._compare_with(against, each)
         check_each(each, final, reference)
         if each is not None:
             check_one_text(each, truth, self.judging.rubric)
@@ -140,6 +135,13 @@ class Judge:
             self.most_parts = MOST_PARTS
             self.samples = Samples(each, self.columns, self.checker, reference, self.judging.is_raw, self.judging.right)
             self.columns = self.samples.columns
+
+    def _compare_with(self, against: str | Mapping[str, Any], each: str | None) -> Opponent:
+        """Compare each text with that of a second run, which it returns."""
+        first, second = self._pair = self.judging.compare(each)
+        mine = self.renamed.get(first, "text")
+        self._called = mine, mine if second == OTHER else self.renamed.get(second, "text")
+        return Opponent.find(against)
 
     def _taken(self, names: Set[str]) -> set[str]:
         """The items' fields that are read; `names` are those in prompts."""

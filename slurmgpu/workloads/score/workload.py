@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import Unpack
@@ -27,7 +27,7 @@ from slurmgpu.llm.heads.head import (
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.prompts.jinja_templates import template_class
 from slurmgpu.llm.prompts.templates import Last, take
-from slurmgpu.llm.settings import PromptedModelSettings, prompts_of
+from slurmgpu.llm.settings import PromptedModelSettings, check_choice, prompts_of
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Score(LanguageModelWorkload):
-    """What a trained head says of each item: classes, a reward, how well a text answers a query, or a score by step.
+    """Scores of each item by a trained head: classes, a reward, how well a text answers a query, or a score by step.
 
     What is scored is a `prompt` over the item's fields or the chat in its field `messages`, perhaps with the
     assistant's `answer` or its `steps`; or a `pair` of texts. docs/reference/language-models.md has all settings.
@@ -87,12 +87,8 @@ class Score(LanguageModelWorkload):
         check_settings(settings)
         check_parts(prompt, messages, answer, pair, steps, choices)
         check_pair(pair, cut, settings)
-        for name, value, known in (
-            ("path_by", path_by, PathScore),
-            ("activation", activation or "none", Activation),
-        ):
-            if value not in get_args(known):
-                raise SlurmGPUError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(known)))}.")
+        check_choice("path_by", path_by, PathScore)
+        check_choice("activation", activation or "none", Activation)
         if steps is not None and not (step_delimiter and step_end != ""):
             raise SlurmGPUError("step_delimiter and step_end are texts between and behind steps; one of them is empty.")
         last: Last = "drop" if answer is not None or steps is not None else "continue"
@@ -126,18 +122,21 @@ class Score(LanguageModelWorkload):
         if final is not None and each is None:
             raise SlurmGPUError("final finds the answers that an item's texts vote for, and each is not set. Set it.")
         self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
-        self.samples = None
-        if each is not None:
-            if self._positive is None:
-                raise SlurmGPUError(
-                    f"each chooses the text with the highest score, and the model has a score for each of "
-                    f"{', '.join(self._head.labels)}; set positive to one of them."
-                )
-            self.most_parts = MOST_PARTS
-            self.samples = Samples(each, self.columns, self.checker, reference, self.is_raw)
-            self.columns = self.samples.columns
-            # A template's `text` and `steps` may be those of an entry.
-            self.fields = self.fields - set(OF_PATHS) | {each} | {*filter(None, (reference,))}
+        self.samples = None if each is None else self._choose_among(each, reference)
+
+    def _choose_among(self, each: str, reference: str | None) -> Samples:
+        """Score all texts in the field `each` of an item, and have the columns of a choice among them."""
+        if self._positive is None:
+            raise SlurmGPUError(
+                f"each chooses the text with the highest score, and the model has a score for each of "
+                f"{', '.join(self._head.labels)}; set positive to one of them."
+            )
+        self.most_parts = MOST_PARTS
+        samples = Samples(each, self.columns, self.checker, reference, self.is_raw)
+        self.columns = samples.columns
+        # A template's `text` and `steps` may be those of an entry.
+        self.fields = {*self.fields} - {*OF_PATHS} | {each} | {*filter(None, (reference,))}
+        return samples
 
     def _read_head(self, labels: Sequence[str], activation: Activation | None) -> Head:
         """The head, by the settings where the plan has written them: a merge must not need the model."""
