@@ -38,7 +38,7 @@ test-vllm: packages $(VLLM)/test
 test-oldest: $(OLDEST)/test
 	$(OLDEST)/bin/python -m pytest -n 3 tests/unit/test_events.py tests/unit/test_mapped_functions.py \
 	  tests/unit/test_overrides.py tests/unit/test_sweeps.py tests/unit/test_variables.py tests/files/test_compare.py \
-	  tests/files/test_inputs*.py tests/files/test_json_column.py tests/files/test_repacking.py tests/files/test_results.py \
+	  tests/files/test_inputs*.py tests/files/test_json_column.py tests/files/test_repack.py tests/files/test_results.py \
 	  tests/files/test_selection.py tests/files/test_shards.py tests/files/test_show.py \
 	  tests/local/test_map.py::test_a_row_of_a_table_is_an_item \
 	  --deselect tests/files/test_selection.py::test_hugging_face_datasets_loads_the_folder

@@ -8,11 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from slurmgpu.influence.extremes import Extremes
-from slurmgpu.influence.found import Array, Found, Listed
-from slurmgpu.influence.models import Gradients
+from slurmgpu.influence.gradients import Gradients
 from slurmgpu.influence.parts import Multiply
-from slurmgpu.influence.streaming import Checkpoint, Streamed
+from slurmgpu.influence.results import Array, Results, TopExamples
+from slurmgpu.influence.top_k import TopK
+from slurmgpu.influence.train_gradients import Checkpoint, ChunkGradients
 
 PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
 """Pairs that are processed together after multiplication: as many as the caches hold."""
@@ -58,11 +58,11 @@ class Block:
                 gradients[at] = gradients[at].scaled(HEADROOM - exponents)
             rest = torch.ldexp(_inverse_root(own) if normalize == "cosine" else torch.ones_like(own), exponents)
             self._scale = rest.to(like.dtype)[:, None]
-        self._extremes = [Extremes(self._n, top_k, n_train, self._n_groups, sign, like) for sign in (1, -1) if top_k]
+        self._top = [TopK(self._n, top_k, n_train, self._n_groups, sign, like) for sign in (1, -1) if top_k]
         self._statistics = Statistics(self._n, like)
         self._problems: dict[int, str] = {}
 
-    def add(self, lines: Tensor, streamed: Iterator[Streamed], buffer: Tensor, allowed: Tensor | None) -> None:
+    def add(self, lines: Tensor, streamed: Iterator[ChunkGradients], buffer: Tensor, allowed: Tensor | None) -> None:
         """Add the training examples `lines` (b,); `allowed` (n, b); `buffer` holds products."""
         shape = self._n_groups, self._n, len(lines)
         shares = buffer[: shape[0] * shape[1] * shape[2]].view(shape).zero_()
@@ -85,10 +85,10 @@ class Block:
                 values = values.where(allowed[rows], 0)
                 counts = allowed[rows].sum(1)
             self._statistics.add(first, values, counts)
-            for extremes in self._extremes:
-                extremes.offer(first, values, lines, piece)
+            for top in self._top:
+                top.offer(first, values, lines, piece)
 
-    def both(self, streamed: Iterator[Streamed], n: int, exact: Multiply) -> tuple[Tensor, Tensor]:
+    def both(self, streamed: Iterator[ChunkGradients], n: int, exact: Multiply) -> tuple[Tensor, Tensor]:
         """The influences of n training examples (n_tests, n), multiplied by `exact` and in the chosen precision."""
         found = self._gradients[0].losses.new_zeros(2, self._n, n)
         outs = [dict.fromkeys(self._group_of, out) for out in found]
@@ -97,13 +97,13 @@ class Block:
             found *= scale * self._scale
         return found[0], found[1]
 
-    def found(self, groups: tuple[str, ...], errors: tuple[Tensor, Tensor] | None = None) -> Found:
+    def found(self, groups: tuple[str, ...], errors: tuple[Tensor, Tensor] | None = None) -> Results:
         """The results; `errors` are the relative error of each row and the overlap of its top 10."""
         last, statistics = self._gradients[-1], self._statistics
         for row in (~last.losses.isfinite()).nonzero()[:, 0].tolist():
             self._problems[row] = f"its loss is {float(last.losses[row])}"
-        proponents, opponents = (self._listed(extremes) for extremes in self._extremes or (None, None))
-        return Found(
+        proponents, opponents = (self._listed(top) for top in self._top or (None, None))
+        return Results(
             groups,
             proponents,
             opponents,
@@ -121,7 +121,7 @@ class Block:
         )
 
     def _add_products(
-        self, streamed: Iterator[Streamed], outs: Sequence[tuple[Mapping[str, Tensor], Multiply]]
+        self, streamed: Iterator[ChunkGradients], outs: Sequence[tuple[Mapping[str, Tensor], Multiply]]
     ) -> Tensor | None:
         """Sum over the checkpoints; the factors of the columns (b,) beside `_scale`, if normalised."""
         squares = None
@@ -150,11 +150,13 @@ class Block:
                 line, value = int(lines[bad[0]]), float(values[row, bad[0]])
                 self._problems.setdefault(first + row, f"the influence of training example {line} (from 0) is {value}")
 
-    def _listed(self, extremes: Extremes | None) -> Listed:
-        if extremes is None:
+    def _listed(self, top: TopK | None) -> TopExamples:
+        if top is None:
             none = self._gradients[0].losses.new_zeros(self._n, 0)
-            return Listed(_array(none.long()), _array(none), _array(none[:, :, None].expand(-1, -1, self._n_groups)))
-        found = Listed(*map(_array, extremes.found()))
+            return TopExamples(
+                _array(none.long()), _array(none), _array(none[:, :, None].expand(-1, -1, self._n_groups))
+            )
+        found = TopExamples(*map(_array, top.found()))
         for row in self._problems:
             found.lines[row], found.values[row], found.shares[row] = -1, 0, 0
         return found

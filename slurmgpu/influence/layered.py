@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence import generic
-from slurmgpu.influence.generic import CountedBytes, Generic
-from slurmgpu.influence.layers import Call, Rule, rule_for, takes
-from slurmgpu.influence.models import Gradients, Side
+from slurmgpu.influence import per_example
+from slurmgpu.influence.gradcheck import SMALL, TOLERANCES
+from slurmgpu.influence.gradients import Gradients, Side
+from slurmgpu.influence.layer_rules import Call, Rule, rule_for, takes
 from slurmgpu.influence.parts import Part
+from slurmgpu.influence.per_example import CountedBytes, PerExample
 from slurmgpu.influence.precision import matmul_precision
-from slurmgpu.influence.probing import SMALL, TOLERANCES
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Layered:
     def __init__(
         self,
         module: nn.Module,
-        whole: Generic,
+        whole: PerExample,
         owners: Mapping[str, Owner],
         shapes: Mapping[nn.Module, list[torch.Size]],
         sample: Tensor,
@@ -110,12 +110,12 @@ class Layered:
 
 
 def of_module(module: nn.Module, examples: Tensor) -> Layered:
-    """As `generic.of_module`, but faster.
+    """As `per_example.of_module`, but faster.
 
     Some of the `examples` (n, c), n > 0, show which rules give autograd's gradients. Other gradients are computed one
     by one, and logged. This needs memory for a few full gradients.
     """
-    whole = generic.of_module(module, examples[0])
+    whole = per_example.of_module(module, examples[0])
     owners, reasons = _owners(module, whole.parameters_by_name())
     trial = _Trial(whole.parameters_by_name(), owners)
     with matmul_precision("ieee"):
@@ -225,7 +225,7 @@ class _Trial:
         self._errors: dict[str, list[tuple[float, float]]] = {name: [] for name in owners}
         self.shapes: dict[nn.Module, list[torch.Size]] = {}
 
-    def add(self, module: nn.Module, whole: Generic, examples: Tensor) -> None:
+    def add(self, module: nn.Module, whole: PerExample, examples: Tensor) -> None:
         """Compare every example's gradients with those of autograd, from the same forward pass."""
         losses, calls = _forward(module, self._owners, examples)
         _expect_independent(losses.detach(), whole.losses_alone(examples, "train").detach(), examples)

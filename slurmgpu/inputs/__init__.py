@@ -11,12 +11,12 @@ May import: results, run, shards, util.
 
 from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields, refuse_fields
-from slurmgpu.inputs.finding import fetch, find, is_of_hub, passed_over
-from slurmgpu.inputs.listing import list_files
-from slurmgpu.inputs.of_runs import open_items
+from slurmgpu.inputs.file_items import list_files
+from slurmgpu.inputs.paths import fetch, find, is_of_hub, passed_over
 from slurmgpu.inputs.reader import Reader
-from slurmgpu.inputs.repacking import FOLDER, repack_table
-from slurmgpu.inputs.scanning import promise, scan
+from slurmgpu.inputs.repack import FOLDER, repack_table
+from slurmgpu.inputs.run_items import open_items
+from slurmgpu.inputs.scanner import promise, scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 
 __all__ = [

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.formats import Preview, refuse_changed
-from slurmgpu.inputs.repacking import FOLDER, RowGroups, even, hash_file, publish
+from slurmgpu.inputs.repack import FOLDER, RowGroups, even, hash_file, publish
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
 from slurmgpu.util.packages import check_pyarrow

@@ -1,13 +1,16 @@
-"""Check that the items of an input have the fields that are used."""
+"""Fields of items: check that those in use exist, and keep some as columns of the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.spec import InputSpec
+from slurmgpu.shards.columns import RESERVED_NAMES, Column, Json
+from slurmgpu.util.json_values import MOST_LEVELS, is_too_deep, json_value
 
 FIRST_ITEMS = 100
 """How many items to search for fields in an input without a header (JSONL)."""
@@ -51,6 +54,56 @@ def refuse_fields(
             f"{whose} has a value {both[0]!r} under [settings], and {called or f'the input {spec.files[0].path}'} "
             f"has a field of that name. Rename the value."
         )
+
+
+def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collection[str]) -> dict[str, str]:
+    """The kept fields by the names of their columns; SlurmGPUError for a name that exists twice.
+
+    `columns` are those of the workload.
+    """
+    if unknown := [field for field in rename if field not in keep]:
+        raise SlurmGPUError(
+            f"rename has {unknown[0]!r}, which keep does not have; expected a field of keep = the name of its column."
+            f"{did_you_mean(unknown[0], keep)}"
+        )
+    found: dict[str, str] = {}
+    for field in keep:
+        name = rename.get(field, field)
+        if name in columns or name in RESERVED_NAMES:
+            whose = "a column that the run computes" if name in columns else "a column that slurmgpu adds"
+            said = f"keep has {name!r}" if name == field else f"rename has {name!r}"
+            raise SlurmGPUError(
+                f'{said}, which is {whose}; give its column another name, rename = {{{field} = "input_{field}"}}, '
+                f"or remove it."
+            )
+        if name in found:
+            said = "named twice" if found[name] == field else f"also the column of {found[name]!r}"
+            raise SlurmGPUError(f"keep has {name!r}, which is {said}; remove one of them, or rename it.")
+        found[name] = field
+    return found
+
+
+def with_kept(columns: Mapping[str, Column], kept: Mapping[str, str]) -> dict[str, Column]:
+    """The columns of a workload and those of kept fields."""
+    return {**columns, **dict.fromkeys(kept, Json())}
+
+
+def check_kept(kept: Mapping[str, str], data: Mapping[str, Any]) -> None:
+    """ItemError if an item lacks a field that its row keeps, or has one that no column can hold."""
+    for field in kept.values():
+        if field not in data:
+            raise ItemError(f"no field {field!r}, which the row keeps.{did_you_mean(field, data)}")
+        if is_too_deep(data[field]):
+            raise ItemError(
+                f"the field {field!r}, which the row keeps, has more than {MOST_LEVELS} lists and mappings in one "
+                f"another"
+            )
+
+
+def kept_values(kept: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of those kept fields that an item has, by column; without those that no column can hold."""
+    there = {name: data[field] for name, field in kept.items() if field in data}
+    return {name: json_value(value) for name, value in there.items() if not is_too_deep(value)}
 
 
 def _first_fields(spec: InputSpec, index: Path, wanted: Collection[str]) -> Collection[str]:

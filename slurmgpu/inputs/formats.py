@@ -23,7 +23,7 @@ FORMATS = Plugins(
         "jsonl": "slurmgpu.inputs.lines:Jsonl",
         "csv": "slurmgpu.inputs.lines:Csv",
         "txt": "slurmgpu.inputs.lines:Txt",
-        "files": "slurmgpu.inputs.listing:Files",
+        "files": "slurmgpu.inputs.file_items:Files",
         "tar": "slurmgpu.inputs.tar:Tar",
         "npy": "slurmgpu.inputs.arrays:Npy",
         "npz": "slurmgpu.inputs.arrays:Npz",

@@ -14,7 +14,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Rows, named
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
-from slurmgpu.inputs.repacking import LineRows
+from slurmgpu.inputs.repack import LineRows
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows
 from slurmgpu.util.shared_files import retried

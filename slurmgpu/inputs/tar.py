@@ -14,9 +14,9 @@ from typing import IO, Any, BinaryIO, cast
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.file_items import as_text
 from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
 from slurmgpu.inputs.index import IndexWriter
-from slurmgpu.inputs.listing import as_text
 
 KEY = "__key__"
 """The field with what the names of an item's members have in common, as in WebDataset."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, listing, open_items, sweeps
+from slurmgpu.inputs import InputSpec, file_items, open_items, sweeps
 from slurmgpu.inputs.keys import cut, items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
@@ -33,7 +33,7 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
     until = time.monotonic() + MAX_S
     try:
         names = {Path(file.path).name for file in InputSpec.from_json(run.input).files}
-        is_sweep, is_file = sweeps.FILE in names, listing.FILE in names
+        is_sweep, is_file = sweeps.FILE in names, file_items.FILE in names
         with open_items(run) as read:
             for item in items[:MAX_NAMED]:
                 if time.monotonic() > until:

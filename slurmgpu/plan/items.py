@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu import inputs
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs import listing, sweeps
+from slurmgpu.inputs import file_items, sweeps
 from slurmgpu.inputs.keys import check_names
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of
@@ -201,13 +201,13 @@ def _scan(
 
 def _listed(named: str | list[str], base: Path, folder: Path, index: Path, stride: int) -> Items | None:
     """The files of an input as items, if they are; their listing lies in `folder`."""
-    made = folder / listing.FILE
+    made = folder / file_items.FILE
 
     def scan() -> Items | None:
         if (found := inputs.list_files(named, base)) is None:
             return None
         said, folders = found.write(made)
-        spec = inputs.scan([made], index, stride=stride, of_format=listing.Files())
+        spec = inputs.scan([made], index, stride=stride, of_format=file_items.Files())
         return Items(replace(spec, folders=folders), [index, made], said)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)

@@ -21,7 +21,7 @@ from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.taking import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.kept import columns_kept, with_kept
+from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.loader.adapted import Adapted, near_misses
 from slurmgpu.loader.names import hidden_by_built_in, title_of
 from slurmgpu.plan.allocation import allocate

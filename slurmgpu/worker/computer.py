@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError, WorkerBrokenError
-from slurmgpu.inputs.kept import check_kept, kept_values
+from slurmgpu.inputs.fields import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmgpu.inputs import InputSpec, Reader, list_files, scan
-from slurmgpu.inputs.listing import FILE, Files
+from slurmgpu.inputs.file_items import FILE, Files
 from tests.benchmarks import judge_least
 
 BATCH = 16

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, list_files, listing, passed_over, scan
-from slurmgpu.inputs.kept import kept_values
-from slurmgpu.inputs.listing import FILE, Files
+from slurmgpu.inputs import InputSpec, Reader, file_items, find, list_files, passed_over, scan
+from slurmgpu.inputs.fields import kept_values
+from slurmgpu.inputs.file_items import FILE, Files
 
 
 def make(folder: Path, *names: str | bytes) -> None:
@@ -88,7 +88,7 @@ def test_a_file_that_fails_for_ever_is_its_items_error_but_not_where_its_folder_
 ) -> None:
     make(tmp_path / "in", "0.wav", "1.wav", "2.wav")
     spec, *_ = planned("in", tmp_path)
-    monkeypatch.setattr(listing, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(file_items, "PATIENCE_S", 0.0)
     real, failing = os.stat, {"1.wav"}
 
     def stat(path: Any, **given: Any) -> os.stat_result:
@@ -96,7 +96,7 @@ def test_a_file_that_fails_for_ever_is_its_items_error_but_not_where_its_folder_
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         return real(path, **given)
 
-    monkeypatch.setattr(listing.os, "stat", stat)
+    monkeypatch.setattr(file_items.os, "stat", stat)
     with Reader(spec, tmp_path / "index") as reader:
         found = reader.read(0, 3)
         assert [isinstance(item, ItemError) for item in found] == [False, True, False]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import Reader, scan, scanning
+from slurmgpu.inputs import Reader, scan, scanner
 from slurmgpu.inputs import lines as line_formats
 
 BOM = codecs.BOM_UTF8
@@ -36,7 +36,7 @@ def check_ranges(suffix: str, contents: Sequence[bytes], expected: list[Any], da
             path.write_bytes(content)
         index = Path(folder) / "index"
         with (
-            mock.patch.object(scanning, "CHUNK_BYTES", data.draw(BLOCKS, label="chunk")),
+            mock.patch.object(scanner, "CHUNK_BYTES", data.draw(BLOCKS, label="chunk")),
             mock.patch.object(line_formats, "_HEAD_BYTES", data.draw(BLOCKS, label="head")),
         ):
             spec = scan(paths, index, stride=stride)
@@ -158,7 +158,7 @@ def test_what_is_an_item(tmp_path: Path, suffix: str, content: bytes, expected: 
 def test_a_stray_quote_is_found_wherever_a_block_ends(
     tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanning, "CHUNK_BYTES", block)
+    monkeypatch.setattr(scanner, "CHUNK_BYTES", block)
     (tmp_path / "a.csv").write_text("a,b\n" + '"1\n",2\n' * 200 + '5" disk,2\n' + '1,"2"\n' * 20)
     monkeypatch.setattr(line_formats, "_HEAD_BYTES", block)
     with pytest.raises(SlurmGPUError, match=r"a.csv, line 402: .* a quote stands inside a field"):

@@ -9,7 +9,7 @@ from tests.gpu.findings import Machine, best_of, finding, hold, seconds_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slurmgpu.influence.engine import Influences
+    from slurmgpu.influence.influences import Influences
 
 LIMITS = {"tf32": 5e-3, "bf16": 2e-2, "fp16": 2e-3}
 """The largest relative error of a test's influences, by precision."""
@@ -46,7 +46,7 @@ def _influences(
     """The influences by a random ConvE of PyKEEN's size."""
     import torch
 
-    from slurmgpu.influence.engine import Checkpoint, Influences, Options
+    from slurmgpu.influence.influences import Checkpoint, Influences, Options
     from slurmgpu.workloads.tracin.kge.conve import ConvE
     from slurmgpu.workloads.tracin.kge.differentiable import differentiable
     from slurmgpu.workloads.tracin.kge.losses import find_loss

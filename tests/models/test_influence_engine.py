@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence.engine import Checkpoint, Influences, Options
-from slurmgpu.influence.found import in_halves
+from slurmgpu.influence.influences import Checkpoint, Influences, Options
 from slurmgpu.influence.layered import of_module
+from slurmgpu.influence.results import as_float16
 from tests.support.influences import Little, all_of, checkpoint, dense, examples, gradient_rows, influences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -338,7 +338,7 @@ def test_full_rows_in_float16_are_scaled_into_its_range(learning_rate):
 
 def test_a_row_of_zeros_stays_one_in_float16():
     rows = np.array([[0, 0], [3, -4]], np.float32)
-    halves, scales = in_halves(rows)
+    halves, scales = as_float16(rows)
     np.testing.assert_array_equal(halves * scales[:, None], [[0, 0], [3, -4]])
 
 

@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence import generic, layered
-from slurmgpu.influence.engine import Checkpoint
-from slurmgpu.influence.layers import Sum
+from slurmgpu.influence import layered, per_example
+from slurmgpu.influence.gradcheck import check_gradients
+from slurmgpu.influence.influences import Checkpoint
+from slurmgpu.influence.layer_rules import Sum
 from slurmgpu.influence.parts import Dense, Outer
-from slurmgpu.influence.probing import probe
-from slurmgpu.influence.tables import Rows
+from slurmgpu.influence.table_parts import Rows
 from tests.support.influences import N_ENTITIES, Little, all_of, checkpoint, dense, examples, influences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,8 +155,8 @@ def test_every_rule_passes_the_probe(kind, dtype):
     module = kind(dtype=dtype)
     known = [name for name in all_of(module) if "unused" not in name]
     weights = {name: torch.rand_like(value.detach()) for name, value in module.named_parameters()}
-    probe(model_of(module), TRAIN, known)
-    probe(model_of(module), TRAIN, known, weights)
+    check_gradients(model_of(module), TRAIN, known)
+    check_gradients(model_of(module), TRAIN, known, weights)
 
 
 def test_all_layers_with_a_rule_are_used_by_it():
@@ -208,7 +208,7 @@ def test_frozen_parameters_have_no_part():
     module.fc.requires_grad_(False)
     model = model_of(module)
     assert not {"fc.weight", "fc.bias"} & set(model.parameters_by_name())
-    probe(model, TRAIN, list(model.parameters_by_name()))
+    check_gradients(model, TRAIN, list(model.parameters_by_name()))
 
 
 def test_the_module_is_left_as_it_was():
@@ -221,7 +221,7 @@ def test_the_module_is_left_as_it_was():
 def test_what_an_example_takes_is_what_a_batch_takes_for_each():
     for module in (Network(), Twice(), Tied()):
         model = model_of(module)
-        with generic.CountedBytes() as counted:
+        with per_example.CountedBytes() as counted:
             found = model.gradients(TRAIN, "train", all_of(module))
         assert found.n_bytes == len(TRAIN) * model.bytes_of_result("train")
         assert 0.5 < counted.n_bytes / (len(TRAIN) * model.bytes_of_work("train")) <= 1

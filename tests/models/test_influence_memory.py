@@ -5,10 +5,10 @@ import pytest
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from slurmgpu.influence.engine import Checkpoint, Influences, Options
-from slurmgpu.influence.models import Gradients
+from slurmgpu.influence.influences import Checkpoint, Influences, Options
+from slurmgpu.influence.gradients import Gradients
 from slurmgpu.influence.parts import Dense, Outer
-from slurmgpu.influence.tables import Rows
+from slurmgpu.influence.table_parts import Rows
 
 torch.set_num_threads(1)
 n_tests, n_train, memory_bytes = map(int, sys.argv[1:])

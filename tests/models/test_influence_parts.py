@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from slurmgpu.influence import tables
-from slurmgpu.influence.extremes import Extremes
+from slurmgpu.influence import table_parts
 from slurmgpu.influence.parts import Dense, Outer
 from slurmgpu.influence.precision import multiply_for
-from slurmgpu.influence.tables import Rows, Spread
+from slurmgpu.influence.table_parts import Rows, Spread
+from slurmgpu.influence.top_k import TopK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +64,7 @@ SHAPE = torch.Size([N_ROWS, WIDTH])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("mine", "theirs"), PAIRS)
 def test_products_are_those_of_the_gradients(mine, theirs, weighted, match_cost, monkeypatch):
-    monkeypatch.setattr(tables, "MATCH_COST", match_cost)
+    monkeypatch.setattr(table_parts, "MATCH_COST", match_cost)
     random = Random(0)
     a, b = getattr(random, mine)(6), getattr(random, theirs)(9)
     weights = random.values(*SHAPE).abs() if weighted else None
@@ -132,11 +132,11 @@ def of_dtype(part, dtype):
 @pytest.mark.parametrize("n_rows", [2, 5, 300])
 def test_rows_are_matched_alike_both_ways(n_rows, monkeypatch):
     a, b = Random(2).rows(40, n_rows=n_rows), Random(3).rows(50, n_rows=n_rows)
-    monkeypatch.setattr(tables, "MATCHES_AT_ONCE", {"cpu": 7})
-    monkeypatch.setattr(tables, "MATCHES_FOUND", 30)
+    monkeypatch.setattr(table_parts, "MATCHES_AT_ONCE", {"cpu": 7})
+    monkeypatch.setattr(table_parts, "MATCHES_FOUND", 30)
     found = []
     for cost in (0, 10**9):
-        monkeypatch.setattr(tables, "MATCH_COST", cost)
+        monkeypatch.setattr(table_parts, "MATCH_COST", cost)
         found.append(torch.zeros(40, 50, dtype=torch.float64))
         a.add_products(b, found[-1])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
@@ -145,9 +145,9 @@ def test_rows_are_matched_alike_both_ways(n_rows, monkeypatch):
 
 
 def test_matches_are_written_down_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(tables, "MATCHES_FOUND", 100)
+    monkeypatch.setattr(table_parts, "MATCHES_FOUND", 100)
     counts = torch.tensor([0, 60, 40, 1, 0, 250, 0, 99, 1, 0])
-    pieces = list(tables._pieces(counts, int(counts.sum())))
+    pieces = list(table_parts._pieces(counts, int(counts.sum())))
     assert [list(range(len(counts)))[piece] for piece in pieces] == [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9]]
     assert max(int(counts[piece].sum()) for piece in pieces) == 250  # a row's own are not divided
 
@@ -191,7 +191,7 @@ def test_extremes_are_those_of_sorting():
         # Few different values: many are equal, within pieces and across them.
         values = random.whole(5, n, b, bottom=-4).double() / 3
         shares = torch.stack([values * 0.25, values * 0.75])
-        found = [Extremes(n, k, b, 2, sign, values) for sign in (1, -1)]
+        found = [TopK(n, k, b, 2, sign, values) for sign in (1, -1)]
         order = torch.randperm(b, generator=random.generator)
         for part in order.split(int(random.whole(20, 1, bottom=1)[0])):
             lines = part.sort().values

@@ -20,10 +20,10 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.tracin.kge import checkpoints, layouts
 from slurmgpu.workloads.tracin.kge.conve import ConvE as OurConvE
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
-from slurmgpu.workloads.tracin.kge.peeking import Shape, peek
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx as OurComplEx
 from slurmgpu.workloads.tracin.kge.shallow import DistMult as OurDistMult
 from slurmgpu.workloads.tracin.kge.shallow import TransE as OurTransE
+from slurmgpu.workloads.tracin.kge.torch_archive import Shape, peek
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -359,7 +359,7 @@ def test_peeking_tells_what_torch_would(tmp_path, protocol):
 def test_planning_a_checkpoint_imports_no_torch(tmp_path):
     path = save(tmp_path, Original().state_dict())
     code = (
-        f"import sys; from slurmgpu.workloads.tracin.kge import checkpoints, graph, reach; "
+        f"import sys; from slurmgpu.workloads.tracin.kge import checkpoints, graph, hop_filter; "
         f"print(checkpoints.read_layout({str(path)!r}).architecture, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from slurmgpu.influence.engine import Checkpoint, Influences, Options
-from slurmgpu.influence.generic import of_module
+from slurmgpu.influence.influences import Checkpoint, Influences, Options
+from slurmgpu.influence.per_example import of_module
 from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from tests.support.nightly import by_night

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slurmgpu.influence.tables import Rows, Spread
+from slurmgpu.influence.table_parts import Rows, Spread
 from slurmgpu.workloads.tracin.kge.losses import find_loss
 from slurmgpu.workloads.tracin.kge.queries import Known, Queries
 

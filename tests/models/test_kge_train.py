@@ -10,11 +10,11 @@ from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpo
 from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.graph import read_dictionary
 from slurmgpu.workloads.tracin.kge.layouts import check
-from slurmgpu.workloads.tracin.kge.peeking import peek
 from slurmgpu.workloads.tracin.kge.queries import Known
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
+from slurmgpu.workloads.tracin.kge.torch_archive import peek
 from slurmgpu.workloads.tracin.kge.train import main, train
-from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer, filtered_ranks, summary
+from slurmgpu.workloads.tracin.kge.trainer import Recipe, Trainer, filtered_ranks, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from slurmgpu.influence import generic, layered
-from slurmgpu.influence.engine import Checkpoint
+from slurmgpu.influence import layered, per_example
+from slurmgpu.influence.influences import Checkpoint
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface import noise
 from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Sampling
@@ -202,12 +202,12 @@ def test_influences_on_a_card_are_the_cpus_and_wait_for_no_gradient(card, normal
     assert card.waits["nonzero"] == 2
 
 
-@pytest.mark.parametrize("of_module", [generic.of_module, layered.of_module])
+@pytest.mark.parametrize("of_module", [per_example.of_module, layered.of_module])
 def test_influences_of_a_module_of_ones_own_are_the_cpus(card, of_module):
     train, tests = examples(8), examples(3, seed=1)
     found = []
     for device in ("cpu", "cuda:0"):
         module, there = Little().to(device), train.to(device)
-        model = of_module(module, there[0] if of_module is generic.of_module else there)
+        model = of_module(module, there[0] if of_module is per_example.of_module else there)
         found.append(influences(there, [Checkpoint(model, 1.0)]).of(tests).full)
     assert found[1] == pytest.approx(found[0], rel=1e-9)

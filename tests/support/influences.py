@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from slurmgpu.influence.engine import Checkpoint, Influences, Options
-from slurmgpu.influence.generic import of_module
+from slurmgpu.influence.influences import Checkpoint, Influences, Options
+from slurmgpu.influence.per_example import of_module
 
 N_ENTITIES = 9
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     epochs = parser.parse_args(argv).epochs
     import torch
 
-    from slurmgpu.workloads.tracin.kge.training import summary
+    from slurmgpu.workloads.tracin.kge.trainer import summary
 
     shutil.rmtree(MODEL, ignore_errors=True)
     trainer = train(triples("train"), epochs, folder=MODEL)
@@ -41,7 +41,7 @@ def train(trained: NDArray[np.int64], epochs: int, folder: Path | None = None) -
     import torch
 
     from slurmgpu.workloads.tracin.kge import train as trainer
-    from slurmgpu.workloads.tracin.kge.training import Recipe
+    from slurmgpu.workloads.tracin.kge.trainer import Recipe
 
     torch.set_num_threads(1)
     recipe = Recipe(dim=64, channels=16, epochs=epochs, batch_size=64, learning_rate=3e-3, inverse="none")

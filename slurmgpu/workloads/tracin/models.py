@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence.engine import Checkpoint, Influences, Options
+from slurmgpu.influence.gradcheck import check_gradients
+from slurmgpu.influence.gradients import Differentiable, Side
+from slurmgpu.influence.influences import Checkpoint, Influences, Options
 from slurmgpu.influence.layered import of_module
-from slurmgpu.influence.models import Differentiable, Side
-from slurmgpu.influence.probing import probe
 from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, expect_finite, load_checkpoint, read_content
 from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.differentiable import differentiable
 from slurmgpu.workloads.tracin.kge.graph import Graph
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
-from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import state_of
+from slurmgpu.workloads.tracin.kge.parameter_names import group_of, unwrapped
 from slurmgpu.workloads.tracin.kge.queries import Known, rows_of, with_rows
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
+from slurmgpu.workloads.tracin.kge.torch_archive import state_of
 from slurmgpu.workloads.tracin.own_class import ADVICE, class_of
 from slurmgpu.workloads.tracin.planning import Planned, layout_of, rates_line, wanted_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings
@@ -67,7 +67,7 @@ def open_influences(settings: TracinSettings, planned: Planned, known: Graph, de
                 weights = {name: w.to(device, dtype) for name, w in adam_weights(path, layout).items()}
         wanted = wanted_parameters(settings.parameters, planned.architecture, list(model.parameters_by_name()))
         weights = weights and {name: weights[name] for name in wanted}
-        probe(model, place.train, wanted, weights)
+        check_gradients(model, place.train, wanted, weights)
         checkpoints.append(Checkpoint(model, rate, weights))
     parameters = checkpoints[-1].model.parameters_by_name()
     n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))

@@ -21,9 +21,9 @@ from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
-from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import Shape, peek, state_of, told_in
-from slurmgpu.workloads.tracin.kge.rates import Rate, learning_rate_in
+from slurmgpu.workloads.tracin.kge.learning_rates import Rate, learning_rate_in
+from slurmgpu.workloads.tracin.kge.parameter_names import group_of, unwrapped
+from slurmgpu.workloads.tracin.kge.torch_archive import Shape, peek, state_of, told_in
 from slurmgpu.workloads.tracin.own_parameters import OwnParameters, own_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings, rates_for
 

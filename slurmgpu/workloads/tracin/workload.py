@@ -27,7 +27,7 @@ from slurmgpu.workloads.progress import Progress
 from slurmgpu.workloads.tracin import planning, tiepin
 from slurmgpu.workloads.tracin.from_args import translate
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
-from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
+from slurmgpu.workloads.tracin.kge.hop_filter import HopFilter, HopFilterOptions
 from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line, zero_rates_line
 from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
 from slurmgpu.workloads.tracin.summary import summarize
@@ -35,8 +35,8 @@ from slurmgpu.workloads.tracin.summary import summarize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slurmgpu.influence.engine import Influences
-    from slurmgpu.influence.found import Found
+    from slurmgpu.influence.influences import Influences
+    from slurmgpu.influence.results import Results
     from slurmgpu.results import Merged
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ STATISTICS = {
     "influence_std": "std",
     "positive_share": "positive_share",
 }
-"""Columns about the whole row of influences, with their names in `Found`."""
+"""Columns about the whole row of influences, with their names in `Results`."""
 
 
 class Tracin(TracinSettings):
@@ -213,11 +213,11 @@ class Tracin(TracinSettings):
         self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
         self._device = task.device
         self._telling = Progress(task.tell, "test triples traced")
-        self._reach = None
+        self._hop_filter = None
         if self.n_hops is not None:
             given = {name: getattr(self, name) for name in FILTER if getattr(self, name) is not None}
-            options = ReachOptions(n_hops=self.n_hops, **given)
-            self._reach = Reach(self.graph.train, self.graph.entities.size, options)
+            options = HopFilterOptions(n_hops=self.n_hops, **given)
+            self._hop_filter = HopFilter(self.graph.train, self.graph.entities.size, options)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The influences on each test triple, or an ItemError for an item that is not a triple."""
@@ -260,12 +260,12 @@ class Tracin(TracinSettings):
     def _allowed(self, tests: NDArray[np.int64]) -> Callable[[Any], Any] | None:
         import torch
 
-        if self._reach is None:
+        if self._hop_filter is None:
             return None
-        mask = self._reach.mask(tests)
+        mask = self._hop_filter.mask(tests)
         return lambda lines: torch.from_numpy(mask(lines.cpu().numpy())).to(lines.device)
 
-    def _values(self, found: Found) -> dict[str, Any]:
+    def _values(self, found: Results) -> dict[str, Any]:
         values: dict[str, Any] = {"self_influence": found.self_influence, "loss": found.loss, "score": found.score}
         if self.top_k or self.full:
             values |= {name: getattr(found, source) for name, source in STATISTICS.items()}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.tracin.kge.layouts import Layout, recognise
-from slurmgpu.workloads.tracin.kge.naming import NO_PARAMETERS, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import (
+from slurmgpu.workloads.tracin.kge.parameter_names import NO_PARAMETERS, unwrapped
+from slurmgpu.workloads.tracin.kge.torch_archive import (
     DTYPES,
     FUNCTIONS,
     STAND_INS,

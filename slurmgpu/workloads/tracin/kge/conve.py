@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from slurmgpu.workloads.tracin.kge import conve_gradients
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss
-from slurmgpu.workloads.tracin.kge.naming import Stack, group_of
+from slurmgpu.workloads.tracin.kge.parameter_names import Stack, group_of
 
 
 class ConvE(nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmgpu.influence.parts import Dense, Outer, Part
-from slurmgpu.influence.tables import Rows
+from slurmgpu.influence.table_parts import Rows
 from slurmgpu.workloads.tracin.kge.losses import Loss
 from slurmgpu.workloads.tracin.kge.outputs import Output, bias_part, n_candidates, output, relation_part, table_part
 from slurmgpu.workloads.tracin.kge.queries import Queries

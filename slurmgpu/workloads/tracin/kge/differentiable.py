@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from slurmgpu.influence.generic import Generic
-from slurmgpu.influence.models import Gradients, Side
+from slurmgpu.influence.gradients import Gradients, Side
 from slurmgpu.influence.parts import Part
+from slurmgpu.influence.per_example import PerExample
 from slurmgpu.workloads.tracin.kge.losses import Loss
 from slurmgpu.workloads.tracin.kge.outputs import Output
 from slurmgpu.workloads.tracin.kge.queries import Queries
@@ -145,7 +145,7 @@ class Unfactored(TriplesModel):
         self._shapes = {side: [columns.shape[1:] for columns in found] for side, found in of_example.items()}
         self._n_columns = max(sum(columns.numel() for columns in found) for found in of_example.values())
         laid = self._laid(example[None], "train")
-        self._generic = Generic(
+        self._generic = PerExample(
             self._losses_of, self.parameters_by_name(), self.groups, laid[0], scores=self._scores_of, module=self.module
         )
 

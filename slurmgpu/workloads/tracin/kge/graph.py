@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.util.users import expanded
-from slurmgpu.workloads.tracin.kge.peeking import unreadable
+from slurmgpu.workloads.tracin.kge.torch_archive import unreadable
 
 LOOKED_THROUGH = 20_000
 """Names searched for one like an unknown name; a dictionary may have millions."""

@@ -20,9 +20,16 @@ from typing import Any, Literal, cast, get_args
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
-from slurmgpu.workloads.tracin.kge.naming import NAMINGS, NO_PARAMETERS, Inverse, Naming, Stack, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import state_of, told_in
-from slurmgpu.workloads.tracin.kge.rates import NO_RATE, Rate, learning_rate_in
+from slurmgpu.workloads.tracin.kge.learning_rates import NO_RATE, Rate, learning_rate_in
+from slurmgpu.workloads.tracin.kge.parameter_names import (
+    NAMINGS,
+    NO_PARAMETERS,
+    Inverse,
+    ParameterNames,
+    Stack,
+    unwrapped,
+)
+from slurmgpu.workloads.tracin.kge.torch_archive import state_of, told_in
 
 Architecture = Literal["conve", "distmult", "complex", "transe"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -153,7 +160,7 @@ def check(
 
 
 def _two_tables(
-    naming: Naming, shapes: Shapes, told: Mapping[str, Any], path: str | Path, asked: str, norm: float | None
+    naming: ParameterNames, shapes: Shapes, told: Mapping[str, Any], path: str | Path, asked: str, norm: float | None
 ) -> Layout:
     names = {"entity": naming.entity, "relation": naming.relation}
     (n_entities, width), (n_relations, other) = _named(names, shapes, path, "a model of two tables").values()
@@ -199,7 +206,7 @@ def _norm(told: Mapping[str, Any], path: str | Path, asked: float | None) -> flo
 
 
 def _conve(
-    naming: Naming,
+    naming: ParameterNames,
     shapes: Shapes,
     told: Mapping[str, Any],
     path: str | Path,
@@ -249,7 +256,7 @@ def _named(names: Mapping[str, str], shapes: Shapes, path: str | Path, what: str
     return found
 
 
-def _inverse(naming: Naming, told: Mapping[str, Any]) -> Inverse | None:
+def _inverse(naming: ParameterNames, told: Mapping[str, Any]) -> Inverse | None:
     found = told.get("inverse")
     return cast(Inverse, found) if found in get_args(Inverse) else naming.inverse
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slurmgpu.influence.tables import Rows, Spread
+from slurmgpu.influence.table_parts import Rows, Spread
 from slurmgpu.workloads.tracin.kge.losses import Deltas, Loss
 from slurmgpu.workloads.tracin.kge.queries import Queries
 

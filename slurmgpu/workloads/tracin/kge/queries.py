@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slurmgpu.workloads.tracin.kge.naming import Inverse
+from slurmgpu.workloads.tracin.kge.parameter_names import Inverse
 
 
 @dataclass(frozen=True)

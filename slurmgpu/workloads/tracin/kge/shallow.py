@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from slurmgpu.influence.parts import Part
-from slurmgpu.influence.tables import Rows
+from slurmgpu.influence.table_parts import Rows
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss
 from slurmgpu.workloads.tracin.kge.outputs import Output, n_candidates, output, relation_part, table_part

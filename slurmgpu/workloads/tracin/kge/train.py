@@ -28,7 +28,7 @@ from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, read_dictionary, read_triples
-from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer, summary
+from slurmgpu.workloads.tracin.kge.trainer import Recipe, Trainer, summary
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from slurmgpu.workloads.tracin.kge.peeking import Shape, number_in, told_in
+from slurmgpu.workloads.tracin.kge.torch_archive import Shape, number_in, told_in
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from slurmgpu.influence.blocks import Block
-from slurmgpu.influence.extremes import ROOM
-from slurmgpu.influence.found import Array, Found, Listed, in_halves, joined
 from slurmgpu.influence.parts import exactly
 from slurmgpu.influence.precision import Precision, errors, matmul_precision, multiply_for
-from slurmgpu.influence.streaming import Checkpoint, Stream
+from slurmgpu.influence.results import Array, Results, TopExamples, as_float16, joined
+from slurmgpu.influence.top_k import ROOM
+from slurmgpu.influence.train_gradients import Checkpoint, TrainGradients
 
-__all__ = ["Allowed", "Checkpoint", "Found", "Influences", "Listed", "Options"]
+__all__ = ["Allowed", "Checkpoint", "Influences", "Options", "Results", "TopExamples"]
 
 Allowed = Callable[[Tensor], Tensor]
 """Maps lines (b,) of training examples to (n, b) bool for n tests: which may be listed and counted."""
@@ -62,7 +62,7 @@ class Influences:
         self.groups: tuple[str, ...] = tuple(dict.fromkeys(model.groups[name] for name in options.wanted))
         self._group_of = {name: self.groups.index(model.groups[name]) for name in options.wanted}
         self._multiply = multiply_for(options.precision)
-        self._stream = Stream(
+        self._stream = TrainGradients(
             checkpoints,
             train.to(self._like.device),
             options.wanted,
@@ -107,7 +107,7 @@ class Influences:
             before += checkpoint.model.bytes_of_result("test")
         return max(1, self._options.memory_bytes // 2 // most)
 
-    def of(self, tests: Tensor, allowed: Allowed | None = None) -> Found:
+    def of(self, tests: Tensor, allowed: Allowed | None = None) -> Results:
         """The results for the tests (n, c), n > 0; only allowed training examples are listed and counted."""
         tests, wanted = tests.to(self._like.device), self._options.full
         # A row's scale is known only when it is complete.
@@ -118,10 +118,10 @@ class Influences:
             found = joined(
                 [self._of_block(tests[rows], rows, allowed, None if full is None else full[rows]) for rows in blocks]
             )
-        full, scale = in_halves(full) if full is not None and wanted == "float16" else (full, None)
+        full, scale = as_float16(full) if full is not None and wanted == "float16" else (full, None)
         return replace(found, full=full, full_scale=scale)
 
-    def _of_block(self, tests: Tensor, rows: slice, allowed: Allowed | None, full: Array | None) -> Found:
+    def _of_block(self, tests: Tensor, rows: slice, allowed: Allowed | None, full: Array | None) -> Results:
         options = self._options
         block = Block(
             self._checkpoints,

@@ -1,4 +1,4 @@
-"""Find the files of an input."""
+"""The files of an input: paths, globs and folders."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NO_PARAMETERS = (".num_batches_tracked", ".regularizer.weight", ".regularizer.re
 
 
 @dataclass(frozen=True)
-class Naming:
+class ParameterNames:
     """A program's names of the tables, of each tail's bias, and of ConvE's layers.
 
     `stack` and `inverse` are the program's layout of ConvE's images and of the relation table, None if it varies;
@@ -53,7 +53,7 @@ class Naming:
         return names
 
 
-OWN = Naming("slurmgpu", "entity", "relation", "bias", {layer: layer for layer in LAYERS}, complex_as="halves")
+OWN = ParameterNames("slurmgpu", "entity", "relation", "bias", {layer: layer for layer in LAYERS}, complex_as="halves")
 _PYKEEN_LAYERS = {
     "bn0": "interaction.hr2d.0",
     "conv": "interaction.hr2d.2",
@@ -61,7 +61,7 @@ _PYKEEN_LAYERS = {
     "fc": "interaction.hr1d.0",
     "bn2": "interaction.hr1d.2",
 }
-PYKEEN = Naming(
+PYKEEN = ParameterNames(
     "PyKEEN",
     "entity_representations.0._embeddings.weight",
     "relation_representations.0._embeddings.weight",
@@ -71,7 +71,7 @@ PYKEEN = Naming(
     inverse="interleaved",
     complex_as="pairs",
 )
-ORIGINAL = Naming(
+ORIGINAL = ParameterNames(
     "train_pytorch.py",
     "entity_embeddings.weight",
     "relation_embeddings.weight",
@@ -80,7 +80,7 @@ ORIGINAL = Naming(
     stack="width",
     inverse="appended",
 )
-CONVERTED = Naming(
+CONVERTED = ParameterNames(
     "convert_checkpoint.py",  # the same model under PyKEEN's names, except one
     PYKEEN.entity,
     PYKEEN.relation,
@@ -89,7 +89,7 @@ CONVERTED = Naming(
     stack="width",
     inverse="appended",
 )
-DETTMERS = Naming(
+DETTMERS = ParameterNames(
     "TimDettmers/ConvE",  # whose relations have their inverse among the names of the dictionary
     "emb_e.weight",
     "emb_rel.weight",

@@ -27,7 +27,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, repack_table, scan
-from slurmgpu.inputs.repacking import GROUP_ITEMS
+from slurmgpu.inputs.repack import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
 from tests.support.nightly import by_night

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence.generic import of_module
+from slurmgpu.influence.gradcheck import check_gradients
 from slurmgpu.influence.parts import Dense
-from slurmgpu.influence.probing import probe
+from slurmgpu.influence.per_example import of_module
 from tests.support.influences import Little, all_of, checkpoint, dense, examples, influences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,9 +38,9 @@ class Wrong:
 def test_a_right_model_passes(dtype):
     module = Little(dtype=dtype)
     weights = {name: torch.rand_like(value.detach()) for name, value in module.named_parameters()}
-    probe(of_module(module, EXAMPLE), TRAIN, all_of(module))
-    probe(of_module(module, EXAMPLE), TRAIN, all_of(module), weights)
-    probe(of_module(module, EXAMPLE), TRAIN[:1], ["fc.bias"])
+    check_gradients(of_module(module, EXAMPLE), TRAIN, all_of(module))
+    check_gradients(of_module(module, EXAMPLE), TRAIN, all_of(module), weights)
+    check_gradients(of_module(module, EXAMPLE), TRAIN[:1], ["fc.bias"])
 
 
 def drop(name):
@@ -67,7 +67,7 @@ def scale(name, factor):
 def test_a_wrong_gradient_is_named(spoil, said, dtype):
     module = Little(dtype=dtype)
     with pytest.raises(SlurmGPUError, match=said):
-        probe(Wrong(module, spoil), TRAIN, all_of(module))
+        check_gradients(Wrong(module, spoil), TRAIN, all_of(module))
 
 
 def test_one_sample_that_a_kink_spoils_is_forgiven():
@@ -79,7 +79,7 @@ def test_one_sample_that_a_kink_spoils_is_forgiven():
         if n_calls == 1:
             scale("fc.weight", 1.1)(parts, examples)
 
-    probe(Wrong(Little(dtype=torch.float32), spoil_the_first), TRAIN, ["fc.weight"])
+    check_gradients(Wrong(Little(dtype=torch.float32), spoil_the_first), TRAIN, ["fc.weight"])
     assert n_calls == 4
 
 
@@ -98,23 +98,23 @@ def test_a_parameter_whose_gradient_is_rounding_alone_passes(dtype):
             return functional.cross_entropy(scores, examples[:, 2], reduction="none")
 
     module = Shifted()
-    probe(Wrong(module, scale("shift", 3)), TRAIN, all_of(module))
+    check_gradients(Wrong(module, scale("shift", 3)), TRAIN, all_of(module))
     with pytest.raises(SlurmGPUError, match=r"'fc.bias' are not those of autograd"):
-        probe(Wrong(module, scale("fc.bias", 1.01)), TRAIN, all_of(module))
+        check_gradients(Wrong(module, scale("fc.bias", 1.01)), TRAIN, all_of(module))
 
 
 def test_training_mode_is_refused():
     module = Little()
     module.drop.train()
     with pytest.raises(SlurmGPUError, match=r"drop \(Dropout\) is in training mode"):
-        probe(of_module(module, EXAMPLE), TRAIN, all_of(module))
+        check_gradients(of_module(module, EXAMPLE), TRAIN, all_of(module))
 
 
 def test_a_parameter_in_no_group_is_refused():
     module = Little()
     module.groups = {name: "all" for name in all_of(module) if name != "norm.bias"}
     with pytest.raises(SlurmGPUError, match=r"'norm.bias' is in no parameter group"):
-        probe(of_module(module, EXAMPLE), TRAIN, ["fc.weight"])
+        check_gradients(of_module(module, EXAMPLE), TRAIN, ["fc.weight"])
 
 
 def test_a_tensor_that_is_no_parameter_and_is_trained_is_refused():
@@ -127,12 +127,12 @@ def test_a_tensor_that_is_no_parameter_and_is_trained_is_refused():
             return super().losses(examples) * self.temperature
 
     with pytest.raises(SlurmGPUError, match=r"\(temperature\) that requires a gradient"):
-        probe(of_module(Hidden(), EXAMPLE), TRAIN, ["fc.weight"])
+        check_gradients(of_module(Hidden(), EXAMPLE), TRAIN, ["fc.weight"])
 
 
 def test_an_unknown_parameter_is_refused_with_a_suggestion():
     with pytest.raises(SlurmGPUError, match=r"Did you mean 'fc.weight'"):
-        probe(of_module(Little(), EXAMPLE), TRAIN, ["fc.weigth"])
+        check_gradients(of_module(Little(), EXAMPLE), TRAIN, ["fc.weigth"])
 
 
 def test_frozen_parameters_have_no_part():
@@ -140,7 +140,7 @@ def test_frozen_parameters_have_no_part():
     module.entity.requires_grad_(False)
     model = of_module(module, EXAMPLE)
     assert set(model.groups) == {"norm.weight", "norm.bias", "fc.weight", "fc.bias"}
-    probe(model, TRAIN, list(model.groups))
+    check_gradients(model, TRAIN, list(model.groups))
 
 
 def test_a_modules_own_groups_split_the_influence():

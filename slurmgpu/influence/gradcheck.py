@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.influence.models import Differentiable, Gradients, Side
+from slurmgpu.influence.gradients import Differentiable, Gradients, Side
 from slurmgpu.influence.precision import matmul_precision
 
 N_DRAWS = 4
@@ -28,7 +28,7 @@ ROUNDING = 10
 """Shares up to this many last bits of the whole gradient are rounding errors and not compared."""
 
 
-def probe(
+def check_gradients(
     model: Differentiable, train: Tensor, wanted: Collection[str], weights: Mapping[str, Tensor] | None = None
 ) -> None:
     """Raise SlurmGPUError if something is wrong with the gradients. `train` (n, c) are examples to choose from.

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Listed:
+class TopExamples:
     """The most extreme training examples of each test: `lines` (n, k), `values` (n, k), `shares` (n, k, G).
 
     The most extreme comes first, ties by line. Padded with line -1 and 0.
@@ -27,7 +27,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     """The results for n tests. `groups` names the G parameter groups in the order of the shares.
 
     `loss` and `score` (n,) are the last checkpoint's; `self_influence` (n,) is never normalised.
@@ -39,8 +39,8 @@ class Found:
     """
 
     groups: tuple[str, ...]
-    proponents: Listed
-    opponents: Listed
+    proponents: TopExamples
+    opponents: TopExamples
     self_influence: Array
     loss: Array
     score: Array
@@ -56,13 +56,13 @@ class Found:
     problems: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
-def joined(parts: Sequence[Found]) -> Found:
+def joined(parts: Sequence[Results]) -> Results:
     """The results of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
-    names = [field.name for field in fields(Found) if field.name not in {"groups", "problems"}]
+    names = [field.name for field in fields(Results) if field.name not in {"groups", "problems"}]
     starts = accumulate((len(part.loss) for part in parts), initial=0)
-    return Found(
+    return Results(
         groups=parts[0].groups,
         problems={
             start + row: why for start, part in zip(starts, parts, strict=False) for row, why in part.problems.items()
@@ -74,12 +74,12 @@ def joined(parts: Sequence[Found]) -> Found:
 def _concatenated(values: Sequence[Any]) -> Any:
     if values[0] is None:
         return None
-    if isinstance(values[0], Listed):
-        return Listed(*map(np.concatenate, zip(*(vars(each).values() for each in values), strict=True)))
+    if isinstance(values[0], TopExamples):
+        return TopExamples(*map(np.concatenate, zip(*(vars(each).values() for each in values), strict=True)))
     return np.concatenate(values)
 
 
-def in_halves(rows: Array) -> tuple[Array, Array]:
+def as_float16(rows: Array) -> tuple[Array, Array]:
     """Rows (n, m) of float32 as float16, in the same memory, and the factor of each row (n,).
 
     The factor is a power of two that brings the largest value close to float16's maximum, so that as many others as

@@ -29,7 +29,7 @@ Bits = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class ReachOptions:
+class HopFilterOptions:
     """The rules of the filter, by the settings' names."""
 
     n_hops: int = 2
@@ -41,10 +41,10 @@ class ReachOptions:
     strict_path_filtering: bool = False
 
 
-class Reach:
+class HopFilter:
     """The training graph (n, 3), ready to be searched."""
 
-    def __init__(self, train: NDArray[np.int64], n_entities: int, options: ReachOptions) -> None:
+    def __init__(self, train: NDArray[np.int64], n_entities: int, options: HopFilterOptions) -> None:
         self.train, self.n_entities, self.options = train, n_entities, options
         heads, tails = train[:, 0], train[:, 2]
         edges = np.unique(np.concatenate([heads * n_entities + tails, tails * n_entities + heads]))
@@ -89,7 +89,7 @@ class Mask:
 
     train: NDArray[np.int64]
     n_tests: int
-    options: ReachOptions
+    options: HopFilterOptions
     by_head: Sequence[Bits]
     by_tail: Sequence[Bits]
     own: Bits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurmgpu.influence.parts import Dense, Multiply, Outer, Part, exactly
-from slurmgpu.influence.tables import MATCH_COST, Rows
+from slurmgpu.influence.table_parts import MATCH_COST, Rows
 
 
 class Call(NamedTuple):

@@ -9,7 +9,7 @@ ROOM = 3
 """A row has space for this many times k values: more space means less sorting."""
 
 
-class Extremes:
+class TopK:
     """The k most extreme values of one sign in each of n rows so far; ties go to the lowest lines.
 
     `sign` 1: values above 0, the largest first; -1: values below 0, the most negative first. NaN never counts.
@@ -38,7 +38,7 @@ class Extremes:
         counts = reached.sum(1)
         most = int(counts.max())
         if most > self._k:
-            reached = _first_extreme(values, self._k, self._sign).logical_and_(reached)
+            reached = _first_top(values, self._k, self._sign).logical_and_(reached)
             counts = reached.sum(1)
             most = self._k
         if not most:
@@ -75,7 +75,7 @@ class Extremes:
         self._bounds[rows] = self._bounds[rows].maximum(sizes[:, k - 1])
 
 
-def _first_extreme(values: Tensor, k: int, sign: int) -> Tensor:
+def _first_top(values: Tensor, k: int, sign: int) -> Tensor:
     """A mask of the k most extreme values of each row (m, b); of ties at the edge, the first."""
     found = torch.topk(values, k, dim=1, largest=sign > 0, sorted=False).values
     edge = found.amin(1, keepdim=True) if sign > 0 else found.amax(1, keepdim=True)

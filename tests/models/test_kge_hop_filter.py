@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
+from slurmgpu.workloads.tracin.kge.hop_filter import HopFilter, HopFilterOptions
 
 N = 14
 
@@ -59,11 +59,11 @@ def keeps(train, test, edge, options):
 
 OPTIONS = [
     *(
-        ReachOptions(n_hops=hops, min_degree=degree, preserve_test_edges=preserved)
+        HopFilterOptions(n_hops=hops, min_degree=degree, preserve_test_edges=preserved)
         for hops, degree, preserved in itertools.product((1, 2, 3), (0, 2, 3, 5, 40), (True, False))
     ),
     *(
-        ReachOptions(n_hops=hops, path_filtering=True, max_total_path_length=longest, strict_path_filtering=strict)
+        HopFilterOptions(n_hops=hops, path_filtering=True, max_total_path_length=longest, strict_path_filtering=strict)
         for hops, longest, strict in itertools.product((1, 2, 3), (None, 0, 2, 3, 9), (True, False))
     ),
 ]
@@ -75,7 +75,7 @@ def test_the_mask_keeps_what_each_rule_keeps(seed):
     tests = np.stack([np.arange(0, N), np.zeros(N, int), (np.arange(0, N) * 5 + seed) % N], axis=1)
     for options in OPTIONS[seed::3]:
         expected = [[keeps(train, test, edge, options) for edge in train.tolist()] for test in tests.tolist()]
-        found = Reach(train, N, options).mask(tests)(np.arange(len(train)))
+        found = HopFilter(train, N, options).mask(tests)(np.arange(len(train)))
         assert found.tolist() == expected, options
 
 
@@ -85,7 +85,7 @@ def test_the_random_graphs_tell_the_rules_apart():
     tests = np.stack([np.arange(0, N), np.zeros(N, int), np.arange(0, N)[::-1]], axis=1)
 
     def kept(**options):
-        return Reach(train, N, ReachOptions(**options)).mask(tests)(np.arange(len(train))).sum()
+        return HopFilter(train, N, HopFilterOptions(**options)).mask(tests)(np.arange(len(train))).sum()
 
     counts = [
         kept(n_hops=1),
@@ -105,7 +105,7 @@ def test_more_than_64_test_triples_and_any_lines_in_any_order():
     draw = np.random.default_rng(0)
     tests = draw.integers(0, N, (150, 3))
     lines = draw.integers(0, len(train), 40)
-    reach = Reach(train, N, ReachOptions(min_degree=3))
+    reach = HopFilter(train, N, HopFilterOptions(min_degree=3))
     whole = reach.mask(tests)(lines)
     assert whole.shape == (150, 40)
     alone = [reach.mask(tests[i : i + 1])(np.arange(len(train)))[0, lines] for i in range(150)]
@@ -116,7 +116,7 @@ def test_the_strict_hop_constraint_changes_nothing():
     """It asks for less than the first rule does."""
     train, tests = graph(2), np.stack([np.arange(N), np.zeros(N, int), np.arange(N)[::-1]], axis=1)
     masks = [
-        Reach(train, N, ReachOptions(strict_hop_constraint=strict)).mask(tests)(np.arange(len(train)))
+        HopFilter(train, N, HopFilterOptions(strict_hop_constraint=strict)).mask(tests)(np.arange(len(train)))
         for strict in (False, True)
     ]
     assert (masks[0] == masks[1]).all()

@@ -8,7 +8,7 @@ import pytest
 
 import slurmgpu as library
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.kept import columns_kept
+from slurmgpu.inputs.fields import columns_kept
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.merge.item_names import name_by_key
 from slurmgpu.plan.planner import draft_run

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence.models import Differentiable, Gradients
+from slurmgpu.influence.gradients import Differentiable, Gradients
 
 MAX_CHUNK = {"cpu": 1024, "cuda": 16384}
 """Larger chunks are no faster, and blocks of pairs leave the caches."""
@@ -32,14 +32,14 @@ class Checkpoint:
         return gradients.squares(self.weights) * self.learning_rate
 
 
-class Streamed(NamedTuple):
+class ChunkGradients(NamedTuple):
     """The gradients of a chunk at a checkpoint, and η |g|² if wanted."""
 
     gradients: Gradients
     squares: Tensor | None
 
 
-class Stream:
+class TrainGradients:
     """The training examples `train` (n_train, c) in the largest chunks that `work_bytes` allows.
 
     The gradients of the first chunks are kept for later calls, in `keep_bytes`.
@@ -64,7 +64,7 @@ class Stream:
         self.chunk_size = math.ceil(len(train) / math.ceil(len(train) / most))
         self._order = checkpoints[0].model.order(train)
         self._left_bytes = keep_bytes
-        self._kept: dict[tuple[int, int], Streamed] = {}
+        self._kept: dict[tuple[int, int], ChunkGradients] = {}
 
     def __len__(self) -> int:
         """The number of chunks."""
@@ -75,11 +75,11 @@ class Stream:
         first = chunk * self.chunk_size
         return self._order[first : first + self.chunk_size].sort().values
 
-    def chunk(self, chunk: int) -> Iterator[Streamed]:
+    def chunk(self, chunk: int) -> Iterator[ChunkGradients]:
         """The gradients of a chunk at each checkpoint in turn."""
         return (self._found(chunk, at) for at in range(len(self._checkpoints)))
 
-    def _found(self, chunk: int, at: int) -> Streamed:
+    def _found(self, chunk: int, at: int) -> ChunkGradients:
         if (kept := self._kept.get((chunk, at))) is not None:
             return kept
         found = self._compute(self._checkpoints[at], self.lines(chunk))
@@ -94,10 +94,10 @@ class Stream:
         at = [i * len(self._train) // n for i in range(n)]
         return list(self._order[at].split(self.chunk_size))
 
-    def at(self, lines: Tensor) -> Iterator[Streamed]:
+    def at(self, lines: Tensor) -> Iterator[ChunkGradients]:
         """The gradients of any training examples at each checkpoint in turn."""
         return (self._compute(checkpoint, lines) for checkpoint in self._checkpoints)
 
-    def _compute(self, checkpoint: Checkpoint, lines: Tensor) -> Streamed:
+    def _compute(self, checkpoint: Checkpoint, lines: Tensor) -> ChunkGradients:
         gradients = checkpoint.model.gradients(self._train[lines], "train", self._wanted)
-        return Streamed(gradients, checkpoint.squares(gradients) if self._with_squares else None)
+        return ChunkGradients(gradients, checkpoint.squares(gradients) if self._with_squares else None)

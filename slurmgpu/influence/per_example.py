@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.influence.models import Gradients, Side
+from slurmgpu.influence.gradients import Gradients, Side
 from slurmgpu.influence.parts import Dense
 
 Losses = Callable[[Mapping[str, Tensor], Tensor, Side], Tensor]
@@ -22,7 +22,7 @@ It runs under `torch.vmap`: no values can be read (`.item()`, `if` on a tensor);
 """
 
 
-class Generic:
+class PerExample:
     """A Differentiable of a function of parameters; each example has a full gradient.
 
     `example` (c,) is any valid one, for measuring memory. `scores` takes what `losses` takes; without it, scores are
@@ -99,8 +99,8 @@ class Generic:
         return next(iter(self._parameters.values()))
 
 
-def of_module(module: torch.nn.Module, example: Tensor) -> Generic:
-    """A Generic of a module with a method `losses(examples (n, c)) -> (n,)`, and possibly `scores` alike.
+def of_module(module: torch.nn.Module, example: Tensor) -> PerExample:
+    """A PerExample of a module with a method `losses(examples (n, c)) -> (n,)`, and possibly `scores` alike.
 
     Its groups are its attribute `groups` (parameter → group), or the names of its top-level modules.
     """
@@ -122,7 +122,7 @@ def of_module(module: torch.nn.Module, example: Tensor) -> Generic:
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     groups = getattr(module, "groups", None) or {name: name.split(".")[0] for name in parameters}
     scores = call("scores") if callable(getattr(module, "scores", None)) else None
-    return Generic(call("losses"), parameters, groups, example, scores=scores, module=module)
+    return PerExample(call("losses"), parameters, groups, example, scores=scores, module=module)
 
 
 class _Chosen(torch.nn.Module):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of, is_
 from slurmgpu.inputs.hub import origin
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import Lines
-from slurmgpu.inputs.repacking import FOLDER, pack_lines, publish
+from slurmgpu.inputs.repack import FOLDER, pack_lines, publish
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
 from slurmgpu.util.amounts import some_of

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import databases, hub
-from slurmgpu.inputs.finding import FILES, globbed, is_data_set, none_there, unlisted
 from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
 from slurmgpu.inputs.lines import Lines, json_object
+from slurmgpu.inputs.paths import FILES, globbed, is_data_set, none_there, unlisted
 from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.atomic_files import date_in_whole_seconds
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, PATIENCE_S, is_transient, retried
@@ -188,10 +188,10 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
     if pattern.startswith((hub.PREFIX, *databases.PREFIXES)):
         return None
     is_explicit = pattern.startswith(FILES)
-    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(FILES))))  # noqa: PTH111 - as in finding
+    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(FILES))))  # noqa: PTH111 - as in paths
     path = str(base / name)
     if not glob.has_magic(name) or os.path.lexists(path):
-        if os.path.isdir(path):  # noqa: PTH112 - as in finding
+        if os.path.isdir(path):  # noqa: PTH112 - as in paths
             if not is_explicit and is_data_set(Path(path)):
                 return None
             root, paths = path, sorted(_walked(path), key=_parts)
