@@ -16,12 +16,23 @@ import numpy as np
 import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
+from slurmgpu.code import importer
 from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, WorkloadError
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, outputs, placeholders, printed, process, programs, sinks, workload
+from slurmgpu.workloads.command import (
+    Command,
+    outputs,
+    placeholders,
+    printed,
+    process,
+    programs,
+    sinks,
+    submitted_program,
+    workload,
+)
 from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
@@ -862,7 +873,7 @@ def test_of_a_script_that_has_changed_since_it_was_submitted_the_copy_is_looked_
     if now is not None:
         (tmp_path / "x").write_text(now)
     copies = {tmp_path / "x": tmp_path / "kept"}
-    monkeypatch.setattr(workload.importer, "as_submitted", lambda path: copies.get(path, path))
+    monkeypatch.setattr(importer, "as_submitted", lambda path: copies.get(path, path))
     assert loaded(tmp_path, monkeypatch, run=["./x", "{text}"])(items("a")) == [{"n": 1}]
     copies.clear()
     with pytest.raises(SlurmGPUError, match="no program" if now is None else "not executable"):
@@ -883,8 +894,8 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     command = loaded(now, monkeypatch, run=line, columns=columns)
     assert command(items("a")) == [{"n": 2, "said": ["-m", "a"], "name": "tool.run"}]
     assert command.scripts == [Path("tool/__init__.py"), Path("tool/run.py")]
-    monkeypatch.setattr(workload.importer, "as_submitted", lambda path: kept / path.relative_to(now))
-    command._scripts = {}
+    monkeypatch.setattr(importer, "as_submitted", lambda path: kept / path.relative_to(now))
+    command._submitted._scripts = {}
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
 
 
@@ -975,9 +986,9 @@ def test_the_node_is_at_fault_only_where_the_error_says_so(one, monkeypatch, num
     ],
 )
 def test_the_packages_beside_slurmgpu_are_not_handed_on(monkeypatch, home, path, found):
-    monkeypatch.setattr(workload, "__file__", f"{home}/slurmgpu/workloads/command/workload.py")
+    monkeypatch.setattr(submitted_program, "__file__", f"{home}/slurmgpu/workloads/command/submitted_program.py")
     monkeypatch.setenv("PYTHONPATH", path)
-    assert workload._inherited().get("PYTHONPATH") == found
+    assert submitted_program.inherited_environment().get("PYTHONPATH") == found
 
 
 def test_the_guard_removes_a_folder(tmp_path):

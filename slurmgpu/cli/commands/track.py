@@ -6,12 +6,17 @@ import logging
 import os
 import shlex
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slurmgpu.cli import completion, options
 from slurmgpu.errors import SlurmGPUError
+
+if TYPE_CHECKING:
+    from slurmgpu.run.directory import Run
+    from slurmgpu.trackers.replay import Replay
 
 LOOK_S = 5.0
 
@@ -40,7 +45,7 @@ def track(
     A tracker that has a part already gets the rest.
     A step to which a living task may still add is sent later.
     """  # noqa: D301
-    from slurmgpu.cli.console import result, result_json, say
+    from slurmgpu.cli.console import result, result_json
     from slurmgpu.executors import tracking
     from slurmgpu.plan.trackers import parse_destination
     from slurmgpu.run.submissions import is_over
@@ -64,11 +69,32 @@ def track(
             over = is_over(run.submissions())  # before the look, which then reads all that was written
             replay.look(final=over)
     except KeyboardInterrupt:
-        given = "".join(f" --to {shlex.quote(text)}" for text in to or ())
-        say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed}{given}")
+        _say_interrupted(run, to or ())
     finally:
         sent = replay.close(finished=over)
-    if not (over or follow) and (n_held := replay.n_held):
+    _say_left(run, replay, goes_on=over or follow)
+    if as_json:
+        result_json([{"to": str(one.destination), "n_runs": one.n_runs, "n_steps": one.n_steps} for one in sent])
+    else:
+        for one in sent:
+            result(f"{one.destination}: {count_of(one.n_runs, 'run')}, {count_of(one.n_steps, 'new step')}")
+    if replay.failed:
+        raise SlurmGPUError("\n".join(replay.failed.values()))
+
+
+def _say_interrupted(run: Run, to: Sequence[str]) -> None:
+    from slurmgpu.cli.console import say
+
+    given = "".join(f" --to {shlex.quote(text)}" for text in to)
+    say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed}{given}")
+
+
+def _say_left(run: Run, replay: Replay, *, goes_on: bool) -> None:
+    """Print which steps were not sent, and why; those held back only if the command does not go on to send them."""
+    from slurmgpu.cli.console import say
+    from slurmgpu.util.amounts import count_of
+
+    if not goes_on and (n_held := replay.n_held):
         say(
             f"{count_of(n_held, 'step')} left for later, as tasks may still add to them: the same command sends them "
             f"once the run has ended."
@@ -80,10 +106,3 @@ def track(
         )
     if replay.is_empty:
         say(f"Nothing was logged in {run.folder} yet. A workload logs by task.log(step, loss=…).")
-    if as_json:
-        result_json([{"to": str(one.destination), "n_runs": one.n_runs, "n_steps": one.n_steps} for one in sent])
-    else:
-        for one in sent:
-            result(f"{one.destination}: {count_of(one.n_runs, 'run')}, {count_of(one.n_steps, 'new step')}")
-    if replay.failed:
-        raise SlurmGPUError("\n".join(replay.failed.values()))

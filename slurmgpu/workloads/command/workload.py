@@ -12,11 +12,11 @@ import math
 import os
 import re
 import signal
-import socket
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -38,7 +38,6 @@ from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, O
 from slurmgpu.workloads.command.printed import Printed
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.programs import (
-    RUN_MODULE,
     check_program,
     check_script,
     entry_script,
@@ -48,6 +47,7 @@ from slurmgpu.workloads.command.programs import (
 from slurmgpu.workloads.command.sinks import OF_GPUS, Lines, OutputError, ToLog
 from slurmgpu.workloads.command.slices import request_of, write_items
 from slurmgpu.workloads.command.stream import Stream
+from slurmgpu.workloads.command.submitted_program import SubmittedProgram, inherited_environment
 from slurmgpu.workloads.command.temporary import why_unusable
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,15 @@ BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 
 class EditedError(Exception):
     """A file of the code was edited while a process started, which may have read it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The items of a call by their lines in `{in}`; of a call for one item, its fields and variables about it, too."""
+
+    requests: Mapping[int, bytes]
+    data: Mapping[str, object] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 class Command:
@@ -104,6 +113,7 @@ class Command:
             raise SlurmGPUError(f"command: env has {odd[0]!r}, with a = in its name or a NUL character. Leave it out.")
         self._line = parse(run, values)
         self.not_fields = tuple(values or ())
+        self._has_files = self._line.out is not None or IN in self._line or bool(self._line.in_files)
         self._mode = self._mode_of(stream)
         if resumes and self._mode != ONE:
             of = "a stream" if self._mode == STREAM else "a slice"
@@ -190,30 +200,22 @@ class Command:
     def load(self, task: TaskContext) -> None:
         """Start the process of a stream."""
         # Slurm numbers GPUs by their bus; CUDA's default is the fastest first.
-        self._environ = {**_inherited(), "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+        environ = {**inherited_environment(), "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
         if task.device == "cpu":
-            self._environ["CUDA_VISIBLE_DEVICES"] = ""
+            environ["CUDA_VISIBLE_DEVICES"] = ""
         if self._mode == STREAM:
-            self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
-        self._environ |= self._env
-        self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
-        self._module = module_of(self._line.texts)
-        self._file_of_module = file_of_module(self._module[1]) if self._module else None
-        kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
-        check_program(self._program if kept == self._scripts[0] else str(kept), self._environ.get("PATH"))
-        self._is_entry = entry_script(self._program, self._environ.get("PATH")) is not None
-        self._runs_copies = False
+            environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
+        self._submitted = SubmittedProgram(self._program, self._line, environ | self._env)
         if self._mode != STREAM:
             importer.expect_reads_again()
         self._stopping = task.stopping
-        self._told: set[int] = set()
         self._passed_over: set[str] = set()
         self._n_gpus = task.gpus
         self._n_oom_kills = cgroups.oom_kills()
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
-            start = functools.partial(_start_stream, self._arguments, self._environment, self._guard)
+            start = functools.partial(_start_stream, self._submitted, self._guard)
             self._stream = Stream(start, self._timeout_s, task.tell, importer.has_just_changed)
             weakref.finalize(self, self._stream.close)
             try:
@@ -310,39 +312,6 @@ class Command:
         if not (is_alone and self._mode == ONE) and error.says(MEMORY_TEXTS):
             raise (OutOfMemoryError if error.says(GPU_TEXTS) else MemoryError)(said) from error
 
-    def _arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
-        """The arguments of a call, where scripts are as they were submitted."""
-        arguments = self._line.fill(values, data)
-        for number, path in self._scripts.items():
-            if (kept := self._as_submitted(number, path)) is not None:
-                arguments[number] = os.fsencode(kept)
-        if self._module is not None and (file := self._file_of_module) is not None:
-            number, module = self._module
-            if (kept := self._as_submitted(number, file.resolve())) is not None:
-                folder = str(kept).removesuffix(str(file))
-                arguments[number - 1 : number + 1] = map(os.fsencode, (RUN_MODULE, folder, module))
-        return arguments
-
-    def _environment(self) -> dict[str, str]:
-        """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
-        environ = {"MASTER_PORT": str(_free_port()), **self._environ}
-        folders = importer.python_path_as_submitted() if self._runs_copies or self._is_entry else []
-        if folders:
-            given = environ.get("PYTHONPATH")
-            environ["PYTHONPATH"] = os.pathsep.join([*folders, *([given] if given else [])])
-        return environ
-
-    def _as_submitted(self, number: int, path: Path) -> Path | None:
-        """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
-        kept = importer.as_submitted(path)
-        if kept == path:
-            return None
-        self._runs_copies = True
-        if number not in self._told:
-            self._told.add(number)
-            log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
-        return kept
-
     def _stream_of(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
         assert self._stream is not None
         return _by_index(requests, self._stream.ask(requests, mark_of(min(requests), max(requests))))
@@ -350,11 +319,11 @@ class Command:
     def _slices(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
         """The rows of a call; of one for each stretch without a gap where `{start}` and `{end}` name it."""
         if START not in self._line:
-            return _by_index(requests, self._slice(requests))
+            return _by_index(requests, self._slice(Call(requests)))
         rows: dict[int, Answer] = {}
         for _, group in groupby(enumerate(sorted(requests)), lambda pair: pair[1] - pair[0]):
             stretch = {index: requests[index] for _, index in group}
-            rows |= _by_index(stretch, self._slice(stretch))
+            rows |= _by_index(stretch, self._slice(Call(stretch)))
         return rows
 
     def _one(self, item: Item) -> Answer:
@@ -364,8 +333,8 @@ class Command:
             if both := next((name for name in self.not_fields if name in item.data), None):
                 raise ItemError(f"it has a field {both!r}, which is also one of the values under [settings]")
             requests = {item.index: self._request(item) if IN in self._line else b""}
-            call = functools.partial(self._slice, requests, item.data, about)
-            return self._tried(lambda: _by_index(requests, call()), is_alone=True)[item.index]
+            call = Call(requests, item.data, about)
+            return self._tried(lambda: _by_index(requests, self._slice(call)), is_alone=True)[item.index]
         except (ItemError, Retry) as error:
             return error
 
@@ -373,12 +342,7 @@ class Command:
         """The line of an item in `{in}`, and on a stream's standard input."""
         return request_of(item.index, item.seed, item.data, self._line.items)
 
-    def _slice(
-        self,
-        requests: Mapping[int, bytes],
-        data: Mapping[str, object] | None = None,
-        about: Mapping[str, str] | None = None,
-    ) -> dict[int, Values]:
+    def _slice(self, call: Call) -> dict[int, Values]:
         """What a call of the program writes, by index; at least one row.
 
         The program imports modules from disk. If one is edited while it starts, or it fails after one was, it is
@@ -386,7 +350,7 @@ class Command:
         code.
         """
         try:
-            rows = self._slice_once(requests, data, about)
+            rows = self._slice_once(call)
         except EditedError:
             pass
         except CallFailedError:
@@ -398,19 +362,16 @@ class Command:
                 importer.note_unknown_code()
             return rows
         log.warning("a file of the code has changed during a call, which may have read it: called again")
-        return self._slice_once(requests, data, about)
+        return self._slice_once(call)
 
-    def _slice_once(
-        self, requests: Mapping[int, bytes], data: Mapping[str, object] | None, about: Mapping[str, str] | None
-    ) -> dict[int, Values]:
-        line = self._line
-        if line.out is None and IN not in line and not line.in_files:
-            return self._call(requests, "", data, about)
+    def _slice_once(self, call: Call) -> dict[int, Values]:
+        if not self._has_files:
+            return self._run(call, "")
         try:
             with tempfile.TemporaryDirectory(prefix="slurmgpu-command-", ignore_cleanup_errors=True) as folder:
                 self._guard.remove(folder)
                 try:
-                    return self._call(requests, folder, data, about)
+                    return self._run(call, folder)
                 finally:
                     self._guard.remove("")
         except (OSError, CallFailedError) as error:
@@ -419,20 +380,53 @@ class Command:
                 raise NodeError(f"{why}; {message_of(error)}") from error
             raise
 
-    def _call(
-        self,
-        requests: Mapping[int, bytes],
-        folder: str,
-        data: Mapping[str, object] | None,
-        about: Mapping[str, str] | None,
-    ) -> dict[int, Values]:
+    def _run(self, call: Call, folder: str) -> dict[int, Values]:
+        """Run the program once, with its files in `folder`; Interrupted where it failed because it was told to end."""
+        values, given = self._write_files(call, folder)
         try:
-            return self._called(requests, folder, data, about)
+            return self._rows(call, values, given)
         except CallFailedError as error:
             if self.resumes and self._will_stop():
                 log.info("told to end: %s", str(error).partition("\n")[0])
                 raise Interrupted from error
             raise
+
+    def _write_files(self, call: Call, folder: str) -> tuple[dict[str, str], frozenset[str]]:
+        """Write the files that the program reads; the placeholders' texts, and fields that it may write back."""
+        line, requests = self._line, call.requests
+        in_path = Path(folder, "in.csv" if line.items == "csv" else "in.jsonl")
+        out_path = Path(folder, f"out.{line.out}")
+        given = write_items(in_path, line.items, requests) if IN in line else frozenset()
+        values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
+        for number, name in enumerate(line.in_files):
+            path = Path(folder, f"{number}.{re.sub(r'[^a-zA-Z0-9._-]', '_', name)}")
+            path.write_bytes(content_of(name, call.data))
+            values[name + FILE] = str(path)
+        return values, given
+
+    def _rows(self, call: Call, values: Mapping[str, str], given: frozenset[str]) -> dict[int, Values]:
+        """Start the program, wait for its end, and read its rows."""
+        line, requests = self._line, call.requests
+        temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
+        mark = mark_of(min(requests), max(requests))
+        out, err = (ToLog(mark, temporary if self._has_files else None) for _ in range(2))
+        printed = Printed(self.columns, out)
+        program = self._submitted
+        arguments, environ = program.arguments(values, call.data), {**program.environment(), **call.about}
+        started = time.monotonic()
+        child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
+        try:
+            child.finish(self._timeout_s, _check_unchanged, self._shall_end)
+            if line.out is None:
+                row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
+                return _only_row(row, requests)
+            is_one = self._mode == ONE
+            rows = read_output(Path(values[OUT]), line.out, self.columns, requests, is_one=is_one, given=given)
+        except OutputError as error:
+            raise child.misprinted(error) from error
+        if not rows:
+            raise child.failed("exited with code 0, and wrote no row to {out}", "no rows")
+        return rows
 
     def _will_stop(self) -> bool:
         """Whether the task has to end; a signal to the whole job may have reached the program first."""
@@ -445,54 +439,6 @@ class Command:
         """Whether to tell the program to end, if it was not told by who told the whole job."""
         return self.resumes and self._stopping() and not has_outlived(signal.SIGTERM)
 
-    def _called(
-        self,
-        requests: Mapping[int, bytes],
-        folder: str,
-        data: Mapping[str, object] | None,
-        about: Mapping[str, str] | None,
-    ) -> dict[int, Values]:
-        line, mark = self._line, mark_of(min(requests), max(requests))
-        in_path = Path(folder, "in.csv" if line.items == "csv" else "in.jsonl")
-        out_path = Path(folder, f"out.{line.out}")
-        given = write_items(in_path, line.items, requests) if IN in line else frozenset()
-        values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
-        for number, name in enumerate(line.in_files):
-            path = Path(folder, f"{number}.{re.sub(r'[^a-zA-Z0-9._-]', '_', name)}")
-            path.write_bytes(content_of(name, data or {}))
-            values[name + FILE] = str(path)
-        temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
-        out, err = (ToLog(mark, temporary if folder else None) for _ in range(2))
-        printed = Printed(self.columns, out)
-        arguments, environ = self._arguments(values, data or {}), {**self._environment(), **(about or {})}
-        started = time.monotonic()
-        child = Child(arguments, environ, printed if line.out is None else out, err, self._guard)
-        try:
-            child.finish(self._timeout_s, _check_unchanged, self._shall_end)
-            if line.out is None:
-                row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
-                return _only_row(row, requests)
-            rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE, given=given)
-        except OutputError as error:
-            raise child.misprinted(error) from error
-        if not rows:
-            raise child.failed("exited with code 0, and wrote no row to {out}", "no rows")
-        return rows
-
-
-def _inherited() -> dict[str, str]:
-    """The environment of the worker, without the folder that its task has put on PYTHONPATH if slurmgpu is installed.
-
-    Else a program of another Python would import NumPy, and all else, from there.
-    """
-    environ = dict(os.environ)
-    home = Path(__file__).resolve().parents[3]
-    first, _, rest = environ.get("PYTHONPATH", "").partition(os.pathsep)
-    if first == str(home) and home.name in {"site-packages", "dist-packages"}:
-        del environ["PYTHONPATH"]
-        environ |= {"PYTHONPATH": rest} if rest else {}
-    return environ
-
 
 def _check_unchanged() -> None:
     """Raise EditedError if a file of the code is seen to have changed for the first time."""
@@ -500,22 +446,8 @@ def _check_unchanged() -> None:
         raise EditedError
 
 
-def _free_port() -> int:
-    """A port for `torch.distributed`, whose own default, 29500, is another call's of the node."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-def _start_stream(
-    arguments: Callable[[Mapping[str, str], Mapping[str, object]], list[bytes]],
-    environ: Callable[[], Mapping[str, str]],
-    guard: Guard,
-    out: Lines,
-    err: ToLog,
-) -> Child:
-    return Child(arguments({}, {}), environ(), out, err, guard, has_stdin=True)
+def _start_stream(program: SubmittedProgram, guard: Guard, out: Lines, err: ToLog) -> Child:
+    return Child(program.arguments({}, {}), program.environment(), out, err, guard, has_stdin=True)
 
 
 def _write(text: str | None) -> str:

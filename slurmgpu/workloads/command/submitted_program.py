@@ -1,0 +1,85 @@
+"""The arguments and variables of calls, with scripts and modules as they were submitted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from slurmgpu.code import importer
+from slurmgpu.workloads.command.placeholders import CommandLine
+from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, entry_script, file_of_module, module_of
+
+log = logging.getLogger(__name__)
+
+
+class SubmittedProgram:
+    """The program of a command line, whose `environ` a task has put together; SlurmGPUError if it cannot start."""
+
+    def __init__(self, program: str, line: CommandLine, environ: Mapping[str, str]) -> None:
+        self._line, self._environ = line, environ
+        self._scripts = {number: Path(text).resolve() for number, text in line.texts.items()}
+        self._module = module_of(line.texts)
+        self._file_of_module = file_of_module(self._module[1]) if self._module else None
+        kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
+        check_program(program if kept == self._scripts[0] else str(kept), environ.get("PATH"))
+        self._is_entry = entry_script(program, environ.get("PATH")) is not None
+        self._runs_copies = False
+        self._told: set[int] = set()
+
+    def arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
+        """The arguments of a call, where scripts are as they were submitted."""
+        arguments = self._line.fill(values, data)
+        for number, path in self._scripts.items():
+            if (kept := self._as_submitted(number, path)) is not None:
+                arguments[number] = os.fsencode(kept)
+        if self._module is not None and (file := self._file_of_module) is not None:
+            number, module = self._module
+            if (kept := self._as_submitted(number, file.resolve())) is not None:
+                folder = str(kept).removesuffix(str(file))
+                arguments[number - 1 : number + 1] = map(os.fsencode, (RUN_MODULE, folder, module))
+        return arguments
+
+    def environment(self) -> dict[str, str]:
+        """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
+        environ = {"MASTER_PORT": str(_free_port()), **self._environ}
+        folders = importer.python_path_as_submitted() if self._runs_copies or self._is_entry else []
+        if folders:
+            given = environ.get("PYTHONPATH")
+            environ["PYTHONPATH"] = os.pathsep.join([*folders, *([given] if given else [])])
+        return environ
+
+    def _as_submitted(self, number: int, path: Path) -> Path | None:
+        """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
+        kept = importer.as_submitted(path)
+        if kept == path:
+            return None
+        self._runs_copies = True
+        if number not in self._told:
+            self._told.add(number)
+            log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
+        return kept
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment of the worker, without the folder that its task has put on PYTHONPATH if slurmgpu is installed.
+
+    Else a program of another Python would import NumPy, and all else, from there.
+    """
+    environ = dict(os.environ)
+    home = Path(__file__).resolve().parents[3]
+    first, _, rest = environ.get("PYTHONPATH", "").partition(os.pathsep)
+    if first == str(home) and home.name in {"site-packages", "dist-packages"}:
+        del environ["PYTHONPATH"]
+        environ |= {"PYTHONPATH": rest} if rest else {}
+    return environ
+
+
+def _free_port() -> int:
+    """A port for `torch.distributed`, whose own default, 29500, is another call's of the node."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port: int = found.getsockname()[1]
+        return port
