@@ -168,6 +168,7 @@ def resubmit(
     from slurmgpu.cli.commands import submit as submitting
 
     tables = options.overrides_of_resubmission(given)
+    which: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
         from slurmgpu.run import owners
@@ -175,11 +176,9 @@ def resubmit(
 
         for each in filter(was_submitted, runs) if trust else ():
             owners.trust(each)
-        which: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
         raise typer.Exit(sweep.resubmit(runs, tables, wait=wait, as_json=as_json, **which))
     run = options.open_run(folder, trust=trust)
-    ways = {"failed": failed, "force": force, "other_code": other_code, "wait": wait, "as_json": as_json}
-    raise typer.Exit(submitting.resubmit(run, tables, code=code, **ways))
+    raise typer.Exit(submitting.resubmit(run, tables, wait=wait, as_json=as_json, **which))
 
 
 @app.command()

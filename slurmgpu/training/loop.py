@@ -45,7 +45,7 @@ MOST_POINTS = 500
 
 @dataclass(frozen=True)
 class Version:
-    """The digest of the training class's code, None if unknown, and whether the training replaces what ended before.
+    """The digest of the training class's code, None for any, and whether the training replaces what ended before.
 
     A checkpoint of other code is then not used. Another training, which was interrupted, goes on from it.
     """
@@ -158,11 +158,10 @@ class Training:
         if checkpoint is None:
             return None, {}
         found = checkpoint.shared()
-        if version.code is None or found.get("code") == version.code:
+        codes = found["code"], version.code
+        if version.code is None or codes[0] == version.code:
             return checkpoint, found
-        former = found.get("code")  # None if a version of slurmgpu wrote it that kept no digest
-        codes = former or "unknown", version.code
-        if version.is_again and former is not None:
+        if version.is_again:
             if self._place.is_rank_zero:
                 log.info("begins from the start: the checkpoint is by code %s, and the code is %s now", *codes)
             checkpoints.clear()
@@ -177,9 +176,9 @@ class Training:
         try:
             yield
         except CheckpointMismatchError as error:
-            former, now = found.get("code"), self._version.code
+            former = found["code"]
             advice = error.advice
-            if former is not None and former != now:
+            if former not in (None, self._version.code):
                 advice = (
                     f"The checkpoint is by code {former}, which goes on with `slurmgpu resubmit --failed --code "
                     f"{former}`; `slurmgpu resubmit --failed` trains from the start with the changed code."

@@ -267,12 +267,6 @@ def test_what_replaces_a_failed_training_begins_from_the_start_once_the_code_has
     assert "begins from the start: the checkpoint is by code aaaa, and the code is bbbb now" in caplog.text
 
 
-def test_a_checkpoint_of_unknown_code_goes_on_and_says_so(train, caplog):
-    train(Plain(), checkpoint_s=0.0)  # as a version of slurmgpu that kept no digest left it
-    assert train(Plain(), version=Version("bbbb", is_again=True)).resumed == 1
-    assert "the checkpoint is by code unknown, and the code is bbbb now" in caplog.text
-
-
 def test_what_was_interrupted_goes_on_with_changed_code_if_it_fits_and_says_so(train, caplog):
     train(Plain(), version=Version("aaaa"), checkpoint_s=0.0)
     assert train(Plain(), version=Version("bbbb")).resumed == 1

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from slurmgpu.cli.commands import sweep
-from slurmgpu.cli.commands.submitted import conclude, following, resubmit_run
+from slurmgpu.cli.commands import submitted, sweep
+from slurmgpu.cli.commands.submitted import conclude, following
 from slurmgpu.cli.console import bar_console, json_alone, result, result_json, say
 from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
@@ -142,20 +142,9 @@ def plan(
 
 
 @json_alone
-def resubmit(
-    run: Run,
-    tables: Mapping[str, Any],
-    *,
-    failed: bool,
-    force: bool,
-    code: str | None,
-    other_code: bool,
-    wait: bool,
-    as_json: bool,
-) -> int:
-    """Submit the missing items; the exit code."""
-    which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
-    exit_code, told = resubmit_run(run, tables, wait=wait, as_json=as_json, **which)
+def resubmit(run: Run, tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
+    """Submit the missing items, `which` as for `operations.resubmitting`; the exit code."""
+    exit_code, told = conclude(run, submitted.resubmit(run, tables, **which), wait=wait, as_json=as_json)
     if as_json:
         result_json(told)
     return exit_code

@@ -31,13 +31,6 @@ PROGRESS_S = 3.0
 """How often attempts' records are read for progress: as often as they are written."""
 
 
-def resubmit_run(
-    run: Run, tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any
-) -> tuple[int, Mapping[str, Any]]:
-    """Submit the missing items of a run; the exit code, and what `--json` prints."""
-    return conclude(run, resubmit(run, tables, **which), wait=wait, as_json=as_json)
-
-
 def resubmit(run: Run, tables: Mapping[str, Any], **which: Any) -> Outcome:
     """Submit the missing items of a run, and follow what is computed here; the outcome."""
     with following(run.folder, run.plan.n_items) as follow:

@@ -66,16 +66,13 @@ def write_result(folder: Path, row: Mapping[str, Any], code: str | None) -> None
 
 
 def read_result(folder: Path, code: str | None) -> dict[str, Any] | None:
-    """The kept row, unless other code trained it; None for `code` takes any, and a row of unknown code is taken."""
+    """The kept row, unless other code trained it; None for `code` takes any."""
     path = folder / RESULT
     try:
         found = json.loads(path.read_bytes())
         row = {name: _as_column(column, found[name]) for name, column in COLUMNS.items()}
-        by = found.get("code")
-        if code is not None and by is None:  # a version of slurmgpu that kept no digest wrote it
-            log.warning("not trained again: %s is by unknown code, and the code is %s now", path, code)
-        elif code is not None and by != code:
-            log.info("trained again: %s is by %s, and the code is %s now", path, by, code)
+        if code not in (None, found["code"]):
+            log.info("trained again: %s is by %s, and the code is %s now", path, found["code"], code)
             return None
         return row
     except FileNotFoundError:
