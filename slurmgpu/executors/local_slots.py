@@ -30,9 +30,9 @@ from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import ended_by_exception
-from slurmgpu.util.exit_codes import name_of_signal
 from slurmgpu.util.forks import Fork
 from slurmgpu.util.shared_files import retried
+from slurmgpu.util.signals import name_of_signal
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from slurmgpu.run.crash_history import History, read_history, write_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, describe_exit
 from slurmgpu.run.records import Death
-from slurmgpu.util.exit_codes import is_self_inflicted
+from slurmgpu.util.signals import is_self_inflicted
 
 log = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ from slurmgpu.task.worker_process import (
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.early_signals import INTERRUPTS, SIGNUMS
 from slurmgpu.util.exceptions import described, trace_of
-from slurmgpu.util.exit_codes import signal_of
 from slurmgpu.util.shared_files import remove
+from slurmgpu.util.signals import signal_of
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.shard_claimer import Claimer, open_shards

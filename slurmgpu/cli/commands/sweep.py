@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from slurmgpu.cli.commands import submitted
 from slurmgpu.cli.console import json_alone, result, result_json, say, wide_console
 from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views import run_list
+from slurmgpu.cli.views.columns import headed_table
 from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
 from slurmgpu.cli.views.state_words import plain
@@ -168,7 +168,7 @@ def _show_drafts(
         runs = [{"name": variant.name, "values": variant.values, **each.value} for variant, each in shown]
         result_json({"folder": str(drafts.variants.folder), "runs": runs})
         return code
-    table = _table("run", "values", "items", "shards", "tasks")
+    table = headed_table("run", "values", "items", "shards", "tasks", words=("values",))
     for variant, each in shown:
         asked, frozen = each.seen.submission, each.draft.plan
         table.add_row(
@@ -205,7 +205,7 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
         values = {name: values_of(each["summary"]) for name, each in reports.items()}
         names = list(dict.fromkeys(name for each in values.values() for name in each))
         own = ("run", "rows", "failed")
-        table = _table(*own, *(f"summary.{name}" if name in own else name for name in names[:MAX_VALUES]))
+        table = headed_table(*own, *(f"summary.{name}" if name in own else name for name in names[:MAX_VALUES]))
         for name, each in reports.items():
             cells = [values[name].get(value, "–") for value in names[:MAX_VALUES]]
             rows = f"{each['n_rows']:,} of {each['n_items']:,}"
@@ -292,10 +292,3 @@ def cancel(folders: Sequence[Path]) -> int:
             continue
         result(f"{folder.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
     return code
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for number, name in enumerate(names):
-        table.add_column(escape(plain(name)), justify="left" if number == 0 or name == "values" else "right")
-    return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
@@ -38,6 +38,18 @@ def show_table(console: Console, names: Columns, columns: Columns, more: Columns
     _print(console, {**columns, **end})
     console.print()
     _print(console, {**names, **more})
+
+
+def headed_table(*names: str, words: Collection[str] = ()) -> Table:
+    """An empty table whose first column and `words` are text, and whose others are numbers; no cell is cut."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for number, name in enumerate(names):
+        is_text = number == 0 or name in words
+        table.add_column(escape(plain(name)), justify="left" if is_text else "right", overflow="fold")
+    return table
 
 
 def counts_of(

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from rich.markup import escape
-from rich.table import Table
 
 from slurmgpu.cli.console import result, say, wide_console
+from slurmgpu.cli.views.columns import headed_table
 from slurmgpu.cli.views.rows import text_of
 from slurmgpu.cli.views.state_words import plain
 from slurmgpu.merge.compare import Comparison
@@ -42,7 +42,7 @@ def show_comparison(found: Comparison) -> None:
     if list(found.columns) == ["error"] and (found.a.only_columns or found.b.only_columns):
         result("No column is in both: only errors were compared.")
     if differing := {name: each for name, each in found.columns.items() if each.n_rows}:
-        table = _table("column", "rows that differ", "largest difference")
+        table = headed_table("column", "rows that differ", "largest difference")
         for name, each in differing.items():
             table.add_row(escape(plain(name)), f"{each.n_rows:,}", _distance(each.largest))
         wide_console().print(table)
@@ -115,7 +115,7 @@ def _distance(largest: float | None) -> str:
 
 def _show_sides(found: Comparison) -> None:
     sides = found.a, found.b
-    table = _table("", "A", "B")
+    table = headed_table("", "A", "B")
     table.add_row("", *(escape(plain(side.path)) for side in sides))
     for name, values in {
         "rows": [side.n_rows for side in sides],
@@ -147,10 +147,3 @@ def values_of(summary: Mapping[str, Any] | None) -> dict[str, str]:
             names = [f" {column}" for column in table.columns] or [""]
             found |= {f"{table.title} {key}{name}": cell for name, cell in zip(names, cells, strict=False)}
     return found
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for number, name in enumerate(names):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
-    return table

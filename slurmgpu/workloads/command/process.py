@@ -18,9 +18,9 @@ from pathlib import Path
 
 from slurmgpu.errors import ItemError, NodeError, WorkloadError
 from slurmgpu.util import pids
-from slurmgpu.util.exit_codes import is_self_inflicted, name_of_signal, signal_of
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.shared_files import is_transient
+from slurmgpu.util.signals import is_self_inflicted, name_of_signal, signal_of
 from slurmgpu.workloads.command.programs import why_not_started
 from slurmgpu.workloads.command.sinks import OutputError, Sink, ToLog
 

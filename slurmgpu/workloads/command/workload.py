@@ -27,11 +27,11 @@ from slurmgpu.shards.column_types import columns_of, types_of_rows
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.amounts import some_of
 from slurmgpu.util.exceptions import message_of
-from slurmgpu.util.exit_codes import is_self_inflicted
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
 from slurmgpu.util.pipes import has_outlived
+from slurmgpu.util.signals import is_self_inflicted
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse

@@ -111,7 +111,7 @@ class Train:
                 f"a process for each. Remove processes, or give each task one GPU: gpus_per_task = 1, with array."
             )
         self._n_processes = n
-        lines = [f"train: {Path(self.training).name}, {_mode(self._base.settings.get('strategy'), share)}"]
+        lines = [f"train: {Path(self.training).name}, {_in_words(self._base.settings.get('strategy'), share)}"]
         for name in self._base.settings:
             if method := taken_over(name, self._source):
                 lines.append(f"{name} has no effect: {self.training} has its own method {method}.")
@@ -192,7 +192,7 @@ def _step_size(settings: TrainingSettings, n_processes: int) -> str:
     return f"{factors} = {batch * n_processes * n_times}" if n_processes * n_times > 1 else str(batch)
 
 
-def _mode(strategy: str | None, share: Share) -> str:
+def _in_words(strategy: str | None, share: Share) -> str:
     n, kind = share.slots, "GPU" if share.gpus else "CPU process"
     over = f" on {share.nodes} nodes" if share.nodes > 1 else ""
     if n == 1:
