@@ -270,6 +270,7 @@ def merge_behind(run: Run, submission: int) -> int:
         )
     over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
+        _refuse_lost(run, submission)
         report = merge.merge(run, lives_of(run, settled=True), lock.check)
         forget_dead_tasks(run)
     log.info("%s", _in_words(report))
@@ -299,6 +300,14 @@ def merge_behind(run: Run, submission: int) -> int:
         if over:  # also if Slurm has refused the next one
             _tell_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _refuse_lost(run: Run, number: int) -> None:
+    """Record the end of later submissions whose process was killed before it recorded their jobs; none is alive."""
+    for line in run.submissions():
+        if line["submission"] > number and line["state"] == "submitting":
+            message = "the process that submitted it was killed"
+            run.record_submission({"submission": line["submission"], "state": "refused", "message": message})
 
 
 def _once_answered(do: Callable[[], T]) -> T:

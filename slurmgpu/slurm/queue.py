@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Literal, cast
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import ENDS, JOB_KEYS, SubmissionLine, ended_jobs
+from slurmgpu.run.submissions import ENDS, JOB_KEYS, SubmissionLine, ended_jobs, is_slurms
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
 from slurmgpu.util.users import name_of
@@ -25,6 +26,8 @@ MERGE_NAME = "slurmgpu-merge"
 """Prefixes of the names of jobs: Submitit's, and those of sbatch/*.sbatch."""
 COMMENT = "slurmgpu:"
 """The prefix of the comments of jobs that the commands of `slurmgpu plan` submit; the run directory follows."""
+SUBMITTING_S = 300.0
+"""Much longer than a process needs to submit and to record the jobs; no harm comes of a clock that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
     """
     lines = run.submissions()
     # Also of an array whose merge job could not be queued, and which could not be cancelled.
-    expected = any(line["state"] not in ENDS and "array_job" in line for line in lines)
+    expected = any(line["state"] not in ENDS and ("array_job" in line or _was_lost(line)) for line in lines)
     merges = {line.get("merge_job") for line in lines}
     try:
         told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
@@ -192,6 +195,11 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
         log.log(logging.WARNING if expected else logging.DEBUG, "the queue is not known: %s", in_short(error))
         return last
     return told if told or expected else None
+
+
+def _was_lost(line: SubmissionLine) -> bool:
+    """Whether a submission to Slurm was begun so long ago that its process was killed before it recorded the jobs."""
+    return is_slurms(line) and line["state"] == "submitting" and time.time() - line.get("time", 0.0) > SUBMITTING_S
 
 
 def _are_here(lines: Sequence[SubmissionLine]) -> bool:

@@ -173,6 +173,24 @@ def test_a_merge_job_that_is_requeued_after_it_resubmitted_makes_no_other_submis
     assert [line["state"] for line in again.submissions()] == ["ended", state, "queued"]
 
 
+def test_a_merge_job_that_was_killed_while_it_resubmitted_does_so_once_it_is_requeued(run, monkeypatch):
+    first = run.submissions()[0] | {"merge_job": "8"}
+    run.record_submission(first)
+    lost = {key: value for key, value in first.items() if key not in ("array_job", "merge_job")}
+    run.record_submission(lost | {"submission": 2, "round": 1, "state": "submitting"})
+    again, started = Run(run.folder, replace(run.plan, auto_resubmit=1)), []
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(submission, "_goes_on", lambda run, report, done: done == 0)
+    jobs = {"array_job": "9", "merge_job": "10"}
+    monkeypatch.setattr(
+        submission, "start", lambda run, *_, **more: started.append(run) or submission.Outcome(None, jobs)
+    )
+    monkeypatch.setattr(Slurm, "hand_over", lambda *_: None)
+    assert merge_behind(again, 1) == 3
+    assert len(started) == 1
+    assert [line["state"] for line in again.submissions()] == ["ended", "refused"]
+
+
 # When its walltime ends
 
 
