@@ -43,7 +43,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_with_its_name(tmp_path, mak
 def test_of_many_missing_weights_the_first_and_the_number_are_named(tmp_path):
     folder = make_llama(tmp_path / "model")
     change(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name])
-    with pytest.raises(SlurmGPUError, match=r"lacks (model\.layers\.1\.\S+,? ){3}and 6 more \(9 in all\)"):
+    with pytest.raises(SlurmGPUError, match=r"lacks (model\.layers\.1\.\S+,? ){3}and 6 more"):
         load(folder)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
-from slurmgpu.util.amounts import gb
+from slurmgpu.util.amounts import gb, some_of
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.util.shared_files import list_names
@@ -279,13 +279,9 @@ def check_unchanged(source: ModelSource, planned: Mapping[str, str]) -> None:
     }
     if any(changes.values()):
         said = "; ".join(
-            f"{_some(names)} {'is' if len(names) == 1 else 'are'} {how}" for how, names in changes.items() if names
+            f"{some_of(names, 1)} {'is' if len(names) == 1 else 'are'} {how}" for how, names in changes.items() if names
         )
         raise SlurmGPUError(
             f"The model in {source.folder} has changed since this run was planned: {said}. Restore the former files "
             f"and resubmit, or plan a new run in another run directory."
         )
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other{'s' if len(names) > 2 else ''}"

@@ -12,7 +12,7 @@ from slurmgpu.llm.models.sizes import text_config
 from slurmgpu.llm.placement.choice import Choice, Offer, choose, most_tokens, what_fits
 from slurmgpu.llm.placement.needs import ROW_TOKENS, ROWS, RUNTIME_BYTES, USABLE, Model, look_at, row_tokens, usable
 from slurmgpu.llm.placement.parallelism import stored_method
-from slurmgpu.util.amounts import gb
+from slurmgpu.util.amounts import gb, some_of
 
 if TYPE_CHECKING:
     from slurmgpu.llm.interface.engine import EngineOptions
@@ -145,7 +145,7 @@ def refuse_missing(model: Model) -> None:
     source, missing = model.options.model, model.weights.missing
     if not missing:
         return
-    first = f"{missing[0]}{f' and {len(missing) - 1} others' if len(missing) > 1 else ''}"
+    first = some_of(missing, 1)
     if source.repository is None:
         raise SlurmGPUError(
             f"model {source.name!r}: {source.folder} lacks weights: {first} is missing. Copy the whole folder again."

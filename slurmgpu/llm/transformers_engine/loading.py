@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from slurmgpu.llm.transformers_engine.caches import argument_of, new_cache, take
 from slurmgpu.llm.transformers_engine.quantization import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
+from slurmgpu.util.amounts import some_of
 
 log = logging.getLogger(__name__)
 
@@ -261,17 +262,12 @@ def check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions, a
         for name, stored, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0]))
     ]
     wrongs = [("lacks", missing), ("has in another shape", mismatched)]
-    said = [f"{verb} {_some(names)}" for verb, names in wrongs if names]
+    said = [f"{verb} {some_of(names, FEW)}" for verb, names in wrongs if names]
     if said:
         raise SlurmGPUError(
             f"The checkpoint of {options.model.name}, in {options.model.folder}, does not fit a "
             f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; {advice}."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    first = ", ".join(names[:FEW])
-    return first if len(names) <= FEW else f"{first} and {len(names) - FEW} more ({len(names)} in all)"
 
 
 def eos_ids_of(*holders: Any) -> frozenset[int]:
