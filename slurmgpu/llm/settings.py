@@ -16,7 +16,7 @@ from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.models.source import find_model, served_model
 from slurmgpu.llm.prompts.fewshot import Fewshot, fewshot_of
 from slurmgpu.llm.prompts.jinja_templates import TemplateFormat, template_class
-from slurmgpu.llm.prompts.templates import NOTHING, Last, Prompts
+from slurmgpu.llm.prompts.templates import NO_VALUES, Last, Prompts
 from slurmgpu.llm.server_engine.settings import check_server
 from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 
@@ -89,7 +89,7 @@ def prompts_of(
     messages: str | None,
     system: str | None,
     last: Last | None,
-    given: Mapping[str, Any] = NOTHING,
+    given: Mapping[str, Any] = NO_VALUES,
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Prompts:
     """The prompts of the settings; SlurmGPUError for a wrong one.

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmgpu.errors import WorkerBrokenError
 from slurmgpu.llm.interface.engine import Output, Request
-from slurmgpu.llm.interface.exchange import digest_of, from_json, to_json
+from slurmgpu.llm.interface.exchange import digest_of_request, from_json, to_json
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.shared_files import make_folder, read_bytes
@@ -46,7 +46,7 @@ class KeptAnswers:
         self, requests: Sequence[Request], generate: Callable[[Sequence[Request]], Iterable[Output]]
     ) -> Iterator[Output]:
         """Each request's output: one that is kept, or what the engine's `generate` gives."""
-        names = {request.id: digest_of(dataclasses.replace(request, id=0)) for request in requests}
+        names = {request.id: digest_of_request(dataclasses.replace(request, id=0)) for request in requests}
         for request in requests:
             if (value := self._former.get(names[request.id])) is not None:
                 yield dataclasses.replace(from_json(Output, value), id=request.id)

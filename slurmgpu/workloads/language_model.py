@@ -15,7 +15,7 @@ from slurmgpu.llm.answers.metrics import ratio
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface import exchange
 from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Sampling, Scores
-from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing
+from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing_adapters
 from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_takes_text_alone, check_tokenizer
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
 from slurmgpu.llm.placement.place import place
@@ -167,7 +167,7 @@ class LanguageModelWorkload:
             check_takes_text_alone(self.options.model)
         check_max_tokens(self._max_tokens, self.options)
         found = Placement(*place(self.options, share))
-        refuse_missing(self.options.adapters)
+        refuse_missing_adapters(self.options.adapters)
         check_tokenizer(self.options.model)  # after the weights, with which the hub's tokenizer is downloaded
         return found
 
@@ -238,11 +238,11 @@ class LanguageModelWorkload:
 
         def values_of(some: Sequence[AskedT]) -> list[dict[str, Any]]:
             found = {one.id: exchange.to_json(one) for one in compute(some)}
-            return [{"asked": exchange.digest_of(each), "found": found.get(each.id)} for each in some]
+            return [{"asked": exchange.digest_of_request(each), "found": found.get(each.id)} for each in some]
 
         values = self._divide(asked, values_of)
         for each, value in zip(asked, values, strict=True):
-            if value["asked"] != exchange.digest_of(each):
+            if value["asked"] != exchange.digest_of_request(each):
                 raise ItemError(
                     "another task asked the model something else for this item. What a checker says of a text must "
                     "depend on the item alone; shard_items = 1 computes each item in one task."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import accuracy, best_of, ratio, vote, weights_of
+from slurmgpu.llm.answers.metrics import accuracy, best_of, ratio, vote, vote_weights
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import take
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
@@ -150,7 +150,7 @@ class Samples:
             for part, text, row, is_cut in zip(parts, texts, rows, cut, strict=True)
         ]
         shares = _shares(item.data, len(parts))
-        worth = weights_of(scores, is_raw=self.is_raw)
+        worth = vote_weights(scores, is_raw=self.is_raw)
         normal = [None if answer is None else checker.normal(answer) for answer in answers]
         voted = vote(normal, shares)
         weighted = vote(normal, [share * weight for share, weight in zip(shares, worth, strict=True)])

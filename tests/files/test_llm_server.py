@@ -22,7 +22,7 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Output, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.interface.exchange import digest_of
+from slurmgpu.llm.interface.exchange import digest_of_request
 from slurmgpu.llm.prompts.images import data_url, open_image
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.server_engine import engine as server_engine
@@ -611,4 +611,4 @@ def test_requests_are_told_apart_by_the_bytes_of_their_images():
     same, other = (
         dataclasses.replace(asked("one")[0], prompt=Prompt("one", images=(image,))) for image in (b"1" * 99, b"2" * 99)
     )
-    assert digest_of(same) == digest_of(dataclasses.replace(same)) != digest_of(other)
+    assert digest_of_request(same) == digest_of_request(dataclasses.replace(same)) != digest_of_request(other)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.heads.head import WITH_IMAGES
+from slurmgpu.llm.heads.head import HEADS_WITH_IMAGES
 from slurmgpu.llm.interface.engine import EngineOptions, Generated, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.codec import Codec
@@ -172,9 +172,9 @@ def test_heads_that_take_images_are_those_of_transformers_and_others_are_refused
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as HEADS
 
-    decoders = {kind: getattr(transformers, name) for kind, name in HEADS.items() if kind in WITH_IMAGES}
+    decoders = {kind: getattr(transformers, name) for kind, name in HEADS.items() if kind in HEADS_WITH_IMAGES}
     assert all("pixel_values" in inspect.signature(each.forward).parameters for each in decoders.values())
-    assert decoders.keys() == WITH_IMAGES
+    assert decoders.keys() == HEADS_WITH_IMAGES
     settings = {"prompt": "{q}", "answer": "{t}", "images": "p"}
     Score(model=gemma, **settings).place(Share(1, gpu_memory=10**10))
     with pytest.raises(SlurmGPUError, match="has the type llama, whose heads take no images; those of gemma3 and"):

@@ -9,7 +9,7 @@ import pytest
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.engine import HeadEngine
-from slurmgpu.llm.interface.engine import OtherModel, Output
+from slurmgpu.llm.interface.engine import HeadMemory, Output
 from slurmgpu.llm.vllm_engine.limits import memory_share
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
@@ -317,7 +317,7 @@ def test_both_models_must_fit_the_gpus_that_they_share(adder, process_model):
 
 
 def test_vllm_and_servers_leave_room_for_the_scorer(adder, process_model):
-    other = OtherModel("prm", weights=14e9, batch=1e9, layers=28)
+    other = HeadMemory("prm", weights=14e9, batch=1e9, layers=28)
     assert memory_share(other, 1, 80 * 10**9) == pytest.approx(0.92 - 16.5 / 80)
     assert other.on_each(4) == pytest.approx(14e9 * (1 / 4 + 1 / 28) + 1e9)
     settings = {"prompt": "{question}=", "scorer": process_model, "engine": "server", "chat": False}

@@ -59,7 +59,7 @@ def vote(answers: Sequence[str | None], weights: Sequence[Fraction | float]) -> 
     return answers.index(max(votes, key=votes.__getitem__)) if votes else -1
 
 
-def weights_of(scores: Sequence[float], *, is_raw: bool) -> list[float]:
+def vote_weights(scores: Sequence[float], *, is_raw: bool) -> list[float]:
     """The weights of texts in a vote, from their scores: 0 for NaN; for raw scores their exponentials, at most 1."""
     highest = max((score for score in scores if not math.isnan(score)), default=0.0)
     weights = [math.exp(score - highest) if is_raw else score for score in scores]

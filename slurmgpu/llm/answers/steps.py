@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from slurmgpu.llm.interface.engine import NOTHING, Generated
+from slurmgpu.llm.interface.engine import NOTHING_GENERATED, Generated
 
 ROOT = 0
 
@@ -36,7 +36,7 @@ class Node:
     text: str
     leaf: bool = False
     prefix: str = ""
-    generated: Generated = NOTHING
+    generated: Generated = NOTHING_GENERATED
     reasoning: str = ""
     children: dict[tuple[tuple[int, ...], str, str, bool], int] = field(default_factory=dict)
     drawn: Counter[int] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ class Tree:
         correct: bool,
         cut: bool,
         reasoning: str = "",
-        generated: Generated = NOTHING,
+        generated: Generated = NOTHING_GENERATED,
     ) -> None:
         """Add the path of a completion from the node `start`; `generated` has its tokens from the question on.
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.heads.head import Head, HeadInput
-from slurmgpu.llm.heads.inputs import Encoded, HeadCodec
+from slurmgpu.llm.heads.inputs import EncodedInput, HeadCodec
 from slurmgpu.llm.heads.own_classes import own_class
 from slurmgpu.llm.interface.batching import (
     CPU_PADDING,
@@ -89,7 +89,7 @@ class HeadEngine:
 
     def score(self, inputs: Sequence[HeadInput]) -> Iterator[HeadScores]:
         """Each input's outputs or error, long ones first; those with images one by one."""
-        encoded: list[Encoded] = []
+        encoded: list[EncodedInput] = []
         for asked in inputs:
             if self._shows is not None:
                 yield self._score_shown(asked, self._shows)
@@ -110,7 +110,7 @@ class HeadEngine:
             for each, logits in zip(batch, found, strict=True):
                 yield HeadScores(each.id, logits, len(each.tokens), each.n_cut)
 
-    def _n_alike(self, encoded: Sequence[Encoded]) -> int:
+    def _n_alike(self, encoded: Sequence[EncodedInput]) -> int:
         """How many of these inputs, the longest first, may be read together."""
         rows = [each.tokens for each in encoded]
         return of_like_length(rows[: self._lengths.n_alike([*map(len, rows)])], self._padding)
@@ -147,7 +147,7 @@ class HeadEngine:
         """Free memory."""
         free_memory()
 
-    def _read(self, batch: Sequence[Encoded]) -> list[npt.NDArray[np.float64]]:
+    def _read(self, batch: Sequence[EncodedInput]) -> list[npt.NDArray[np.float64]]:
         import torch
 
         with torch.inference_mode():
@@ -166,7 +166,7 @@ class HeadEngine:
             found, places = logits.double().cpu().numpy(), {column: place for place, column in enumerate(columns)}
             return [found[row, [places[end] for end in each.ends]] for row, each in enumerate(batch)]
 
-    def _pad(self, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _pad(self, batch: Sequence[EncodedInput]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Token ids padded at the right, their mask, and the segments of pairs if there are any.
 
         Without a padding token of the model's own, a classifier finds the end of a text by whatever is set, so that
@@ -192,7 +192,7 @@ class HeadEngine:
         """Whether the model's outputs are the same in a batch with padding as alone, but for rounding."""
         tokenizer, context = self._loaded.tokenizer, self._loaded.context
         rows = [tuple(tokenizer(text)["input_ids"][:context]) for text in PROBES]
-        probes = [Encoded(number, row, ends=(len(row) - 1,)) for number, row in enumerate(rows) if row]
+        probes = [EncodedInput(number, row, ends=(len(row) - 1,)) for number, row in enumerate(rows) if row]
         if len({len(each.tokens) for each in probes}) < len(PROBES):
             return False
         together = self._read(probes)

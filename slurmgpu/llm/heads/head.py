@@ -9,11 +9,11 @@ from typing import Literal
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.own_classes import PROCESS_REWARD, REWARD, STEP_ENDS
-from slurmgpu.llm.interface.engine import EngineOptions, OtherModel, Prompt
+from slurmgpu.llm.interface.engine import EngineOptions, HeadMemory, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_tokenizer
 from slurmgpu.llm.models.sizes import ITEM_BYTES, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
-from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Memory, look_at, row_tokens, usable
+from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, look_at, row_tokens, usable
 from slurmgpu.llm.placement.place import refuse_missing
 from slurmgpu.util.amounts import gb
 
@@ -26,7 +26,7 @@ CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassifica
 OWN: Mapping[HeadKind, str] = {"sequence": REWARD, "token": PROCESS_REWARD}
 """The class of each kind that is not transformers'."""
 
-WITH_IMAGES = frozenset({"gemma3", "qwen3_5"})
+HEADS_WITH_IMAGES = frozenset({"gemma3", "qwen3_5"})
 """Model types whose ForSequenceClassification takes images, in transformers 5.23; a test compares."""
 
 STEP_END = "\n"
@@ -113,10 +113,10 @@ def _has_head(name: str, kind: HeadKind) -> bool:
 def check_head_takes_images(source: ModelSource) -> None:
     """Refuse a model whose class with a head takes no images, by its config.json."""
     kind = str(source.config.get("model_type"))
-    if kind not in WITH_IMAGES:
+    if kind not in HEADS_WITH_IMAGES:
         raise SlurmGPUError(
             f"images is set, and model {source.name!r} has the type {kind}, whose heads take no images; those of "
-            f"{' and '.join(sorted(WITH_IMAGES))} do. Remove images, or judge by a rubric."
+            f"{' and '.join(sorted(HEADS_WITH_IMAGES))} do. Remove images, or judge by a rubric."
         )
     check_takes_images(source)
 
@@ -149,25 +149,38 @@ def has_chat_template(source: ModelSource) -> bool | None:
     return bool(read_json(own).get("chat_template")) if own.is_file() else None
 
 
-def other_model(options: EngineOptions) -> OtherModel:
-    """The model as one that computes beside another on the same GPUs; SlurmGPUError if it cannot."""
-    memory, _ = _checked_memory(options)
-    return OtherModel(options.model.name, memory.weights, memory.cache, memory.layers)
+def head_memory(options: EngineOptions) -> HeadMemory:
+    """The memory of a model; SlurmGPUError for a quantised variant, and where weights or the tokenizer are missing."""
+    if options.model.quantization is not None:
+        raise SlurmGPUError(
+            f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
+            f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
+        )
+    model = look_at(options)
+    refuse_missing(model)
+    check_tokenizer(options.model)
+    config = text_config(options.model.config)
+    hidden = int(config.get("hidden_size") or config.get("dim") or config.get("d_model") or USUAL_WIDTH)
+    inner = config.get("intermediate_size") or 4 * hidden
+    inner = int(max(inner) if isinstance(inner, list) else inner)
+    # As `batching.default_tokens` counts a token, without keys and values.
+    activations = math.ceil(_n_tokens(options) * (6 * hidden + 3 * inner) * ITEM_BYTES[options.precision])
+    return HeadMemory(options.model.name, model.memory.weights, float(activations), model.memory.layers)
 
 
 def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tuple[str, ...]:
     """Lines that say how a model with a head uses a task's GPUs; SlurmGPUError if it does not fit, with numbers."""
-    memory, tokens = _checked_memory(options)
+    memory = head_memory(options)
     weights = f"{options.model.name}, {options.precision}: {gb(memory.weights)} of weights"
-    batch = f"{gb(memory.cache)} for a batch of {tokens:,} tokens"
+    batch = f"{gb(memory.batch)} for a batch of {_n_tokens(options):,} tokens"
     if gpus == 0:
-        return (f"{weights}. On CPUs: each task needs about {gb(_total(memory, 1) + RUNTIME_BYTES)} of memory.",)
+        return (f"{weights}. On CPUs: each task needs about {gb(memory.on_each(1) + RUNTIME_BYTES)} of memory.",)
     how = "On one GPU" if gpus == 1 else f"Spread by layers over {gpus} GPUs"
-    needed = _total(memory, gpus)
+    needed = memory.on_each(gpus)
     if gpu_memory is None:
         return (f"{weights}, and {batch}.", f"{how}: needs GPUs of {gb((needed + RUNTIME_BYTES) / USABLE)}.")
     if needed > usable(gpu_memory):
-        more = [n for n in N_GPUS if n > gpus and _total(memory, n) <= usable(gpu_memory)]
+        more = [n for n in N_GPUS if n > gpus and memory.on_each(n) <= usable(gpu_memory)]
         advice = f"--gpus {more[0]} (gpus_per_task = {more[0]} with --array), or larger GPUs" if more else "larger GPUs"
         if options.batch_tokens is not None and options.batch_tokens > ROW_TOKENS:
             advice += ", or fewer batch_tokens"
@@ -180,35 +193,11 @@ def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tup
         f"{weights}, and {batch}.",
         f"{how} of {gb(gpu_memory)}: {gb(needed)} of the {gb(usable(gpu_memory))} that can be used on each.",
     ]
-    if gpus > 1 and _total(memory, 1) <= usable(gpu_memory):
+    if gpus > 1 and memory.on_each(1) <= usable(gpu_memory):
         lines.append(f"One GPU suffices: --array makes {gpus} replicas, which is faster than one copy on {gpus} GPUs.")
     return tuple(lines)
 
 
-def _checked_memory(options: EngineOptions) -> tuple[Memory, int]:
-    """The bytes of a model, with the activations of a batch in place of a cache, and the tokens of the batch.
-
-    SlurmGPUError for a quantised variant, and where weights or the tokenizer are missing.
-    """
-    if options.model.quantization is not None:
-        raise SlurmGPUError(
-            f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
-            f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
-        )
-    model = look_at(options)
-    refuse_missing(model)
-    check_tokenizer(options.model)
-    config = text_config(options.model.config)
-    tokens = options.batch_tokens or row_tokens(options)
-    hidden = int(config.get("hidden_size") or config.get("dim") or config.get("d_model") or USUAL_WIDTH)
-    inner = config.get("intermediate_size") or 4 * hidden
-    inner = int(max(inner) if isinstance(inner, list) else inner)
-    # As `batching.default_tokens` counts a token, without keys and values.
-    activations = math.ceil(tokens * (6 * hidden + 3 * inner) * ITEM_BYTES[options.precision])
-    return Memory(model.memory.split, model.memory.whole, float(activations), model.memory.layers), tokens
-
-
-def _total(memory: Memory, n_gpus: int) -> float:
-    """Weights and activations on the fullest of `n_gpus`; a batch is on one of them at a time."""
-    weights, _ = memory.on_each(n_gpus, tensor_parallel=False)
-    return weights + memory.cache
+def _n_tokens(options: EngineOptions) -> int:
+    """The tokens of the batch that is planned."""
+    return options.batch_tokens or row_tokens(options)

@@ -17,7 +17,7 @@ STEP, END = "\ufdd1", "\ufdd2"
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedInput:
     """An input's `tokens`, the number of those that were cut off, and the places of tokens that end steps.
 
     `types` are the segments of a pair, for models that tell them apart; else empty.
@@ -51,7 +51,7 @@ class HeadCodec:
         self.codec = Codec(tokenizer, options, context, marks)
         self._before, self._after = self.codec.own_tokens
 
-    def encode(self, asked: HeadInput) -> Encoded:
+    def encode(self, asked: HeadInput) -> EncodedInput:
         """The input's tokens; PromptError for one that the model cannot take."""
         found = self._encode(asked)
         n_whole = len(found.tokens)
@@ -74,23 +74,23 @@ class HeadCodec:
     def _n_tokens(self, asked: HeadInput, prompt: Prompt) -> int:
         return len(self._encode(replace(asked, prompt=prompt)).tokens)
 
-    def _encode(self, asked: HeadInput) -> Encoded:
+    def _encode(self, asked: HeadInput) -> EncodedInput:
         if asked.steps is not None:
             return self._steps(asked, asked.steps)
         if asked.second is not None:
             return self._pair(asked, asked.second)
         if asked.chat:
-            return Encoded(asked.id, self._chat_tokens(self.codec.render_chat(_messages(asked, asked.answer))))
+            return EncodedInput(asked.id, self._chat_tokens(self.codec.render_chat(_messages(asked, asked.answer))))
         return self._single(asked)
 
-    def _single(self, asked: HeadInput) -> Encoded:
+    def _single(self, asked: HeadInput) -> EncodedInput:
         body = self._pieces(self.codec.cut(asked.prompt.plain))
         room = self._context - len(self._before) - len(self._after)
         n_cut = max(0, len(body) - room) if self._cut else 0
         body = body[: len(body) - n_cut]
-        return Encoded(asked.id, (*self._before, *body, *self._after), n_cut)
+        return EncodedInput(asked.id, (*self._before, *body, *self._after), n_cut)
 
-    def _pair(self, asked: HeadInput, second: str) -> Encoded:
+    def _pair(self, asked: HeadInput, second: str) -> EncodedInput:
         # Both texts are plain, also where they look like special tokens.
         first = asked.prompt.plain
         refuse_surrogates(first + second)
@@ -112,9 +112,9 @@ class HeadCodec:
                 max_length=self._context,
             )
         types = whole["token_type_ids"] if "token_type_ids" in self._tokenizer.model_input_names else ()
-        return Encoded(asked.id, tuple(whole["input_ids"]), n_cut, types=tuple(types))
+        return EncodedInput(asked.id, tuple(whole["input_ids"]), n_cut, types=tuple(types))
 
-    def _steps(self, asked: HeadInput, steps: Sequence[str]) -> Encoded:
+    def _steps(self, asked: HeadInput, steps: Sequence[str]) -> EncodedInput:
         """Tokens of an answer in steps; without a chat template as TRL's PRMTrainer has them (5.x, `tokenize_row`)."""
         if asked.chat:
             end_mark = Composed(f"{STEP}{self._step_end}{END}")
@@ -129,14 +129,14 @@ class HeadCodec:
                     tokens += self._chat_tokens(piece)
             if len(ends) != len(steps):
                 raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
-            return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
+            return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
         bos, end = self._tokenizer.bos_token_id, self._pieces(self._step_end)
         tokens = [*([] if bos is None else [bos]), *self._pieces(self.codec.cut(asked.prompt.plain))]
         ends = []
         for step in steps:
             tokens += [*self._pieces(self.codec.cut(step)), *end]
             ends.append(len(tokens) - 1)
-        return Encoded(asked.id, tuple(tokens), ends=tuple(ends))
+        return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
 
     def _chat_tokens(self, text: str) -> tuple[int, ...]:
         return self.codec.tokens_of((text, True))

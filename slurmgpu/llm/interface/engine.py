@@ -24,6 +24,8 @@ FinishReason = Literal["stop", "length", "error"]
 TruncationSide = Literal["left", "right"]
 StructureKind = Literal["schema", "choices", "regex", "grammar"]
 
+Tokens = tuple[int, ...]
+
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The precisions' names in PyTorch."""
 
@@ -79,7 +81,7 @@ class Generated:
         return (*self.thoughts, *self.answer) if self.mark else self.thoughts
 
 
-NOTHING = Generated()
+NOTHING_GENERATED = Generated()
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Output:
     id: int
     text: str = ""
     reasoning: str = ""
-    generated: Generated = NOTHING
+    generated: Generated = NOTHING_GENERATED
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: npt.NDArray[np.float32] | None = None
     n_prompt_tokens: int = 0
@@ -281,8 +283,8 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class OtherModel:
-    """Another model on the same GPUs: the bytes of its weights, in so many layers, and of a batch's activations."""
+class HeadMemory:
+    """The memory of a model with a head: the bytes of its weights, in so many layers, and of a batch's activations."""
 
     name: str
     weights: float
@@ -327,7 +329,7 @@ class EngineOptions:
     url: str = ""
     concurrency: int = 128
     images: bool = False
-    beside: OtherModel | None = None
+    beside: HeadMemory | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
     return kind(**{name: _back(each) for name, each in value.items()})
 
 
-def digest_of(asked: Any) -> str:
+def digest_of_request(asked: Any) -> str:
     """A digest by which two tasks see whether they ask an engine the same."""
     return hashlib.blake2b(repr(_brief(asked)).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 

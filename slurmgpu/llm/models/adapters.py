@@ -22,7 +22,7 @@ _PINNED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
 
 
 @dataclass(frozen=True)
-class Choice:
+class AdapterField:
     """Chooses an item's adapter, by name, out of its `field`."""
 
     field: str
@@ -46,10 +46,10 @@ class Adapters:
     """A model's adapters: one for all items, named "", or those of which the items' `choice` is one."""
 
     sources: Mapping[str, ModelSource] = field(default_factory=dict)
-    choice: Choice | None = None
+    choice: AdapterField | None = None
 
 
-def choice_of(settings: Mapping[str, Any]) -> Choice | None:
+def choice_of(settings: Mapping[str, Any]) -> AdapterField | None:
     """How items choose among the adapters of the settings `adapter` and `adapters`; None if there is one, or none.
 
     SlurmGPUError if the two do not belong together.
@@ -66,7 +66,7 @@ def choice_of(settings: Mapping[str, Any]) -> Choice | None:
             f"adapter is {adapter!r}, a field of items, and adapters is not set; expected a table of the names that "
             f'this field has, such as adapters = {{de = "lora/de", fr = "lora/fr"}}.'
         )
-    return None if found is None else Choice(found[1], tuple(adapters))
+    return None if found is None else AdapterField(found[1], tuple(adapters))
 
 
 def find_adapters(settings: Mapping[str, Any]) -> Adapters:
@@ -147,7 +147,7 @@ def check_for_vllm(adapters: Adapters) -> None:
             )
 
 
-def refuse_missing(adapters: Adapters) -> None:
+def refuse_missing_adapters(adapters: Adapters) -> None:
     """Refuse adapters of the hub whose weights are not in its cache."""
     for source in adapters.sources.values():
         if not any((source.folder / each).is_file() for each in WEIGHTS):

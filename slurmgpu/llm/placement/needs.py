@@ -20,7 +20,7 @@ from slurmgpu.llm.models.sizes import (
 from slurmgpu.llm.placement.parallelism import EXPERT_PARALLEL, stored_method
 
 if TYPE_CHECKING:
-    from slurmgpu.llm.interface.engine import EngineOptions, OtherModel
+    from slurmgpu.llm.interface.engine import EngineOptions, HeadMemory
 
 ROWS = 8
 ROW_TOKENS = 4096
@@ -49,7 +49,7 @@ class Memory:
     cache: float
     layers: int
     cache_parts: int = 1_000
-    beside: OtherModel | None = None
+    beside: HeadMemory | None = None
 
     @property
     def weights(self) -> float:

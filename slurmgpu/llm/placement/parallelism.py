@@ -26,7 +26,7 @@ EXPERT_PARALLEL = frozenset({"gpt_oss"})
 SPLIT_AS_STORED = frozenset({"fp8"})
 """Methods of quantised checkpoints whose weights can be split; others are spread by layers."""
 
-QUANTIZATIONS = {"fp8": "fp8", "8bit": "int8_per_channel_weight_only"}
+VLLM_QUANTIZATIONS = {"fp8": "fp8", "8bit": "int8_per_channel_weight_only"}
 """vLLM's quantisations while loading; none in 4 bits works on every GPU."""
 
 
@@ -65,10 +65,10 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
 def check_vllm(options: EngineOptions, n_gpus: int, *, is_asked: bool) -> None:
     """Refuse what vLLM would refuse in the task: a quantisation that it lacks, heads that do not divide."""
     source = options.model
-    if source.quantization is not None and source.quantization not in QUANTIZATIONS:
+    if source.quantization is not None and source.quantization not in VLLM_QUANTIZATIONS:
         raise SlurmGPUError(
             f"{source.name}: vLLM makes no {source.quantization} variant while it loads. Use a suffix "
-            f"{' or '.join(f'-{each}' for each in QUANTIZATIONS)}, a quantised checkpoint (AWQ, GPTQ), or "
+            f"{' or '.join(f'-{each}' for each in VLLM_QUANTIZATIONS)}, a quantised checkpoint (AWQ, GPTQ), or "
             f'engine = "transformers".'
         )
     n_heads, n_kv, _ = heads_of(text_config(source.config))

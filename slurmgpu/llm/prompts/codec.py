@@ -17,7 +17,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError
 from slurmgpu.llm.interface.engine import (
-    NOTHING,
+    NOTHING_GENERATED,
     EngineOptions,
     FinishReason,
     Generated,
@@ -66,7 +66,7 @@ class FullContextError(PromptError):
 
     def output(self, request: Request) -> Output:
         """An empty answer."""
-        return Output(request.id, generated=request.prompt.generated or NOTHING, finish_reason="length")
+        return Output(request.id, generated=request.prompt.generated or NOTHING_GENERATED, finish_reason="length")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Composed
-from slurmgpu.llm.prompts.templates import NOTHING, Fillable, Template, text_of
+from slurmgpu.llm.prompts.templates import NO_VALUES, Fillable, Template, text_of
 from slurmgpu.util.exceptions import described
 
 TemplateFormat = Literal["f-string", "jinja2"]
@@ -65,7 +65,7 @@ class JinjaTemplate:
         """The names of its fields, each of which it may use as a whole."""
         return self._fields
 
-    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NO_VALUES) -> Composed:
         """The filled text; ItemError for a missing value, or where the template fails.
 
         Values in `given` override the items' fields.

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.interface.engine import Composed, Prompt, TruncationSide
-from slurmgpu.llm.models.adapters import Choice
+from slurmgpu.llm.models.adapters import AdapterField
 from slurmgpu.llm.prompts.fewshot import Fewshot, shuffled
 from slurmgpu.llm.prompts.images import sources_of
 
@@ -19,7 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 Last = Literal["drop", "continue"]
 """The assistant's turn at the end of a chat is left out, or the model goes on from its text."""
 
-NOTHING: Mapping[str, Any] = {}
+NO_VALUES: Mapping[str, Any] = {}
 
 _PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 # Not every name of a field: {"label": …} in a prompt is JSON, whose braces must be doubled.
@@ -37,7 +37,7 @@ class Fillable(Protocol):
     def whole_fields(self) -> frozenset[str]:
         """The names of fields that it uses without a key."""
 
-    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NO_VALUES) -> Composed:
         """The filled text; ItemError for a missing value. Values in `given` override the items' fields."""
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
@@ -70,7 +70,7 @@ class Template:
         """The names of fields that it uses without a key: `{text}`, not `{text[0]}`."""
         return frozenset(part[0] for part in self._parts if not isinstance(part, str) and not part[1])
 
-    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NO_VALUES) -> Composed:
         """The filled text: strings unchanged, other values as JSON; ItemError for a missing value.
 
         Values in `given` override the items' fields.
@@ -127,7 +127,7 @@ class Prompts:
         if last is not None and messages is None:
             raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
         self._messages, self._last = messages, last
-        self.choice: Choice | None = None
+        self.choice: AdapterField | None = None
         if fewshot is not None and messages is not None:
             raise SlurmGPUError(
                 "fewshot is set, which stands before a prompt, and messages is a whole chat. Remove one."
@@ -165,7 +165,7 @@ class Prompts:
         if self._last == "continue":
             yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
 
-    def check_examples(self, given: Mapping[str, Any] = NOTHING) -> None:
+    def check_examples(self, given: Mapping[str, Any] = NO_VALUES) -> None:
         """Refuse examples without what the templates take."""
         for _ in self._examples(given):
             pass
@@ -173,7 +173,7 @@ class Prompts:
     def of(
         self,
         data: Mapping[str, Any],
-        given: Mapping[str, Any] = NOTHING,
+        given: Mapping[str, Any] = NO_VALUES,
         seed: int = 0,
         forms: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
@@ -244,7 +244,7 @@ class Prompts:
         system = None if self._system is None else self._system.fill(word, given)
         return self._after_examples(self._prompt.fill(word, given), system or "", given, 0)
 
-    def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> int:
+    def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NO_VALUES) -> int:
         """The length of an item's prompt in characters, to sort items by; 0 without a prompt."""
         try:
             return self.of(data, given).length

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slurmgpu.llm.interface.engine import Tokens
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
-from slurmgpu.llm.transformers_engine.prefill import Prefill, Tokens
+from slurmgpu.llm.transformers_engine.prefill import Prefill
 from slurmgpu.llm.transformers_engine.selfcheck import bound_of, miss
 from slurmgpu.llm.transformers_engine.slots import (
     READ_SHARE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.batching import Budget, in_batches
-from slurmgpu.llm.interface.engine import Place, Question, Scores
+from slurmgpu.llm.interface.engine import Place, Question, Scores, Tokens
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, in_groups
@@ -20,7 +20,6 @@ from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, followi
 if TYPE_CHECKING:
     from torch import Tensor
 
-Tokens = tuple[int, ...]
 Following = Mapping[Tokens, Sequence[int]]
 """The tokens that follow each beginning of choices."""
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from slurmgpu.llm.interface.engine import Tokens
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-Tokens = tuple[int, ...]
 
 ATTENTION = "slurmgpu_packed"
 """The name under which transformers knows `_attend`."""

@@ -19,7 +19,7 @@ from slurmgpu.llm.interface.batching import (
     n_in_pack,
     of_like_length,
 )
-from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.interface.engine import Place, Tokens
 from slurmgpu.llm.transformers_engine import caches, packing
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.last_layer import LastLayer
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-Tokens = tuple[int, ...]
 
 
 PADDING = "what it says of a text is not the same beside a longer one"

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, n_common, n_that_fit
-from slurmgpu.llm.interface.engine import Place, Prompt, Question, Scores
+from slurmgpu.llm.interface.engine import Place, Prompt, Question, Scores, Tokens
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.packing import Text
-from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled, Tokens
+from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled
 from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:

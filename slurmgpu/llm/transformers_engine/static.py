@@ -13,14 +13,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, n_that_fit
-from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.interface.engine import Place, Tokens
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine.decoding import Decoding
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded
-from slurmgpu.llm.transformers_engine.prefill import Prefill, Tokens
+from slurmgpu.llm.transformers_engine.prefill import Prefill
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, Waiting, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
 from slurmgpu.util.exceptions import described

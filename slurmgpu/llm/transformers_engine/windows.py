@@ -13,10 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import n_common
-from slurmgpu.llm.interface.engine import Likelihood, Passage
+from slurmgpu.llm.interface.engine import Likelihood, Passage, Tokens
 from slurmgpu.llm.prompts.codec import Codec, PromptError
-
-Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)

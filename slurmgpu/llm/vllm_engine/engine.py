@@ -27,11 +27,12 @@ from slurmgpu.llm.interface.engine import (
     Question,
     Request,
     Scores,
+    Tokens,
 )
 from slurmgpu.llm.models.adapters import digest_of_adapter, rank_of
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.placement.needs import look_at
-from slurmgpu.llm.placement.parallelism import QUANTIZATIONS, check_vllm
+from slurmgpu.llm.placement.parallelism import VLLM_QUANTIZATIONS, check_vllm
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of
@@ -59,8 +60,6 @@ MOST_LORAS = 8
 
 LEAST_CACHE_BYTES = 1 << 26
 """On CPUs: room for some of vLLM's blocks of 128 tokens, which a tiny model's batch does not fill."""
-
-Tokens = tuple[int, ...]
 Images = list[Any]
 """The images of a prompt, as Pillow has them."""
 
@@ -288,7 +287,7 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         "trust_remote_code": options.trust_remote_code,
         "tensor_parallel_size": n_parts,
         "dtype": TORCH_NAMES[options.precision],
-        "quantization": None if model.quantization is None else QUANTIZATIONS[model.quantization],
+        "quantization": None if model.quantization is None else VLLM_QUANTIZATIONS[model.quantization],
         "seed": 0,
         "enable_prefix_caching": True,
         # Not the checkpoint's generation config.

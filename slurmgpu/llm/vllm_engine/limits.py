@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurmgpu.llm.interface.engine import OtherModel
+from slurmgpu.llm.interface.engine import HeadMemory
 from slurmgpu.llm.placement.needs import RUNTIME_BYTES, USABLE
 
 TEMPERATURES = (0.01, 2.0)
@@ -17,6 +17,6 @@ def vllm_refuses(temperature: float) -> str | None:
     return f"temperature is {temperature:g}; vLLM computes with 0, or with {low:g} to {high:g}"
 
 
-def memory_share(other: OtherModel, n_gpus: int, total: int) -> float:
+def memory_share(other: HeadMemory, n_gpus: int, total: int) -> float:
     """The `gpu_memory_utilization` of vLLM: its share of the `total` bytes of a GPU, with another model beside it."""
     return USABLE - (other.on_each(n_gpus) + RUNTIME_BYTES) / total

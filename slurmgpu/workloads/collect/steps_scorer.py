@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import accuracy, best_of, weights_of
+from slurmgpu.llm.answers.metrics import accuracy, best_of, vote_weights
 from slurmgpu.llm.answers.steps import Path, Tree
-from slurmgpu.llm.heads.head import other_model, place_head
-from slurmgpu.llm.interface.engine import EngineOptions, OtherModel
+from slurmgpu.llm.heads.head import head_memory, place_head
+from slurmgpu.llm.interface.engine import EngineOptions, HeadMemory
 from slurmgpu.llm.placement.needs import ROW_TOKENS
 from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
@@ -98,10 +98,10 @@ class StepsScorer:
         """The setting as the plan fixes it."""
         return {**self._table, **self.score.frozen_settings}
 
-    def beside(self) -> OtherModel:
+    def beside(self) -> HeadMemory:
         """Its memory beside another model; SlurmGPUError for a model that does not score steps."""
         self.score.check_head()
-        return other_model(self.score.options)
+        return head_memory(self.score.options)
 
     def lines(self, share: Share, options: EngineOptions) -> tuple[str, ...]:
         """Lines of a plan that say where it computes; SlurmGPUError if it does not fit beside a server."""
@@ -141,7 +141,7 @@ class StepsScorer:
             scores,
             [str(row) if isinstance(row, ItemError) else None for row in rows],
             _by_node(tree.paths, rows, len(tree.nodes)),
-            weights_of(scores, is_raw=self.score.is_raw),
+            vote_weights(scores, is_raw=self.score.is_raw),
         )
 
 

@@ -14,7 +14,7 @@ from slurmgpu.llm.prompts.templates import take
 from slurmgpu.llm.settings import check_range, check_scored, check_temperature, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import Item, Row
-from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
+from slurmgpu.workloads.judge.orders import JudgePrompt, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, Rubric, check_choices
 from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
 from slurmgpu.workloads.language_model import SCORES_NOTHING, LanguageModelWorkload
@@ -153,7 +153,7 @@ class ByRubric(LanguageModelWorkload):
             for each in found
         ]
 
-    def _ask(self, number: int, item: Item) -> list[Asked] | ItemError:
+    def _ask(self, number: int, item: Item) -> list[JudgePrompt] | ItemError:
         """The prompts for an item: one, or one for each order of the two texts."""
         data, orders = item.data, [item.data]
         try:
@@ -163,9 +163,9 @@ class ByRubric(LanguageModelWorkload):
             prompts = [self.prompts.of(each, seed=item.seed, forms=orders) for each in orders]
         except ItemError as error:
             return error
-        return [Asked(number, order, prompt, mix(item.seed, order)) for order, prompt in enumerate(prompts)]
+        return [JudgePrompt(number, order, prompt, mix(item.seed, order)) for order, prompt in enumerate(prompts)]
 
-    def _score(self, asked: Sequence[Asked]) -> None:
+    def _score(self, asked: Sequence[JudgePrompt]) -> None:
         """Choose verdicts by the probabilities of their texts, each with and without a space before it."""
         choices = tuple(way for text in self.rubric.verdicts.values() for way in (text, f" {text}"))
         questions = [
@@ -181,7 +181,7 @@ class ByRubric(LanguageModelWorkload):
                 continue
             one.verdict, one.how = self.rubric.names[int(one.probabilities.argmax())], "scored"
 
-    def _parse(self, asked: Sequence[Asked]) -> None:
+    def _parse(self, asked: Sequence[JudgePrompt]) -> None:
         """Find verdicts in free answers; without one ask again, and finally score."""
         pending = list(asked)
         for attempt in range(self.retries + 1):
@@ -191,7 +191,7 @@ class ByRubric(LanguageModelWorkload):
             for one in pending:
                 one.error = None  # no verdict is not an error
 
-    def _generate(self, asked: Sequence[Asked], attempt: int) -> list[Asked]:
+    def _generate(self, asked: Sequence[JudgePrompt], attempt: int) -> list[JudgePrompt]:
         """Ask once; returns the prompts without a verdict."""
         how = dataclasses.replace(self.sampling, temperature=max(self.sampling.temperature, self.retry_temperature))
         how = how if attempt else self.sampling

@@ -19,7 +19,7 @@ HOW = ("parsed", "parsed again", "scored", "not at all")
 
 
 @dataclass
-class Asked:
+class JudgePrompt:
     """One prompt to the judge and its outcome; an item has one, or one for each order of its two texts.
 
     `how` says how the verdict was found: "parsed", "parsed again" after a retry, "scored", or "not at all".
@@ -38,7 +38,7 @@ class Asked:
     error: str | None = None
 
 
-def verdict_row(rubric: Rubric, asked: Sequence[Asked], *, truncates: bool = False) -> Row | ItemError:
+def verdict_row(rubric: Rubric, asked: Sequence[JudgePrompt], *, truncates: bool = False) -> Row | ItemError:
     """The columns of the verdict on an item; two orders that disagree are a tie.
 
     With `truncates`, also the tokens of the prompt that were cut off, in the order that lost more.
@@ -78,7 +78,7 @@ def shares_of(scores: Scores) -> npt.NDArray[np.float64]:
     return shares
 
 
-def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None]) -> float:
+def _worth(rubric: Rubric, asked: Sequence[JudgePrompt], verdicts: Sequence[str | None]) -> float:
     """The verdict's value, the expected value where verdicts were scored; the mean over both orders.
 
     The expected value is the score of G-Eval (Liu et al. 2023, arXiv:2303.16634).
@@ -90,7 +90,7 @@ def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None
     return float(np.mean(worth))
 
 
-def _mean_shares(rubric: Rubric, asked: Sequence[Asked]) -> npt.NDArray[np.float64]:
+def _mean_shares(rubric: Rubric, asked: Sequence[JudgePrompt]) -> npt.NDArray[np.float64]:
     total = np.zeros(len(rubric.names))
     for one in asked:
         if one.probabilities is not None:
