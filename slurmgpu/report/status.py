@@ -145,7 +145,9 @@ class StatusReader:
         queue, leaving = self._compare(queued, records, lines, now)
         at_work = is_at_work(lines, queue)
         patience_s = patience(plan.lease_s, at_work)
-        living = {record["attempt"] for record in records if is_alive(record, patience_s, now)}
+        # A task that was killed may have been heard a moment ago.
+        may_live = at_work is not False or not is_over(lines)
+        living = {record["attempt"] for record in records if may_live and is_alive(record, patience_s, now)}
         pace = pace_of(plan, records, published, queue, now, patience_s)
         deaths = Counter(death["class"] for record in records for death in record["deaths"])
         gpus = self._read_gpus(sorted(living), gpus_of, now)

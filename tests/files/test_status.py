@@ -465,3 +465,10 @@ def test_a_task_whose_nodes_clock_is_wrong_leaves_the_queue_when_it_has_ended(ru
         ended = NOW - 890
         change(run, f"4711_{task}.0", state="ended", shard=None, updated=ended, ended=ended, failure="preempted")
     assert reader.read([*LATE, MERGE], now=NOW + 10)["state"] == "merging"
+
+
+def test_a_task_that_was_killed_just_before_the_run_was_over_is_not_running(ended_run):
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None, updated=NOW + 99)
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    [task] = [each for each in read_status(ended_run, [], now=NOW + 100)["attempts"] if each["attempt"] == "4711_2.0"]
+    assert (task["silent"], task["failure"]) == (True, "lost")
