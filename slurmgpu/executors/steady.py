@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from submitit.core import utils
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.shared_files import exists, replace, retried, status_of
+
+log = logging.getLogger(__name__)
 
 
 class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by its name, cannot be subclassed before 3.12
@@ -36,6 +39,7 @@ def make_steady() -> None:
     changed: Any = utils
     changed.pickle_load, changed.cloudpickle_dump = _retrying(utils.pickle_load), _retrying(utils.cloudpickle_dump)
     changed.temporary_save_path = _saving
+    changed.copy_process_streams = _telling(utils.copy_process_streams)
     executor: Any = submitit.SlurmExecutor
     executor._get_job_id_from_submission_command = staticmethod(_sbatchs_line(executor))
 
@@ -54,6 +58,20 @@ def _sbatchs_line(executor: Any) -> Callable[[str | bytes], str]:
         return str(read(begin + rest))
 
     return job_id
+
+
+def _telling(copy: Callable[..., None]) -> Callable[..., None]:
+    """As Submitit's, which drops what a command that succeeds says on stderr: log it once, such as sbatch's warning."""
+    told: set[str] = set()
+
+    def copied(process: Any, stdout: Any, stderr: Any, verbose: bool = False) -> None:
+        copy(process, stdout, stderr, verbose)
+        said = [line.strip() for line in stderr.getvalue().splitlines() if line.strip()]
+        if process.wait() == 0 and not told.issuperset(said):
+            told.update(said)
+            log.warning("%s", "\n".join(said))
+
+    return copied
 
 
 def _retrying(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ import platform
 import sys
 
 import pytest
+import submitit
 
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
@@ -86,3 +87,12 @@ def test_a_slot_that_loses_the_file_system_is_said_to_have_lost_it(project, slur
         assert f"file_system: {node} has lost a file system: " in done.stderr
         assert "Traceback" not in done.stderr
     slurmgpu("resubmit", "run", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+
+
+def test_what_sbatch_says_when_it_takes_a_job_is_told_once(caplog):
+    line = "sbatch: warning: the account is nearly used up"
+    command = ["sh", "-c", f"echo '{line}' >&2; echo Submitted batch job 7"]
+    assert [submitit.core.utils.CommandFunction(command, verbose=False)() for _ in range(2)] == [
+        "Submitted batch job 7"
+    ] * 2
+    assert [record.getMessage() for record in caplog.records] == [line]
