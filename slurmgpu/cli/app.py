@@ -27,9 +27,9 @@ app = App(
         "\b\n"
         "  slurmgpu init                             write a commented slurmgpu.toml\n"
         "  slurmgpu submit --gpus 4 --array          four tasks of one GPU, and the merge\n"
+        "  slurmgpu submit --executor local          the same on this machine\n"
         "  slurmgpu run --each a.csv --col n:int64 -- ./count {text}\n"
         "                                            a program for each item, without a run file\n"
-        "  slurmgpu submit --executor local          the same on this machine\n"
         "  slurmgpu status --watch runs/judge        its progress, live\n"
         "  slurmgpu logs runs/judge --item 4711      what became of an item\n"
         "  slurmgpu resubmit runs/judge              compute what is missing\n"
@@ -65,7 +65,7 @@ def init(
         str | None, typer.Option("--from-args", metavar="ARGS", help="tracin: the arguments of run_tracin.py.")
     ] = None,
 ) -> None:
-    """Write a commented run file that runs as it stands, with example items.
+    """Write a run file with comments, and example items.
 
     For a built-in workload; with my_workload.py for a class of your own, which it writes, too, unless the file is
     there. It overwrites nothing. --site writes the site file instead, with the values for all of your runs on this
@@ -160,10 +160,10 @@ def resubmit(
     as_json: options.JsonOption = False,
     **given: Any,
 ) -> None:
-    """Compute what a run lacks, or each run of a sweep, on any number of GPUs.
+    """Compute what a run lacks, on any number of GPUs.
 
-    Published rows stay as they are. After memory ran out, it asks for 1.5 times as much;
-    nodes that failed are excluded. Changes in the code are reported.
+    Of a sweep, what each of its runs lacks. Published rows stay as they are. After memory ran out,
+    it asks for 1.5 times as much; nodes that failed are excluded. Changes in the code are reported.
     """
     from slurmgpu.cli.commands import submit as submitting
 
@@ -211,9 +211,9 @@ app.command()(track.track)
 
 @app.command()
 def cancel(folder: options.RunArgument) -> None:
-    """Stop a run's tasks and its merge, or those of all runs of a sweep.
+    """Stop a run's tasks and its merge.
 
-    Published rows stay; resubmit continues from there.
+    Of a sweep, those of all its runs. Published rows stay; resubmit continues from there.
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import liveness
@@ -362,10 +362,11 @@ def export(
     with_items: options.WithItemsOption = False,
     trust: options.TrustOption = False,
 ) -> None:
-    """Write the rows as JSONL, CSV, Parquet, a Hugging Face data set or tensors.
+    """Write the rows as JSONL, CSV, Parquet, or for Python.
 
-    A run at work gives the rows that are published. Says how many items have none. The folder of a sweep gives the
-    rows of all runs beside the values that vary, as JSONL or CSV.
+    --format hf is a Hugging Face data set, and pt are tensors. A run at work gives the rows that are published.
+    Says how many items have none. The folder of a sweep gives the rows of all runs beside the values that vary,
+    as JSONL or CSV.
 
     \b
       slurmgpu export runs/judge -o scores.parquet

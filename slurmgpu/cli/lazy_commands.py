@@ -67,12 +67,19 @@ def _read_here(params_for: Callable[[Any], list[Any]], ctx: Any) -> list[Any]:
         if param.param_type_name == "option" and not (param.multiple or param.is_flag or param.count):
             param.add_to_parser = functools.partial(_collect, param)
             param.handle_parse_result = functools.partial(_handle_all, param, param.handle_parse_result)
+        if param.param_type_name == "argument" and param.metavar == "RUN":
+            param.get_missing_message = _name_runs
         # Older versions of Typer have no such method: click reads their arguments.
         if hasattr(param, "get_runtime_param"):
             param.get_runtime_param = functools.partial(
                 _Reader, functools.partial(type(param).get_runtime_param, param)
             )
     return params
+
+
+def _name_runs(ctx: Any = None) -> str:
+    """What follows "Missing argument 'RUN'."; click before 8.1.8 calls it without a context."""
+    return "`slurmgpu list` shows the runs here."
 
 
 def _collect(param: Any, parser: Any, ctx: Any) -> None:

@@ -89,7 +89,7 @@ class Run:
             raise SlurmGPUError(
                 f"{folder} is a file; expected a run directory, as {shlex.quote(str(folder.parent))} may be."
                 if is_file
-                else f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
+                else f"{folder} is no run directory: it has no run.json. `slurmgpu list` shows the runs here."
             ) from None
         except UnusableFileError as error:
             raise SlurmGPUError(f"{folder / 'run.json'} cannot be used: {error.strerror}.") from error

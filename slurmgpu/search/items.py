@@ -32,6 +32,7 @@ from slurmgpu.search.excerpts import (
     pick,
     workers_of,
 )
+from slurmgpu.util.amounts import stretch_of
 from slurmgpu.util.item_ranges import ranges_said
 from slurmgpu.util.shared_files import exists
 
@@ -80,7 +81,7 @@ class _Search:
         self.run, self.index, self.max_lines = cached(run), index, max_lines
         self.shard = run.plan.shard_of(index)
         indices = run.plan.indices(*run.plan.bounds(self.shard))
-        self.which = f"shard {self.shard} (items {indices[0]} to {indices[-1]})"
+        self.which = f"shard {self.shard} ({stretch_of(indices[0], indices[-1], 'item')})"
         self.records = self.run.attempts()
         self.maker: str | None = None
         self.begun = 0

@@ -15,6 +15,11 @@ def count_of(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def stretch_of(first: int, last: int, thing: str) -> str:
+    """Things from the first number to the last: `shards 7..9`, or `shard 7` if it is one."""
+    return f"{thing} {first}" if first == last else f"{thing}s {first}..{last}"
+
+
 def some_of(names: Iterable[str], most: int) -> str:
     """The first names, and how many more there are: `a, b and 3 more`."""
     names = [*names]

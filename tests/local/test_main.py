@@ -70,6 +70,8 @@ def test_any_other_error_is_a_bug_with_its_traceback(failing, error):
     ("argv", "said"),
     [
         (["status", "~nobody-here/run"], "/~nobody-here/run is no run directory"),
+        (["status"], "`slurmgpu list` shows the runs here."),
+        (["status", "."], "it has no run.json. `slurmgpu list` shows the runs here."),
         (["list", "~nobody-here"], "/~nobody-here"),
         (["submit", "~nobody-here/run.toml"], "There is no run file"),
         (["submit", "--dry-run", "-s", "run_dir=~nobody-here/run", "-s", "workload.use=~nobody-here/x.py:X"], "x.py"),

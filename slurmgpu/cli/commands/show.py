@@ -29,9 +29,10 @@ def status(
         Path | None, typer.Option("--metrics", metavar="FILE", help="Also write its progress for Prometheus.")
     ] = None,
 ) -> None:
-    """Show the status of a run; of a sweep, a line for each of its runs.
+    """Show the status of a run.
 
-    Reads its files, and calls squeue at most once; with --watch, every 30 seconds.
+    Of a sweep, a line for each of its runs. Reads its files, and calls squeue at most once;
+    with --watch, every 30 seconds.
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views.tables import show_status
@@ -95,9 +96,9 @@ def report(
         str | None, typer.Option("--task", metavar="TASK", help="With --html: show the curves of this task first.")
     ] = None,
 ) -> None:
-    """Show the report of the last merge, or write it as an HTML page; of a sweep, a line for each run.
+    """Show the report of the last merge, or write it as a page.
 
-    Exits with 3 while the run is incomplete.
+    Of a sweep, a line for each run. Exits with 3 while the run is incomplete.
     """
     from slurmgpu.cli.console import result_json, say
     from slurmgpu.cli.views.tables import show_report

@@ -36,7 +36,7 @@ from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, la
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, wide_clock
+from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_of, wide_clock
 
 MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has all."""
@@ -234,9 +234,9 @@ def _show_holes(console: Console, report: Report) -> None:
     console.print(f"\n[bold]missing[/]  {items} in {shards}")
     stretches = _stretches(report["missing"])
     for first, last in stretches[:MAX_LISTED]:
-        shards = f"shard {first['shard']}" if first is last else f"shards {first['shard']}..{last['shard']}"
+        shards = stretch_of(first["shard"], last["shard"], "shard")
         why = f"  damaged: {plain(first['damaged'])}" if first["damaged"] else ""
-        result(f"  {shards}: items {first['start']}..{last['stop'] - 1}{why}")
+        result(f"  {shards}: {stretch_of(first['start'], last['stop'] - 1, 'item')}{why}")
     _more(len(stretches), "report --json lists them")
 
 
