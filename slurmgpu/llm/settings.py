@@ -11,14 +11,14 @@ from typing_extensions import TypedDict
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Batching, CudaGraphs, EngineOptions, Precision, Sampling, TruncationSide
-from slurmgpu.llm.models.adapters import check_adapted, check_for_vllm, choice_of, find_adapters
+from slurmgpu.llm.models.adapters import check_adapted, choice_of, find_adapters
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.models.source import find_model, served_model
 from slurmgpu.llm.prompts.fewshot import Fewshot, fewshot_of
 from slurmgpu.llm.prompts.jinja_templates import TemplateFormat, template_class
 from slurmgpu.llm.prompts.templates import NO_VALUES, Last, Prompts
 from slurmgpu.llm.server_engine.settings import check_server
-from slurmgpu.llm.vllm_engine.limits import vllm_refuses
+from slurmgpu.llm.vllm_engine.limits import check_adapters, vllm_refuses
 
 EngineName = Literal["transformers", "vllm", "server"]
 
@@ -139,7 +139,7 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
     found["adapters"] = find_adapters(settings)
     check_adapted(source, found["adapters"])
     if settings.get("engine") == "vllm":
-        check_for_vllm(found["adapters"])
+        check_adapters(found["adapters"])
     return EngineOptions(source, **found)
 
 

@@ -15,8 +15,6 @@ from slurmgpu.llm.models.source import ADAPTER_CONFIG, ModelSource, digests_of, 
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-VLLM_RANK = 512
-
 _FIELD = re.compile(r"\{([^{}]+)\}")
 _PINNED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
 
@@ -133,18 +131,6 @@ def digest_of_adapter(source: ModelSource) -> str:
     files = digests_of(source)
     told = source.revision if files is None else json.dumps(sorted(files.items()))
     return hashlib.blake2b(f"{source.repository} {told}".encode(), digest_size=16).hexdigest()
-
-
-def check_for_vllm(adapters: Adapters) -> None:
-    """Refuse what vLLM does not compute: adapters with larger matrices than it has, with biases, or by DoRA."""
-    for source in adapters.sources.values():
-        config = source.config
-        if rank_of(source) > VLLM_RANK or config.get("use_dora") or config.get("bias", "none") != "none":
-            found = "DoRA" if config.get("use_dora") else f"a rank of {rank_of(source)} and bias {config.get('bias')!r}"
-            raise SlurmGPUError(
-                f"adapter {source.name!r} has {found}; vLLM takes a rank of at most {VLLM_RANK}, without biases and "
-                f'DoRA. Remove engine = "vllm", or merge the adapter into its model with peft.'
-            )
 
 
 def refuse_missing_adapters(adapters: Adapters) -> None:

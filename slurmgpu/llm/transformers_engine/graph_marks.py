@@ -35,7 +35,7 @@ class Marks:
 
     def found(self) -> str | None:
         """The text of the mark that an ended process has left; None if there is none."""
-        if not self._is_own():
+        if not is_own_folder(self._folder):
             return None
         for path in sorted(self._folder.glob(f"{self._name}-*")):
             with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ class Marks:
         """A locked file and its descriptor; None, with a line in the log, where the node has no place for it."""
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            if not self._is_own():
+            if not is_own_folder(self._folder):
                 raise PermissionError(f"{self._folder} is not a folder that you alone may write")
             new = self._folder / f"new-{uuid.uuid4().hex}"
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -79,12 +79,14 @@ class Marks:
             return None
         return path, descriptor
 
-    def _is_own(self) -> bool:
-        try:
-            found = self._folder.lstat()
-        except OSError:
-            return False
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+def is_own_folder(path: Path) -> bool:
+    """Whether there is a folder that this user alone may write."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _is_unlocked(path: Path) -> bool:

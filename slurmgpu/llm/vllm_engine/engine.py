@@ -40,7 +40,7 @@ from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_pr
 from slurmgpu.llm.transformers_engine.loading import eos_ids_of
 from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, following, scores_by_token
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
-from slurmgpu.llm.vllm_engine.limits import memory_share, vllm_refuses
+from slurmgpu.llm.vllm_engine.limits import LORA_RANKS, memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.socket_paths import socket_folder
@@ -53,8 +53,6 @@ MOST_LOGPROB_TOKENS = 128
 AUTOMATIC_CONTEXT = -1
 """The `max_model_len` by which vLLM takes the longest context that fits its KV cache, up to the model's own."""
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's `max_lora_rank`."""
 MOST_LORAS = 8
 """The most adapters of one batch; each has room on the GPU."""
 

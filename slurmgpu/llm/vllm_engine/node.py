@@ -14,7 +14,6 @@ import itertools
 import logging
 import os
 import socket
-import stat
 import tempfile
 import threading
 import zlib
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.transformers_engine.graph_marks import is_own_folder
 from slurmgpu.util import shared_memory
 from slurmgpu.util.exceptions import message_of
 
@@ -138,8 +138,7 @@ def _says_in_use(error: BaseException | None) -> bool:
 
 def _own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not is_own_folder(folder):
         raise SlurmGPUError(
             f"{folder}, which vLLM's caches are to be in, is not a folder that you alone may write; remove it, or set "
             f"TMPDIR to another folder of this node."
