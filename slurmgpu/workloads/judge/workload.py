@@ -102,23 +102,7 @@ class Judge:
             check_alone({*given, *settings})
             self.judging: ByRubric | ByScorer = ByScorer.open(scorer)
         else:
-            if model is None:
-                raise SlurmGPUError(
-                    'judge needs the setting "model", which follows the rubric, or "scorer", a model with a trained '
-                    "head. Put one of them under [settings]."
-                )
-            rules = {name: given[name] for name in ("system", "method") if name in given}
-            found = read_rubric(rubric or "correctness", settings.get("template_format"))
-            self.judging = ByRubric(
-                model,
-                dataclasses.replace(found, **rules),
-                structure_of(schema, choices, regex, grammar),
-                retries,
-                retry_temperature,
-                settings,
-                named=self._named,
-                has_truth=truth is not None,
-            )
+            self.judging = self._by_rubric(given, settings)
         self.opponent = None if against is None else self._compare_with(against, each)
         check_each(each, final, reference)
         if each is not None:
@@ -135,6 +119,25 @@ class Judge:
             self.most_parts = MOST_PARTS
             self.samples = Samples(each, self.columns, self.checker, reference, self.judging.is_raw, self.judging.right)
             self.columns = self.samples.columns
+
+    def _by_rubric(self, given: Mapping[str, Any], settings: Mapping[str, Any]) -> ByRubric:
+        """The judge that follows a rubric, by its `given` settings and those of the engine and the prompts."""
+        if "model" not in given:
+            raise SlurmGPUError(
+                'judge needs the setting "model", which follows the rubric, or "scorer", a model with a trained '
+                "head. Put one of them under [settings]."
+            )
+        found = read_rubric(given.get("rubric") or "correctness", settings.get("template_format"))
+        return ByRubric(
+            given["model"],
+            dataclasses.replace(found, **{name: given[name] for name in ("system", "method") if name in given}),
+            structure_of(*map(given.get, ("schema", "choices", "regex", "grammar"))),
+            given.get("retries"),
+            given.get("retry_temperature"),
+            settings,
+            named=self._named,
+            has_truth="truth" in given,
+        )
 
     def _compare_with(self, against: str | Mapping[str, Any], each: str | None) -> Opponent:
         """Compare each text with that of a second run, which it returns."""
