@@ -80,7 +80,8 @@ class HeadCodec:
         if asked.second is not None:
             return self._pair(asked, asked.second)
         if asked.chat:
-            return EncodedInput(asked.id, self._chat_tokens(self.codec.render_chat(_messages(asked, asked.answer))))
+            text = self.codec.render_chat(_messages(asked, asked.answer))
+            return EncodedInput(asked.id, self.codec.tokens_of(text, is_whole=True))
         return self._single(asked)
 
     def _single(self, asked: HeadInput) -> EncodedInput:
@@ -126,7 +127,7 @@ class HeadCodec:
                 if piece == END:
                     ends.append(len(tokens) - 1)
                 elif piece and piece != STEP:
-                    tokens += self._chat_tokens(piece)
+                    tokens += self.codec.tokens_of(piece, is_whole=True)
             if len(ends) != len(steps):
                 raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
             return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
@@ -137,9 +138,6 @@ class HeadCodec:
             tokens += [*self._pieces(self.codec.cut(step)), *end]
             ends.append(len(tokens) - 1)
         return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
-
-    def _chat_tokens(self, text: str) -> tuple[int, ...]:
-        return self.codec.tokens_of((text, True))
 
     def _pieces(self, text: str) -> list[int]:
         """The tokens of a text with marks, without the tokenizer's own at its ends."""

@@ -222,17 +222,17 @@ class Codec:
         """
         text, is_whole = self.render(prompt)
         if prompt.generated is None:
-            return self.tokens_of((text, is_whole)), 0
+            return self.tokens_of(text, is_whole=is_whole), 0
         thoughts, begun = prompt.generated.thoughts, self._up_to(prompt.generated.answer, prompt.so_far)
         if begun is None and prompt.generated.mark:
             raise PromptError(HIDDEN.format(prompt.so_far[-SHOWN:], prompt.generated.mark))
         cut = self._quotes.cut(prompt.so_far)
         if begun is None and not thoughts:
-            asked, whole = (self.tokens_of((each, is_whole)) for each in (text, text + cut))
+            asked, whole = (self.tokens_of(each, is_whole=is_whole) for each in (text, text + cut))
             return whole, len(whole) - len(asked)
         if begun is None:
             begun = [*self.pieces(cut.split(MARK))]
-        return (*self.tokens_of((text, is_whole)), *thoughts, *begun), len(begun)
+        return (*self.tokens_of(text, is_whole=is_whole), *thoughts, *begun), len(begun)
 
     def _up_to(self, tokens: Sequence[int], text: str) -> Sequence[int] | None:
         """The first tokens, which are that text; None if it ends within a token."""
@@ -291,9 +291,8 @@ class Codec:
                 self._joins_system = True
         return text
 
-    def tokens_of(self, rendered: tuple[str, bool]) -> tuple[int, ...]:
+    def tokens_of(self, text: str, *, is_whole: bool) -> tuple[int, ...]:
         """The tokens of a text; if it is not whole, with the tokenizer's own at its beginning."""
-        text, is_whole = rendered
         [tokens] = self.tokens_of_each([text], is_whole=is_whole)
         return tokens
 

@@ -7,11 +7,12 @@ columns x dimension numbers of a flat tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Load
 from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled
@@ -32,6 +33,7 @@ COLUMN_STEPS = ((128, 32), (512, 64), (2048, 128), (sys.maxsize, 256))
 READ_SHARE = 0.25
 """The share of the slots' tokens that is read at once: until they are copied, prompts are in a cache of their own."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Forward = Callable[..., "Tensor"]
 """A forward pass: ids, mask, positions and cache to logits (row, column, token), as Prefill.forward."""
@@ -174,6 +176,19 @@ class Slots:
         ]
 
 
+def _guarded(method: Callable[P, T]) -> Callable[P, T]:
+    """The method, with SlotsError for anything that it raises."""
+
+    @functools.wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            raise SlotsError(described(error).partition("\n")[0]) from error
+
+    return guarded
+
+
 class SlotRows:
     """Rows in slots; row and column sizes follow the rows in use."""
 
@@ -196,19 +211,9 @@ class SlotRows:
         found = tokens_of(load)
         return found if found <= self._slots.n_tokens else sys.maxsize
 
+    @_guarded
     def step(self, latest: Tensor) -> Tensor:
         """The logits of the tokens after `latest` (row,), each row's last: (row, token)."""
-        return _guarded(lambda: self._step(latest))
-
-    def keep(self, going_on: Sequence[int]) -> list[int]:
-        """Keep these rows, given in ascending order; returns their new order."""
-        return _guarded(lambda: self._keep(going_on))
-
-    def join(self, read: Prefilled, most: Sequence[int]) -> None:
-        """Append prompts that were read, as rows that get at most so many tokens each."""
-        _guarded(lambda: self._join(read, most))
-
-    def _step(self, latest: Tensor) -> Tensor:
         import torch
 
         n_rows = len(self._ends)
@@ -223,7 +228,9 @@ class SlotRows:
         self._ends = [min(end + 1, last) for end, last in zip(self._ends, self._lasts, strict=True)]
         return frame.logits[:n_rows]
 
-    def _keep(self, going_on: Sequence[int]) -> list[int]:
+    @_guarded
+    def keep(self, going_on: Sequence[int]) -> list[int]:
+        """Keep these rows, given in ascending order; returns their new order."""
         import torch
 
         n_rows = len(going_on)
@@ -245,7 +252,9 @@ class SlotRows:
             self._move_to(wanted)
         return order
 
-    def _join(self, read: Prefilled, most: Sequence[int]) -> None:
+    @_guarded
+    def join(self, read: Prefilled, most: Sequence[int]) -> None:
+        """Append prompts that were read, as rows that get at most so many tokens each."""
         import torch
 
         first, n_columns = len(self._ends), read.mask.shape[1]
@@ -297,11 +306,3 @@ class SlotRows:
         for each in (frame.mask, frame.ids, frame.positions, frame.cursors, frame.lasts):
             each[rows] = 0
         frame.mask[rows, 0] = 1
-
-
-def _guarded(work: Callable[[], T]) -> T:
-    """The result of the work; SlotsError if it raises anything."""
-    try:
-        return work()
-    except Exception as error:
-        raise SlotsError(described(error).partition("\n")[0]) from error

@@ -87,8 +87,8 @@ def tokens_of(passage: Passage, codec: Codec, context: int) -> tuple[Tokens, int
         before, own = codec.begin(prompt.text)
         return _some_scored((*before, *own), max(1, len(before)))
     rendered, is_whole = codec.render(prompt, answers_at_once=True)
-    whole = codec.tokens_of((rendered, is_whole))
-    asked = codec.tokens_of((rendered.removesuffix(codec.cut(prompt.answer)), is_whole))
+    whole = codec.tokens_of(rendered, is_whole=is_whole)
+    asked = codec.tokens_of(rendered.removesuffix(codec.cut(prompt.answer)), is_whole=is_whole)
     if len(whole) - 1 > context:
         raise PromptError(f"prompt and text have {len(whole)} tokens, more than the context of {context} tokens")
     # If the prompt's last token merges with the text, the merged token is scored.
