@@ -22,7 +22,7 @@ TO_DO = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read or write, or ask its owner."),
     errno.EROFS: "Do this on a machine that can write there, or name another path.",
 }
-"""What the user can do about an OSError, by errno; any other one is a bug."""
+"""Advice for an OSError, by errno; any other one is a bug."""
 AGAIN = "Its file system fails at the moment, also when asked again. Try again later, or on another machine."
 
 SHOWING = {"status", "logs", "export", "show"}

@@ -10,7 +10,7 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import run, show, track
+from slurmgpu.cli.commands import inspection, run, track
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.errors import SlurmGPUError
@@ -202,10 +202,10 @@ def task(
     raise typer.Exit(run_task_by_hand(folder, device, trust=trust, own_array=own_array))
 
 
-app.command()(show.status)
-app.command("list")(show.list_runs)
-app.command()(show.report)
-app.command()(show.logs)
+app.command()(inspection.status)
+app.command("list")(inspection.list_runs)
+app.command()(inspection.report)
+app.command()(inspection.logs)
 app.command()(track.track)
 
 
@@ -298,10 +298,10 @@ def show_rows(
       slurmgpu show runs/judge --where "score > 0.9" -n 50      those for which a condition is true
       slurmgpu show runs/judge --failed --columns error         why items failed
     """  # noqa: D301
-    from slurmgpu.cli.commands import rows
+    from slurmgpu.cli.commands import show
 
-    wanted = rows.Wanted(options.names(columns), where, items, failed, n_rows, n_random, seed, with_items)
-    rows.show(options.open_run(folder), wanted, as_json=as_json)
+    wanted = show.Wanted(options.names(columns), where, items, failed, n_rows, n_random, seed, with_items)
+    show.show(options.open_run(folder), wanted, as_json=as_json)
 
 
 @app.command()

@@ -25,7 +25,7 @@ FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
 TASK = re.compile(r"\w[\w.@-]*\.json")
 """The names of records; another name may be a command for the shell that completes it."""
 SPECIAL = {"": "\\\"'$`", '"': '\\"$`!', "'": "'"}
-"""What a path must not hold to be offered: to shells other than bash, and to bash behind a quote that is open.
+"""Characters of paths that are not offered: to shells other than bash, and to bash behind a quote that is open.
 
 Typer escapes too little for zsh, which evaluates its words: `\\$(command)` as the name of somebody's folder ran it.
 """

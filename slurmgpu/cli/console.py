@@ -70,7 +70,7 @@ def stdout_for_json(as_json: bool) -> Iterator[None]:
 
 
 _stdout: list[TextIO] = []
-"""Where `result_json` prints while stderr is in the place of stdout."""
+"""The stream of `result_json` while stderr is in the place of stdout."""
 
 
 def result_json(value: Any) -> None:

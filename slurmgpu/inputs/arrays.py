@@ -29,7 +29,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the rows of an array lie in a file."""
+    """The place of an array's rows in a file."""
 
     begin: int
     dtype: np.dtype[Any]
@@ -146,7 +146,7 @@ class NpzRows:
 
 
 def _places(file: BinaryIO, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Place]:
-    """Where the arrays lie of a .npz that is not compressed; ValueError for one without rows of its own."""
+    """The places of arrays in a .npz that is not compressed; ValueError for one without rows of its own."""
     found = {}
     for member in members:
         file.seek(member.header_offset)

@@ -82,7 +82,7 @@ class _DamagedError(Exception):
 
 
 class _Decoder(Protocol):
-    """What decodes one member, as `lzma.LZMADecompressor`."""
+    """Decodes one member, as `lzma.LZMADecompressor`."""
 
     @property
     def eof(self) -> bool: ...

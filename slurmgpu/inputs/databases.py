@@ -20,7 +20,7 @@ from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.users import expanded
 
 PREFIXES = ("sqlite:", "duckdb:")
-"""What the name of a query begins with."""
+"""Prefixes of queries in `input`."""
 
 _BATCH_ROWS = 64
 _NOT_SQL = re.compile(

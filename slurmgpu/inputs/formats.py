@@ -67,7 +67,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Preview:
-    """What a file's first bytes and its size show.
+    """The facts that a file's first bytes and its size show.
 
     `columns` are the names that every item has; without columns, `keys` are those of the first items. The records of
     an indexed file lie in bytes `begin` to `end`, the first one in line `line`; for other files `end` is the number of

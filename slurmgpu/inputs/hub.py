@@ -164,7 +164,7 @@ def _regex(pattern: str) -> str:
 
 
 def _refusal(dataset: Dataset, error: Exception) -> SlurmGPUError | None:
-    """What the user can do about an error; None if the hub was not reached."""
+    """Advice for an error of the hub; None if the hub was not reached."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     where = f"{PREFIX}datasets/{dataset.name}"
     if "GatedRepoError" in kinds:

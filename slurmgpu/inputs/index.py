@@ -96,7 +96,7 @@ class Index:
         self._file.close()
 
     def span(self, number: int, items: range, start: int, stop: int) -> tuple[int, int, int | None]:
-        """Where items start..stop-1 of the input lie in file `number`, which holds the items `items`.
+        """The place of items start..stop-1 of the input in file `number`, which holds the items `items`.
 
         Returns the last indexed item up to `start`, its offset, and the offset of the first indexed item from `stop`
         on; None to read to the file's end.

@@ -191,7 +191,7 @@ class Txt(Lines, format="txt"):
 
 
 def sampling_distance(size_bytes: int) -> int:
-    """Of how many chunks of a file one is sampled."""
+    """The distance of sampled chunks of a file."""
     return 1 + size_bytes // (CHUNK_BYTES * _N_SAMPLED_CHUNKS)
 
 

@@ -165,7 +165,7 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
 
 
 def _not_of_arrow(table: Any, error: Exception) -> SlurmGPUError:
-    """What is wrong with a table, of which Arrow has raised `error`: the column, and what its values are."""
+    """The column of a table for which Arrow has raised `error`, and the types of its values."""
     said = "; ".join(str(each).rstrip(".") for each in error.args)
     found = re.search(r"for column (.+) with type", said)
     records = "df.to_dict('records')" if hasattr(table, "iloc") else "a list of its rows as mappings"

@@ -18,7 +18,7 @@ PROMISED = -1
 
 @dataclass(frozen=True)
 class Source:
-    """Where items come from, as planning found it: a file, a query of a database file, or a file of the hub."""
+    """The source of items, as planning found it: a file, a query of a database file, or a file of the hub."""
 
     path: str
     size_bytes: int

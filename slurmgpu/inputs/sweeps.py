@@ -127,7 +127,7 @@ def describe(data: Mapping[str, Any]) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """What is no JSON, in a few words."""
+    """A value that is no JSON, in a few words."""
     return f"{count_of(len(value), 'byte')}" if isinstance(value, bytes) else str(value)
 
 

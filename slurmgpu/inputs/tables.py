@@ -20,7 +20,7 @@ AFTERWARDS = (
     "Then plan this run again, as its input was written again; one that was submitted with --after goes on by "
     "`slurmgpu resubmit`."
 )
-"""What to do after repairing a damaged input."""
+"""Advice for a damaged input."""
 
 
 class Groups(ABC):
@@ -204,7 +204,7 @@ class Merged(Tables, format="h5"):
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """What pyarrow raises for a damaged file."""
+    """The exceptions of pyarrow for a damaged file."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError)

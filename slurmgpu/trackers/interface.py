@@ -1,4 +1,4 @@
-"""What a tracker is: three methods, called by one process for one tracker run at a time."""
+"""The interface of a tracker: three methods, called by one process for one tracker run at a time."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ HELD = "select count(*) from (select distinct step from points where item = ? an
 
 @dataclass(frozen=True)
 class Sent:
-    """What a destination got: how many tracker runs, and steps of them."""
+    """The number of tracker runs, and of their steps, that a destination got."""
 
     destination: Destination
     n_runs: int
@@ -70,7 +70,7 @@ class Sent:
 
 
 class Points:
-    """What was logged, by item, step and name; the last attempt wins.
+    """Logged values by item, step and name; the last attempt wins.
 
     `passed` has the last step that was sent of an item: what is logged for it or a step before it from then on is late.
     """

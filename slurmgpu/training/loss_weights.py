@@ -24,7 +24,7 @@ class LossWeights:
         self._weight = weight if callable(weight) else None  # an attribute may have this name
         self._place, self._device = place, device
         self.odd = ""
-        """What is wrong with a weight of this process, which counts as NaN until all processes meet."""
+        """A complaint about a weight of this process, which counts as NaN until all processes synchronise."""
 
     def __bool__(self) -> bool:
         return self._weight is not None

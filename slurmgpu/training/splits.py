@@ -40,7 +40,7 @@ def read_split(user: Any, split: str) -> SeededDataset | None:
 
 
 def _advice(samples: Any) -> str:
-    """What to return instead; "" for a map-style data set."""
+    """Advice for other kinds of data; "" for a map-style data set."""
     if isinstance(samples, DataLoader):
         return "Return its data set: the settings define batches, and a method collate(samples) their content."
     if isinstance(samples, IterableDataset):

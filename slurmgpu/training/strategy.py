@@ -1,4 +1,4 @@
-"""How processes compute one model: alone, by DDP or by FSDP (not DataParallel, which PyTorch advises against)."""
+"""The processes of one model: one alone, DDP or FSDP (not DataParallel, which PyTorch advises against)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SHARE_OF_CHECKPOINTS = 0.01
 SHARE_AT_EPOCH_ENDS = 0.005
 """The largest cost of checkpoints at the ends of epochs."""
 PARAMETER_BYTES, BYTES_S = 12, 0.5e9
-"""What a first checkpoint is expected to cost: weights and two moments in fp32, and the speed of a disk with fsync."""
+"""Estimate of a first checkpoint: bytes of weights and two moments in fp32, and the speed of a disk with fsync."""
 
 Summed = Callable[[Sequence[float]], list[float]]
 """Returns the sums over all ranks, which call it together."""

@@ -1,4 +1,4 @@
-"""How the C library's allocator treats large blocks that are freed."""
+"""Settings of the C library's allocator for large blocks that are freed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import platform
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h of glibc; see mallopt(3)."""
+"""Numbers in glibc's malloc.h; see mallopt(3)."""
 LARGEST_KEPT = 32 << 20
 """The greatest threshold that glibc takes: larger blocks are always the kernel's again."""
 MOST_KEPT = 256 << 20

@@ -19,7 +19,7 @@ from slurmgpu.util.shared_files import PATIENCE_S, link_first, naming, replace, 
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a disk, or a quota, that is full answers."""
+"""Error numbers of a full disk, or an exceeded quota."""
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""How often the kernel has killed a process of this job for lack of memory, and how much memory is left.
+"""Out-of-memory kills in this job, and the memory that is left.
 
 cgroup v2's and v1's files: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events) and
 cgroup-v1/memory.html (memory.oom_control).

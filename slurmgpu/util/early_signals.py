@@ -31,7 +31,7 @@ class EndedBySignalError(SystemExit):
 
 
 INTERRUPTS = (KeyboardInterrupt, EndedBySignalError)
-"""What a signal that ends this process raises in its main thread."""
+"""The exceptions that a signal raises in the main thread to end this process."""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """The signals that end a process, beside Ctrl-C, for which Python has a handler."""
 

@@ -14,7 +14,7 @@ PACKAGES = ("numpy", "h5py", "torch", "transformers", "accelerate", "peft", "llg
 
 
 class Surroundings(TypedDict, total=False):
-    """What a worker found; empty until then. Older records have fewer keys."""
+    """The environment that a worker found; empty until then."""
 
     python: str
     executable: str

@@ -1,4 +1,4 @@
-"""What any exception says: the class may be a user's, and its `__str__` may raise or return no text."""
+"""Messages of any exception: the class may be a user's, and its `__str__` may raise or return no text."""
 
 from __future__ import annotations
 

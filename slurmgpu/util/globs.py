@@ -40,7 +40,7 @@ def matches(pattern: str, folder: os.PathLike[str] | str) -> set[str]:
 
 
 def _step(folder: str, part: str, is_last: bool) -> Iterator[str]:
-    """What a part of the pattern matches in a folder; only folders if another part follows."""
+    """Names in a folder that a part of the pattern matches; only folders if another part follows."""
     if part == _ANY_DEPTH:
         return _below(folder, is_last, frozenset())
     if glob.has_magic(part):
@@ -103,7 +103,7 @@ def _is_there(path: str, folder: str, is_last: bool) -> bool:
 
 
 def _look(operation: Callable[[], _T]) -> _T | None:
-    """What `operation` returns; None for a name that is not there."""
+    """The result of `operation`; None for a name that is not there."""
     try:
         return retried(operation, BRIEF_PATIENCE_S)
     except OSError as error:

@@ -34,7 +34,7 @@ def _second(seconds: int, _: tuple[str, str]) -> tuple[str, str]:
 
 
 def mark_of(first: int, last: int) -> str:
-    """What stands before a line that a program has printed while it computed these items."""
+    """The prefix of a line that a program has printed while it computed these items."""
     return f"item {first} | " if first == last else f"items {first}..{last} | "
 
 

@@ -1,4 +1,4 @@
-"""What this process imports: optional packages that may be missing, and slurmgpu itself for child processes."""
+"""Optional packages that may be missing, and the path of slurmgpu itself for child processes."""
 
 from __future__ import annotations
 

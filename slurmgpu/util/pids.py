@@ -21,7 +21,7 @@ DEAD = (b"Z", b"X")
 
 
 class Numbering(TypedDict):
-    """What assigns pids: the kernel since its boot, and the PID namespace; "" if /proc does not say."""
+    """The scope of a pid: the kernel since its boot, and the PID namespace; "" if /proc does not say."""
 
     boot: str
     pid_namespace: str

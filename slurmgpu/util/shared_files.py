@@ -61,7 +61,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
-    """What `operation` returns; it is tried again for `patience_s` while it raises a transient OSError.
+    """The result of `operation`; it is tried again for `patience_s` while it raises a transient OSError.
 
     The pauses grow. `operation` must be repeatable even if it has happened: its reply may have been lost.
     """
@@ -83,7 +83,7 @@ def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
 
 
 def cause_raised(operation: Callable[[], _T]) -> _T:
-    """What `operation` returns; a SlurmGPUError caused by a transient error is raised as that error, for `retried`."""
+    """The result of `operation`; a SlurmGPUError caused by a transient error is raised as that error, for `retried`."""
     try:
         return operation()
     except SlurmGPUError as error:
@@ -135,7 +135,7 @@ def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, pat
 
 
 def read_with_status(path: os.PathLike[str] | str) -> tuple[bytes, os.stat_result]:
-    """The content of a regular file as by `read_bytes`, and its status, which says who may write it."""
+    """The content of a regular file as by `read_bytes`, and its status, with its owner and mode."""
     return retried(lambda: _read(path, MANY_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""Where unix sockets can be: their paths are short."""
+"""A folder for unix sockets, whose paths are short."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slurmgpu.cli.views.polling import Look
 from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.state_words import tasks_of
+from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.report.pace import pace_of
 from slurmgpu.report.status import read_status
 from tests.support.pretend_runs import BEGIN, Pretended, pretend_run, update

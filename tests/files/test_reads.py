@@ -33,7 +33,7 @@ EXCEPTIONS = {
         ),
         NOT_OF_A_RUN,
     ),
-    **dict.fromkeys(("cli/options.py", "cli/commands/show.py", "cli/streams.py"), NOT_OF_A_RUN),
+    **dict.fromkeys(("cli/options.py", "cli/commands/inspection.py", "cli/streams.py"), NOT_OF_A_RUN),
     **dict.fromkeys(
         (
             "cli/templates.py",
@@ -61,7 +61,8 @@ EXCEPTIONS = {
         WITHIN,
     ),
     **dict.fromkeys(
-        ("cli/completion.py", "cli/views/follow.py", "cli/views/polling.py", "cli/views/run_list.py"), COSTS_NOTHING
+        ("cli/completion.py", "cli/views/log_follower.py", "cli/views/status_poller.py", "cli/views/run_list.py"),
+        COSTS_NOTHING,
     ),
     **dict.fromkeys(
         (

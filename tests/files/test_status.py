@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from slurmgpu.cli.views.polling import Look
 from slurmgpu.cli.views.state_words import failure_words, merge_words, moment, parting_words, queue_words
+from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life

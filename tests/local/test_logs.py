@@ -13,7 +13,7 @@ import pytest
 
 from slurmgpu.cli.commands import logs as log_commands
 from slurmgpu.cli.commands.logs import refuse_unstarted, show_logs
-from slurmgpu.cli.views.follow import Following
+from slurmgpu.cli.views.log_follower import LogFollower
 from slurmgpu.cli.views.log_lines import Printer, print_files
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs.files import LogFile
@@ -447,7 +447,7 @@ def test_a_run_is_followed_on_when_the_tasks_that_have_started_so_far_are_over(r
     path.write_text(path.read_text().replace('"ended"', '"running"'))
     copy = Run.open(tmp_path / "run")
     ends = [
-        Following(copy, Printer({}), {}, copy.attempts, named=named)._look()
+        LogFollower(copy, Printer({}), {}, copy.attempts, named=named)._look()
         for named in (False, True)  # of a task, of the whole run
     ]
     assert ends == [True, False]
@@ -812,7 +812,7 @@ def test_a_followed_log_may_grow_while_it_is_printed_be_truncated_and_be_removed
 
     printer.show = show_and_grow
     stops = print_files([file], printer, None, 0.0, whole=True)
-    following = Following(run, printer, stops, None)
+    following = LogFollower(run, printer, stops, None)
     following._files, following._zones = [file], {file.path: None}
     following.print_new()
     assert capsys.readouterr().out.split() == ["one", "two", "three", "four"]
@@ -826,9 +826,9 @@ def test_a_followed_log_may_grow_while_it_is_printed_be_truncated_and_be_removed
 
 
 def test_what_was_added_in_one_go_is_printed_in_parts(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("slurmgpu.cli.views.follow.PART_BYTES", 64)
+    monkeypatch.setattr("slurmgpu.cli.views.log_follower.PART_BYTES", 64)
     file = write_lines(tmp_path / "log", [f"line {number}" for number in range(50)])
-    following = Following(run, Printer({file.path: "x"}), {}, None)
+    following = LogFollower(run, Printer({file.path: "x"}), {}, None)
     following._files, following._zones = [file], {file.path: None}
     n_parts = 0
     while following.print_new(whole=False):

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slurmgpu.cli.views import polling
+from slurmgpu.cli.views import status_poller
 from slurmgpu.cli.views import watch as watching
-from slurmgpu.cli.views.keys import Keyboard
-from slurmgpu.cli.views.polling import Look, Lookout, last_line
+from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.state_words import last_message, plain, state_of, tasks_of
+from slurmgpu.cli.views.status_poller import Look, StatusPoller, last_line
 from slurmgpu.cli.views.watch import line_of
 from slurmgpu.report.status import StatusReader
 from slurmgpu.slurm import queue
@@ -276,10 +276,10 @@ def test_a_run_of_which_nothing_is_left_says_how_long_it_is_watched(tmp_path, n_
 
 
 class Seen:
-    """A Lookout whose second look comes between any two glances at it."""
+    """A StatusPoller whose second look comes between any two glances at it."""
 
     error, words, visible = None, {}, ()
-    latest = Lookout.latest
+    latest = StatusPoller.latest
 
     def __init__(self, first, last, on_look):
         self._looks, self.has_ended, self._last = [first], False, last
@@ -301,7 +301,7 @@ def test_the_last_status_is_told_and_decides_the_exit_code(tmp_path, monkeypatch
     run = pretend_run(tmp_path / "judge", 300, n_tasks=2)
     first = StatusReader(run).read(now=BEGIN + 300)
     monkeypatch.setattr(
-        watching, "Lookout", lambda run, on_look: Seen(first, {**first, "state": "incomplete"}, on_look)
+        watching, "StatusPoller", lambda run, on_look: Seen(first, {**first, "state": "incomplete"}, on_look)
     )
     told = []
     assert watching.watch(run, on_look=lambda status: told.append(status["state"])) == 3
@@ -457,17 +457,17 @@ def test_squeue_is_asked_once_in_half_a_minute_and_not_for_what_it_has_not(tmp_p
     squeue.write_text(f"#!/bin/sh\necho called >> {calls}\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
-    assert polling.QUEUE_S == 30
+    assert status_poller.QUEUE_S == 30
     for name, seconds in {"LOOK_S": 0.01, "QUEUE_S": 600.0, "PATIENCE_S": 60.0}.items():  # also if all of it is slow
-        monkeypatch.setattr(polling, name, seconds)
+        monkeypatch.setattr(status_poller, name, seconds)
     for executor, n_calls in (("slurm", 1), ("local", 0)):
         calls.write_text("")
         run = pretend_run(tmp_path / executor, 300, n_tasks=4, executor=executor)
         looks = []
-        lookout = Lookout(run, lambda looks=looks: looks.append(1))
-        lookout.start()
-        wait_until(lambda looks=looks, lookout=lookout: len(looks) > 20 or lookout.has_ended, "twenty looks")
-        lookout.stop()
+        poller = StatusPoller(run, lambda looks=looks: looks.append(1))
+        poller.start()
+        wait_until(lambda looks=looks, poller=poller: len(looks) > 20 or poller.has_ended, "twenty looks")
+        poller.stop()
         assert calls.read_text().count("called") == n_calls
 
 
@@ -483,14 +483,14 @@ def test_what_squeue_said_last_holds_while_it_does_not_answer(tmp_path, monkeypa
 
     calls, looks = [], []
     monkeypatch.setattr(queue, "own_jobs", own_jobs)
-    monkeypatch.setattr("slurmgpu.cli.views.polling.LOOK_S", 0.01)
-    monkeypatch.setattr("slurmgpu.cli.views.polling.QUEUE_S", 0.01)
-    lookout = Lookout(run, lambda: looks.append(len(calls)))
-    lookout.start()
+    monkeypatch.setattr("slurmgpu.cli.views.status_poller.LOOK_S", 0.01)
+    monkeypatch.setattr("slurmgpu.cli.views.status_poller.QUEUE_S", 0.01)
+    poller = StatusPoller(run, lambda: looks.append(len(calls)))
+    poller.start()
     wait_until(lambda: looks and looks[-1] > 3, "a look after some failures")
-    lookout.stop()
-    assert (lookout.status["state"], lookout.status["pace"]["n_waiting"]) == ("queued", 7)
-    assert not lookout.has_ended
+    poller.stop()
+    assert (poller.status["state"], poller.status["pace"]["n_waiting"]) == ("queued", 7)
+    assert not poller.has_ended
 
 
 @pytest.mark.parametrize(("here", "told"), [("main", []), ("other", None)])
@@ -508,14 +508,14 @@ def test_of_a_run_on_another_cluster_the_queue_here_says_nothing(tmp_path, monke
 
 def test_a_look_that_takes_long_wakes_nobody_who_has_gone(tmp_path):
     looked = []
-    lookout = Lookout(pretend_run(tmp_path / "judge", 300, n_tasks=1, executor="local"), lambda: looked.append(1))
+    poller = StatusPoller(pretend_run(tmp_path / "judge", 300, n_tasks=1, executor="local"), lambda: looked.append(1))
     begun, may_end = threading.Event(), threading.Event()
-    lookout._look.read = lambda *_: begun.set() or (may_end.wait() and ({"state": "running"}, {}))
-    lookout.start()
+    poller._look.read = lambda *_: begun.set() or (may_end.wait() and ({"state": "running"}, {}))
+    poller.start()
     begun.wait()
-    lookout.stop()
+    poller.stop()
     may_end.set()
-    lookout._threads[-1].join()
+    poller._threads[-1].join()
     assert looked == []
     keyboard = Keyboard()
     keyboard.close()

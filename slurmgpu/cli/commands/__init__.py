@@ -1,4 +1,4 @@
-"""What each command does.
+"""The commands.
 
 May import: cli/views, cli, api and what lies below.
 """

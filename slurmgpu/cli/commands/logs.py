@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slurmgpu.cli.console import result, result_json, say
-from slurmgpu.cli.views.follow import Following, follow_run
+from slurmgpu.cli.views.log_follower import LogFollower, follow_run
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
 from slurmgpu.cli.views.state_words import plain
 from slurmgpu.errors import SlurmGPUError, did_you_mean
@@ -36,7 +36,7 @@ def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> Non
     printer = Printer({file.path: label for file, label in labels.items()})
     stops = print_files(list(labels), printer, n_lines, since, whole=follow)
     if follow:
-        Following(run, printer, stops, lambda: records_of(run, task)).go_on()
+        LogFollower(run, printer, stops, lambda: records_of(run, task)).go_on()
         if not records and not records_of(run, task):
             refuse_unstarted(run, task, waits=False)
 
@@ -60,7 +60,7 @@ def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
     printer = Printer({file.path: file.source for file in files})
     stops = print_files(files, printer, n_lines, 0.0, whole=follow)
     if follow:
-        Following(run, printer, stops, None).go_on()
+        LogFollower(run, printer, stops, None).go_on()
 
 
 def print_item(run: Run, asked: str, n_lines: int | None) -> None:

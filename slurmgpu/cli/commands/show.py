@@ -1,188 +1,108 @@
-"""The commands that show runs: status, list, report and logs.
-
-Each imports what it needs when it runs, so `status` starts fast on a login node.
-"""
+"""The command show: rows of a run, with filters, also while it is at work."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-import typer
+from slurmgpu.cli.commands.export import tell_missing
+from slurmgpu.cli.console import result_json, say
+from slurmgpu.cli.views.rows import show_rows
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs import open_items
+from slurmgpu.merge.item_names import find_item
+from slurmgpu.results.published import RunRows
+from slurmgpu.results.selection import Selection
+from slurmgpu.run.directory import Run
+from slurmgpu.util.amounts import count_of
+from slurmgpu.util.item_ranges import parse_item_ranges, ranges_said
+from slurmgpu.util.json_values import json_value
 
-from slurmgpu.cli import completion, options
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+_RANGES = re.compile(r"[\d:,\s]*", re.ASCII)
 
-if TYPE_CHECKING:
-    from slurmgpu.report.build import Report
-    from slurmgpu.run.directory import Run
-
-
-def status(
-    folder: options.RunArgument,
-    watching: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow it full-screen until it ends; q quits.")
-    ] = False,
-    as_json: options.JsonOption = False,
-    metrics: Annotated[
-        Path | None, typer.Option("--metrics", metavar="FILE", help="Also write its progress for Prometheus.")
-    ] = None,
-) -> None:
-    """Show the status of a run.
-
-    Of a sweep, a line for each of its runs. Reads its files, and calls squeue at most once;
-    with --watch, every 30 seconds.
-    """
-    from slurmgpu.cli.console import result_json
-    from slurmgpu.cli.views.tables import show_status
-    from slurmgpu.executors.registry import queued_jobs
-    from slurmgpu.report.metrics import keep_metrics, write_metrics
-    from slurmgpu.report.status import read_status
-
-    if not watching and metrics is None and (runs := options.runs_of_sweep(folder)):
-        from slurmgpu.cli.commands import sweep
-
-        sweep.status(folder, runs, as_json=as_json)
-        return
-    run, metrics = options.open_run(folder), options.metrics_file(metrics)
-    if watching:
-        from slurmgpu.cli.views.watch import watch
-
-        if metrics is None:
-            raise typer.Exit(watch(run, as_json=as_json))
-        write_metrics(read_status(run), metrics)  # fails before the screen is cleared
-        raise typer.Exit(watch(run, as_json=as_json, on_look=lambda status: keep_metrics(status, metrics)))
-    value = read_status(run, queued_jobs(run))
-    if metrics is not None:
-        write_metrics(value, metrics)
-    if as_json:
-        result_json(value)
-    else:
-        show_status(value)
+ROWS_FORMAT = "slurmgpu rows"
+ROWS_VERSION = 1
 
 
-def list_runs(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="The directory to search; default: here.",
-            show_default=False,
-            autocompletion=completion.complete_folder,
-        ),
-    ] = Path(),
-    as_json: options.JsonOption = False,
-) -> None:
-    """List the runs under a directory, the newest first.
+@dataclass(frozen=True)
+class Wanted:
+    """The rows and columns that a user asks for."""
 
-    Reads their files, and calls squeue at most once for all of them.
-    """
-    from slurmgpu.cli.console import result_json
-    from slurmgpu.cli.views import run_list
-
-    value = run_list.list_runs(folder)
-    if as_json:
-        result_json(value)
-    else:
-        run_list.show_list(value)
+    columns: Sequence[str]
+    where: str | None
+    items: str | None
+    failed: bool
+    n: int
+    n_random: int | None
+    seed: int
+    with_items: bool
 
 
-def report(
-    folder: options.RunArgument,
-    as_json: options.JsonOption = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
-    task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="With --html: show the curves of this task first.")
-    ] = None,
-) -> None:
-    """Show the report of the last merge, or write it as a page.
-
-    Of a sweep, a line for each run. Exits with 3 while the run is incomplete.
-    """
-    from slurmgpu.cli.console import result_json, say
-    from slurmgpu.cli.views.tables import show_report
-    from slurmgpu.report.build import last_report
-    from slurmgpu.report.states import made_since
-
-    if html is None and task is None and (runs := options.runs_of_sweep(folder)):
-        from slurmgpu.cli.commands import sweep
-
-        raise typer.Exit(sweep.report(runs, as_json=as_json))
-    run = options.open_run(folder)
-    value = last_report(run)
-    if (since := made_since(run.submissions(), value["submissions"])) is not None:
-        say(f"This is the report of the last merge; submission {since} was made since: slurmgpu status {run.typed}")
-    if task is not None and html is None:
-        raise SlurmGPUError("--task is for the page: add --html FILE.")
-    if html is not None:
-        _write_html(run, value, html, task)
-    if as_json:
-        result_json(value)
-    elif html is None:
-        show_report(value)
-    raise typer.Exit(0 if value["complete"] else 3)
+def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
+    """Print rows of a run; what is missing goes to stderr."""
+    plan, stop = run.plan, run.plan.ranges[-1][1]
+    spans = [(0, stop)] if wanted.items is None else _spans_of(run, wanted.items, stop)
+    asked = list(plan.columns) if not wanted.columns else wanted.columns
+    names = [name for name in asked if name not in ("index", "error")]
+    with RunRows(run) as rows:
+        selection, limit = Selection(rows, ("index", "error", *names), wanted.where, spans, wanted.failed), wanted.n
+        if wanted.n_random is not None:
+            selection.spans, limit = _drawn(selection, wanted.n_random, wanted.seed), wanted.n_random
+        plain = list(islice(selection.plain_rows(), limit)) if as_json else []
+        found = [] if as_json else list(islice(selection.rows(), limit))
+        indices = [row[0] for row in plain] or [row.index for row in found]
+        data = items_of(run, indices) if wanted.with_items else {}
+        n_there = sum(stop - start for span in spans for start, stop in rows.present(*span))
+        n_missing = sum(plan.n_before(stop) - plan.n_before(start) for start, stop in spans) - n_there
+        if as_json:
+            head = {"format": ROWS_FORMAT, "version": ROWS_VERSION, "run": run.name, "run_dir": str(run.folder)}
+            shown = [_as_json(names, row, data) for row in plain]
+            result_json({**head, "n_missing": n_missing, "damaged": rows.problems, "rows": shown})
+            return
+        show_rows(found, {name: rows.columns[name] for name in names}, data)
+        if not found:
+            say("No row was chosen." if n_there else "No row is published yet.")
+        elif wanted.n_random is None and len(found) == limit < n_there:
+            is_filtered = wanted.failed or wanted.where is not None
+            say(f"{len(found):,} of {'up to ' if is_filtered else ''}{count_of(n_there, 'row')}; -n shows more.")
+        tell_missing(run, n_missing, rows.problems)
 
 
-def _write_html(run: Run, report: Report, path: Path, task: str | None) -> None:
-    from slurmgpu import page
-    from slurmgpu.cli.console import say
-    from slurmgpu.util.amounts import size_of
-
-    if missing := page.missing_packages():
-        raise SlurmGPUError(f"The page needs {' and '.join(missing)}: pip install 'slurmgpu[html]'.")
-    tasks = sorted({attempt["attempt"].rpartition(".")[0] for attempt in report["attempts"]})
-    if task is not None and task not in tasks:
-        raise SlurmGPUError(f"{run.folder} has no task {task!r}.{did_you_mean(task, tasks)}")
-    if path.exists() and not path.is_file():
-        raise SlurmGPUError(f"{path} is not a regular file; name the file to write with --html.")
-    if not path.parent.is_dir():
-        raise SlurmGPUError(f"The folder {path.parent} does not exist. Create it, or name another file.")
-    say(f"{path}: {size_of(page.write_page(run, report, path, task))}")
+def _spans_of(run: Run, items: str, stop: int) -> list[tuple[int, int]]:
+    """The items of `10:20,35`, or the one that has this name by the run's key, `q17` or `id=q17`."""
+    if _RANGES.fullmatch(items) or (run.plan.key is None and "=" not in items):
+        spans, plan = parse_item_ranges(items, stop, "run", clip=True), run.plan
+        if not any(plan.n_before(stop) - plan.n_before(start) for start, stop in spans):
+            raise SlurmGPUError(f"--items {items}: {run.folder} has the items {ranges_said(plan.ranges)}.")
+        return spans
+    index = find_item(run, items)
+    return [(index, index + 1)]
 
 
-def logs(
-    folder: options.RunArgument,
-    task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TASK", help="An attempt or task, such as 1234_7.", autocompletion=completion.complete_task
-        ),
-    ] = None,
-    item: Annotated[
-        str | None,
-        typer.Option(
-            "--item", "--items", metavar="ITEM", help="What happened to an item, by its number or its key, and where."
-        ),
-    ] = None,
-    failure: Annotated[
-        str | None,
-        typer.Option(
-            "--class",
-            metavar="NAME",
-            help="All failures of a class, such as crash.",
-            autocompletion=completion.complete_class,
-        ),
-    ] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="The items that failed, each with its place.")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
-    lines: Annotated[
-        int | None, typer.Option("--lines", "--tail", "-n", min=1, max=sys.maxsize, help="Only the last N lines.")
-    ] = None,
-    as_json: options.JsonOption = False,
-) -> None:
-    """Print logs by task, item or failure class.
+def _drawn(selection: Selection, n: int, seed: int) -> list[tuple[int, int]]:
+    """The items of `n` rows, drawn at random; none of a shard that turns out to be damaged."""
+    spans = selection.spans
+    while True:
+        present, selection.spans = selection.source.present(), spans
+        drawn = [(index, index + 1) for index in selection.draw(n, seed)]
+        selection.spans = drawn
+        for _ in selection.blocks():  # which finds what is damaged
+            pass
+        if selection.source.present() == present:
+            return drawn
 
-    \b
-      slurmgpu logs runs/judge                  which log files there are
-      slurmgpu logs runs/judge 7                what task 7 and its workers wrote
-      slurmgpu logs runs/judge --item 4711      what happened to item 4711
-      slurmgpu logs runs/judge --failed         every failed item
-      slurmgpu logs runs/judge --class crash    every crash
-      slurmgpu logs runs/judge --follow         new lines of all tasks
-    """  # noqa: D301
-    from slurmgpu.cli.commands.logs import show_logs
 
-    run, ways = options.open_run(folder), {"failed": failed, "merge": merge, "follow": follow, "as_json": as_json}
-    show_logs(run, task, item, failure, n_lines=lines, **ways)
+def _as_json(names: Sequence[str], row: Sequence[Any], data: Mapping[int, Any]) -> dict[str, Any]:
+    index, error, *values = row
+    item = {"item": json_value(data[index])} if index in data else {}
+    return {"index": index, "error": error, **item, "values": dict(zip(names, values, strict=True))}
+
+
+def items_of(run: Run, indices: Sequence[int]) -> Mapping[int, Any]:
+    """The input's data of items; an error's text for an item that could not be read."""
+    with open_items(run) as read:
+        found = zip(indices, read(indices), strict=True)
+        return {index: str(data) if isinstance(data, ItemError) else data for index, data in found}

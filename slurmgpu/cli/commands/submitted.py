@@ -1,4 +1,4 @@
-"""What the command line shows of a submission: progress, job ids, the report, and what goes on after Ctrl-C."""
+"""The output of a submission: progress, job ids, the report, and what goes on after Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two runs, in lines."""
+"""The differences of two runs, in lines."""
 
 from __future__ import annotations
 

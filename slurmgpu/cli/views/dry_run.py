@@ -46,7 +46,7 @@ class Shown:
 
     @property
     def verdict(self) -> str:
-        """What the cluster will do with it."""
+        """The cluster's answer, in words."""
         return _verdict(self.seen, executor_named(self.seen.submission.executor).title)
 
 

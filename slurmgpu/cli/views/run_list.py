@@ -64,7 +64,7 @@ class Row(TypedDict):
 
 
 class RunList(TypedDict):
-    """What `slurmgpu list --json` prints."""
+    """The output of `slurmgpu list --json`."""
 
     format: str
     version: int
@@ -152,7 +152,7 @@ def _folders(folder: Path, notes: Counter[str]) -> list[tuple[str, bool]]:
 
 
 def _tried(check: Callable[[], bool]) -> bool:
-    """What a check says; False if it fails, as for a damaged run or a cycle of links."""
+    """The result of a check; False if it fails, as for a damaged run or a cycle of links."""
     with contextlib.suppress(Exception):
         return check()
     return False

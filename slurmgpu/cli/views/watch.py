@@ -18,8 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from slurmgpu.cli.console import json_text, result, say
-from slurmgpu.cli.views.keys import Keyboard
-from slurmgpu.cli.views.polling import Lookout
+from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.state_words import (
     failure_words,
@@ -30,6 +29,7 @@ from slurmgpu.cli.views.state_words import (
     queue_words,
     tasks_of,
 )
+from slurmgpu.cli.views.status_poller import StatusPoller
 from slurmgpu.cli.views.tables import show_status
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
@@ -68,47 +68,47 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
 def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> Status | None:
     """Show the run until its end; its last status, None if the user quit."""
     keyboard = Keyboard()
-    lookout = Lookout(run, keyboard.wake)
-    lookout.visible = () if on_look is None else None
-    lookout.start()
+    poller = StatusPoller(run, keyboard.wake)
+    poller.visible = () if on_look is None else None
+    poller.start()
     first, outcome = 0, "suspend"
     with _kept_from_the_screen() as notes:
         try:
             while outcome == "suspend":
                 with keyboard.listening(), Live(console=console, screen=True, auto_refresh=False) as live:
-                    first, outcome = _draw(keyboard, lookout, live, first, notes, on_look)
+                    first, outcome = _draw(keyboard, poller, live, first, notes, on_look)
                 if outcome == "suspend":
                     # Signal the whole job, as the terminal would; an orphaned process group ignores it.
                     os.kill(0, signal.SIGTSTP)
         finally:
-            lookout.stop()
+            poller.stop()
             keyboard.close()
     for note in notes:
         say(f"note: {note}")
-    if outcome == "quit" or lookout.status is None:
+    if outcome == "quit" or poller.status is None:
         return None
-    show_status(lookout.status, max_rows=MAX_ROWS)
-    return lookout.status
+    show_status(poller.status, max_rows=MAX_ROWS)
+    return poller.status
 
 
 def _draw(
-    keyboard: Keyboard, lookout: Lookout, live: Live, first: int, notes: deque[str], on_look: OnLook | None
+    keyboard: Keyboard, poller: StatusPoller, live: Live, first: int, notes: deque[str], on_look: OnLook | None
 ) -> tuple[int, str]:
     """Draw until the run ends or a key interrupts: the first visible row, and `ended`, `quit` or `suspend`."""
     seen: object = None
     screen: Screen | None = None
-    live.update(Text(f"reading {plain(str(lookout.run.folder))} …", style="dim"), refresh=True)
+    live.update(Text(f"reading {plain(str(poller.run.folder))} …", style="dim"), refresh=True)
     while True:
-        status, has_ended = lookout.latest()
+        status, has_ended = poller.latest()
         if status is not None:
             if status is not seen:
                 seen, tasks = status, tasks_of(status)
                 if on_look is not None:
                     on_look(status)
-            screen = Screen(status, tasks, first, lookout.words, notes[-1] if notes else "")
+            screen = Screen(status, tasks, first, poller.words, notes[-1] if notes else "")
             n_rows = screen.n_rows(live.console.height)
             first = screen.scrolled(0, live.console.height)
-            lookout.show([task["attempt"] for task in tasks[first : first + n_rows]])
+            poller.show([task["attempt"] for task in tasks[first : first + n_rows]])
             live.update(screen, refresh=True)
             if has_ended:
                 # A terminal without an alternate screen would keep this one above the final status.
@@ -148,14 +148,14 @@ def _kept_from_the_screen() -> Iterator[deque[str]]:
 def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
     """Print a line at each change until the run ends; its last status."""
     looked = threading.Event()
-    lookout = Lookout(run, looked.set)
-    lookout.visible = () if on_look is None and not as_json else None
-    lookout.start()
+    poller = StatusPoller(run, looked.set)
+    poller.visible = () if on_look is None and not as_json else None
+    poller.start()
     told: object = None
     told_at, seen = -LINE_S, None
     try:
         while True:
-            status, has_ended = lookout.latest()
+            status, has_ended = poller.latest()
             if status is not None:
                 if status is not seen:
                     seen = status
@@ -170,7 +170,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
             looked.wait(LINE_S)
             looked.clear()
     finally:
-        lookout.stop()
+        poller.stop()
 
 
 def _news(status: Status) -> object:

@@ -1,4 +1,4 @@
-"""What a call wrote, as rows by index: JSON lines, CSV or npz."""
+"""The output of a call as rows by index: JSON lines, CSV or npz."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NPZ_ERRORS = (
     *(ValueError, OSError, EOFError, KeyError, RuntimeError, TypeError, OverflowError, MemoryError, SyntaxError),
     *(zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile, tokenize.TokenError),
 )
-"""What NumPy and zipfile raise for a damaged file: one that claims petabytes is a MemoryError."""
+"""The exceptions of NumPy and zipfile for a damaged file: one that claims petabytes is a MemoryError."""
 
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 

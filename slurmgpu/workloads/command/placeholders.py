@@ -17,7 +17,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 FORMATS = ("jsonl", "csv", "npz")
 """The formats of `{out}`; the first is the default."""
 IN_FORMATS = ("items", "jsonl", "csv")
-"""Those of `{in}`: lines with index, seed and data; JSON lines, or a table, of the index and the fields."""
+"""Formats of `{in}`: lines with index, seed and data; JSON lines, or a table, of the index and the fields."""
 
 MAX_ARGUMENT_BYTES = 128 * 1024
 """The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""
@@ -281,7 +281,7 @@ def as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for bytes, a date, or a number or an array of NumPy's, as Parquet, tar and HDF5 give them."""
+    """The JSON of bytes, a date, or a number or an array of NumPy's, as Parquet, tar and HDF5 give them."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     for name in ("isoformat", "tolist"):

@@ -29,7 +29,7 @@ _RUNS = {
     ".js": "node",
     ".mjs": "node",
 }
-"""What runs a script by its suffix, where it is not executable."""
+"""The interpreter of a script by its suffix, where it is not executable."""
 _PYTHON = re.compile(r"python[\d.]*")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|Rscript|julia|perl|ruby|lua|node|bash|sh|zsh")
 _BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numactl")
@@ -99,7 +99,7 @@ def _or_by_name(program: str) -> str:
 
 
 def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | None:
-    """What is wrong with the interpreter in a `#!` line, without its beginning; None for nothing."""
+    """A complaint about the interpreter in a `#!` line, without its beginning; None if there is none."""
     words = line.strip(b" \t").replace(b"\t", b" ").split(b" ")
     if not words[0].strip():
         return "its #! line names no interpreter, as #!/bin/sh."

@@ -1,4 +1,4 @@
-"""Where the output of a process goes: to the log, or, as lines, to what reads answers."""
+"""Sinks of a process's output: the log, or, as lines, the reader of answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TAIL_BYTES = 2048
 OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
 """Words in an error after which it is checked whether the GPUs still work."""
 _BAR = re.compile(r"\d%\|.*\||[━╸╺█▏▎▍▌▋▊▉]{4}")
-"""What tqdm and Rich print of progress."""
+"""Progress bars of tqdm and Rich."""
 _OF_HYDRA = "HYDRA_FULL_ERROR=1"
 _RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
 """The line that ends a traceback of Python, behind a rank of torchrun's, or tells what C++ has thrown."""
 _OF_LAUNCHER = "ChildFailedError"
-"""What torchrun raises behind the traceback of a rank."""
+"""The exception of torchrun behind the traceback of a rank."""
 _TELLING = (MEMORY_TEXTS, GPU_TEXTS, OF_GPUS)
 MAX_BYTES = 64 << 20
 """The longest line, and the longest answer on stdout, that is accepted."""
@@ -32,7 +32,7 @@ LOG_BYTES = 16 << 20
 
 
 class OutputError(Exception):
-    """What a process wrote does not have the form that was agreed; the message goes on behind "failed: "."""
+    """The output of a process does not have the form that was agreed; the message goes on behind "failed: "."""
 
 
 class Sink(Protocol):

@@ -60,7 +60,7 @@ LONGEST_SCRIPT = 1 << 20
 ENOUGH_DEATHS = 2.0
 """An item at whose processes' deaths this is reached has killed them; see `run.crash_history`."""
 LONG_CALL_S = 10.0
-"""What a call has printed that took longer is in the log as a whole: its row may not fit the columns."""
+"""The output of a longer call is in the log as a whole: its row may not fit the columns."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
@@ -280,7 +280,7 @@ class Command:
         return error
 
     def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
-        """What `call` returns. An item that is alone, and kills its process, is tried again.
+        """The result of `call`. An item that is alone, and kills its process, is tried again.
 
         As with workers, a kill from outside weighs 1/2, so that one by chance costs no row.
         """
@@ -343,7 +343,7 @@ class Command:
         return request_of(item.index, item.seed, item.data, self._line.items)
 
     def _slice(self, call: Call) -> dict[int, Values]:
-        """What a call of the program writes, by index; at least one row.
+        """The rows that a call of the program writes, by index; at least one.
 
         The program imports modules from disk. If one is edited while it starts, or it fails after one was, it is
         called once more. It may import some later: the rows of a long call during which one was edited are by unknown
@@ -436,7 +436,7 @@ class Command:
         return stops
 
     def _shall_end(self) -> bool:
-        """Whether to tell the program to end, if it was not told by who told the whole job."""
+        """Whether to tell the program to end, unless a signal to the whole job has told it."""
         return self.resumes and self._stopping() and not has_outlived(signal.SIGTERM)
 
 

@@ -286,7 +286,7 @@ def _own_pooling(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a sentence-transformers model says of prompts: the default one, and whether their tokens are pooled."""
+    """The prompts of a sentence-transformers model: the default one, and whether their tokens are pooled."""
 
     default: str = ""
     are_pooled: bool = True

@@ -121,7 +121,7 @@ class Function:
 
 
 def as_row(value: Any) -> Row:
-    """What a function returned as a row: a mapping, the fields of a dataclass or a named tuple, else one column."""
+    """The result of a function as a row: a mapping, the fields of a dataclass or a named tuple, else one column."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -133,7 +133,7 @@ def as_row(value: Any) -> Row:
 
 
 def _called(load: Callable[..., Any], task: TaskContext) -> Any:
-    """What `load` returns; it gets the task if it has a parameter that must be given."""
+    """The result of `load`; it gets the task if it has a parameter that must be given."""
     try:
         parameters = inspect.signature(load).parameters.values()
     except ValueError:  # some of C

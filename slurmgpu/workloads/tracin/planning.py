@@ -267,7 +267,7 @@ def _own_model(
 
 
 def _named_in(state: Mapping[str, Any]) -> OwnParameters:
-    """What may be trainable parameters, by a state dict alone: real numbers, shared ones by their first name."""
+    """Parameters that may be trainable, by a state dict alone: real numbers, shared ones by their first name."""
     trainable: dict[str, int] = {}
     others: dict[str, str] = {}
     first: dict[object, str] = {}

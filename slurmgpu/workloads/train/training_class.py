@@ -1,4 +1,4 @@
-"""What a training class has and takes, from its source: login nodes may lack torch, so it is not imported there."""
+"""The methods and arguments of a training class, from its source: login nodes may lack torch to import it."""
 
 from __future__ import annotations
 

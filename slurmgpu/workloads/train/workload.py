@@ -164,7 +164,7 @@ class Train:
             raise ItemError(str(error)) from error
 
     def files_of_item(self, index: int) -> list[str]:
-        """What a finished training leaves, which the row's `weights` name; relative to the run directory."""
+        """The files of a finished training, which the row's `weights` name; relative to the run directory."""
         return [f"{_folder_of(index)}/{name}" for name in ("best.pt", "last.pt", RESULT)]
 
     def summarize(self, merged: Merged) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which training triples are near a test triple: the replaced system's filter by hops and degree, as a mask.
+"""A mask of the training triples near a test triple: the replaced system's filter by hops and degree.
 
 The training triples are read as edges without direction. For a test triple (h, r, t), an edge is kept if
 
@@ -85,7 +85,7 @@ class HopFilter:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which training triples may influence each of `n_tests` test triples."""
+    """A mask of the training triples that may influence each of `n_tests` test triples."""
 
     train: NDArray[np.int64]
     n_tests: int

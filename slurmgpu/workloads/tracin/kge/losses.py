@@ -207,7 +207,7 @@ class OneToMany(Loss):
         return _smoothed_bce(rows, targets[0], self.label_smoothing) / targets[0].sum(1)
 
     def _labels(self, queries: Queries, n_entities: int) -> Tensor:
-        """Which entities are known tails of the queries: (u, N), 0 or 1."""
+        """A mask of the known tails of the queries: (u, N), 0 or 1."""
         query, tail = self.known.tails(queries)
         labels = torch.zeros(len(queries.heads), n_entities, dtype=torch.int8, device=tail.device)
         labels[query, tail] = 1

@@ -1,4 +1,4 @@
-"""What models share: losses and derivatives by scores, and the gradients of tables.
+"""Shared by models: losses and derivatives by scores, and the gradients of tables.
 
 Entities are scored by a dot product, s_k = e_k · v + b_k.
 """

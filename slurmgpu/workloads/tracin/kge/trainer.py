@@ -30,7 +30,7 @@ RANKED = 256
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how."""
+    """The settings of a training."""
 
     model: Architecture = "conve"
     dim: int = 200
@@ -38,7 +38,7 @@ class Recipe:
     loss: str = "kvsall"
     label_smoothing: float = 0.1
     inverse: Inverse = "appended"
-    """Where the table has the inverse of each relation, with which triples are then trained; or "none"."""
+    """The place in the table of the inverse of each relation, with which triples are then trained; or "none"."""
     batch_size: int = 128
     """Queries per step: different pairs of a head and a relation, with all their tails."""
     learning_rate: float = 1e-3

@@ -94,7 +94,7 @@ def last_line(path: Path, computes: bool = False) -> str:
     return next(filter(None, said), "")
 
 
-class Lookout:
+class StatusPoller:
     """The latest status of a run, updated by threads that call `on_look` after each update.
 
     `visible` are the attempts whose details are wanted; None is all.

@@ -29,7 +29,7 @@ DOUBT_S = 30.0
 Records = Callable[[], list[Record]]
 
 
-class Following:
+class LogFollower:
     """Prints lines added after `positions`. `records` finds the attempts; with None only the merge is followed.
 
     With `named` each line has its attempt.
@@ -126,7 +126,7 @@ def follow_run(run: Run, n_lines: int | None) -> None:
     printer = Printer(labels, always=True)
     files = [*labels, *(file.path for file in merge_files(run))]
     stops = {path: last_end(path) for path in files} | stops
-    Following(run, printer, stops, run.attempts, named=True).go_on()
+    LogFollower(run, printer, stops, run.attempts, named=True).go_on()
 
 
 def _has_ended(record: Record) -> bool:
