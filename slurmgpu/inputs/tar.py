@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -59,7 +58,7 @@ class Tar(Format, format="tar"):
         stream = cast(IO[bytes], _Stream(chunks))
         try:
             with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for members in _samples(archive, on_link=partial(_refuse_link, found.path)):
+                for members in _samples(found.path, archive):
                     _check_adjacent(found.path, members[0][1], seen)
                     if not offsets and writer.n_items == n_before:
                         writer.begin_file(members[0][0].offset)
@@ -89,7 +88,7 @@ class Tar(Format, format="tar"):
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All items of an archive."""
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for members in _samples(archive):
+            for members in _samples(str(path), archive):
                 yield _data(str(path), archive, members)
 
 
@@ -111,7 +110,7 @@ class TarRows:
         items: list[Mapping[str, Any] | ItemError] = []
         try:
             with tarfile.open(fileobj=self._file, mode="r:") as archive:
-                for number, members in enumerate(_samples(archive, end), first):
+                for number, members in enumerate(_samples(self._path, archive, end), first):
                     if number >= start:
                         items.append(_data(self._path, archive, members))
                     if number == stop - 1:
@@ -141,17 +140,17 @@ class _Stream:
 
 
 def _samples(
-    archive: tarfile.TarFile, end: int | None = None, on_link: Callable[[tarfile.TarInfo], None] = lambda member: None
+    path: str, archive: tarfile.TarFile, end: int | None = None
 ) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
     """The members of each item up to `end`, with key and suffix; what is no file, or has no suffix, is passed over.
 
-    `on_link` is called for each link that has a suffix.
+    SlurmGPUError for a link that has a suffix.
     """
     found: list[tuple[tarfile.TarInfo, str, str]] = []
     for member in _members(archive, end):
         match = _NAME.fullmatch(member.name)
         if match is not None and (member.islnk() or member.issym()):
-            on_link(member)
+            _refuse_link(path, member)
         if match is None or not member.isreg():
             continue
         if found and found[0][1] != match[1]:
@@ -163,7 +162,6 @@ def _samples(
 
 
 def _refuse_link(path: str, member: tarfile.TarInfo) -> None:
-    """At planning: a run that was planned before links were refused is read as it was."""
     raise SlurmGPUError(
         f"{path}: {as_text(member.name)!r} is a link to {as_text(member.linkname)!r}: expected files with their "
         f"content. Pack them by `tar --sort=name --dereference --hard-dereference`."

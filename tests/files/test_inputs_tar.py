@@ -7,7 +7,6 @@ import json
 import os
 import random
 import tarfile
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader, find, list_files, scan
-from slurmgpu.inputs.tar import Tar
 
 Members = list[tuple[str, bytes]]
 
@@ -106,19 +104,6 @@ def test_a_link_whose_item_would_be_missing_is_refused(tmp_path: Path, kind: byt
         archive.addfile(link)
     with pytest.raises(SlurmGPUError, match=r"'b\.jpg' is a link to 'a\.jpg': .* `tar --sort=name --dereference"):
         planned("a.tar", tmp_path)
-
-
-def test_an_archive_with_a_link_that_was_planned_once_is_read_as_it_was(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name in ("a.jpg", "b.jpg", "c.jpg"):
-            archive.addfile(tarfile.TarInfo(name))
-    content = bytearray((tmp_path / "a.tar").read_bytes())
-    link = tarfile.TarInfo("b.jpg")
-    link.type, link.linkname = tarfile.LNKTYPE, "a.jpg"
-    content[512:1024] = link.tobuf()
-    (tmp_path / "a.tar").write_bytes(content)
-    with closing(Tar().open(str(tmp_path / "a.tar"), None, lambda start, stop: (0, 0, len(content)))) as rows:
-        assert rows.read(0, 2) == [{"__key__": "a", "jpg": b""}, {"__key__": "c", "jpg": b""}]
 
 
 def test_an_item_whose_members_are_apart_is_refused(tmp_path: Path) -> None:
