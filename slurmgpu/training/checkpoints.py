@@ -97,12 +97,12 @@ class Checkpoints:
         Newer damaged ones are renamed (`step-….damaged`) with a warning. Unreadable ones are left alone; if there is no
         other, this is an OSError, since they may be readable tomorrow. Leftovers of dead writers are removed.
         """
-        on_rank_zero(self.place, self._sweep)
+        on_rank_zero(self.place, self._remove_leftovers)
         passed: set[int] = set()
         unreadable = ""
         while (step := on_rank_zero(self.place, lambda: max(set(self.steps()) - passed, default=None))) is not None:
             checkpoint = Checkpoint(self._path(step), step, 0, self.place)
-            found = on_all_ranks(self.place, checkpoint.look)
+            found = on_all_ranks(self.place, checkpoint.verify)
             # One complaint, preferably of damage.
             _, complaint, is_damaged = max(found, key=lambda each: (each[2], each[1] != ""))
             if not complaint:
@@ -110,7 +110,7 @@ class Checkpoints:
             if self.place.is_rank_zero:
                 log.warning("checkpoint of step %d not used: %s", step, complaint)
                 if is_damaged:
-                    _set_aside(checkpoint.path)
+                    _rename_damaged(checkpoint.path)
             passed.add(step)
             unreadable = unreadable if is_damaged else complaint
         if unreadable:
@@ -151,7 +151,7 @@ class Checkpoints:
         write_json(partial / SUMS, about | {"crc32": _sum_json(about)})
         path = self._path(step)
         if replace:
-            _make_way(path)
+            _move_aside(path)
         try:
             partial.rename(path)
         except OSError as error:
@@ -165,21 +165,21 @@ class Checkpoints:
         for old in self.steps()[: -self.keep]:
             _remove(self._path(old))
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove leftovers of dead writers.
 
         Whether a writer on another machine lives is unknown. But this process holds the right to write here, and a
         process that lost it expects that its folder may vanish.
         """
         for path in self.folder.glob(f"step-*{REPLACED}"):
-            _take_back(path)
+            _restore_or_remove(path)
         for path in self.folder.glob(".*.partial"):
             _remove(path)
         for path in self.folder.glob(".*.removed"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _clear(self) -> None:
-        self._sweep()
+        self._remove_leftovers()
         for path in self.folder.glob("step-*"):
             _remove(path)
 
@@ -209,7 +209,7 @@ class Checkpoint:
 
         sharded_states.read(self.path / SHARDED, into)
 
-    def look(self) -> tuple[int, str, bool]:
+    def verify(self) -> tuple[int, str, bool]:
         """The number of ranks that wrote it, a complaint or "", and whether that is damage.
 
         Each rank checks its share of the files, so that all ranks together check every file once.
@@ -252,7 +252,7 @@ def _sum_json(value: Any) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
-def _set_aside(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     """Rename a damaged checkpoint, so that it is not found again."""
     aside = path.with_name(f"{path.name}.damaged")
     _remove(aside)
@@ -262,7 +262,7 @@ def _set_aside(path: Path) -> None:
         log.warning("%s cannot be renamed: %s", path, error)
 
 
-def _make_way(path: Path) -> None:
+def _move_aside(path: Path) -> None:
     """Move a checkpoint aside before replacing it; the next process finds it if this one dies."""
     aside = path.with_name(path.name + REPLACED)
     _remove(aside)
@@ -270,7 +270,7 @@ def _make_way(path: Path) -> None:
         path.rename(aside)
 
 
-def _take_back(aside: Path) -> None:
+def _restore_or_remove(aside: Path) -> None:
     """Undo an unfinished replacement, or remove the replaced checkpoint."""
     path = aside.with_name(aside.name.removesuffix(REPLACED))
     if path.is_dir():

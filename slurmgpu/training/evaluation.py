@@ -48,7 +48,7 @@ class Evaluator:
         self._loader = BatchLoader(dataset, self._sampler, settings, strategy.device)
         self._loss_weights = loss_weights
         self._names: list[str] = []  # equal on all ranks, whose sums are added in this order
-        self._odd = ""  # what is wrong with this rank's metrics
+        self._problem = ""  # a complaint about this rank's metrics
         self._of_batches: set[str] = set()  # metrics with one number for each batch
         self._warned: set[str] = set()
 
@@ -59,8 +59,8 @@ class Evaluator:
             first = max(itertools.islice(self._sampler, 2), key=lambda each: len(each.indices))
             batch = self._dataset.__getitems__(first)
             self._settle_names(self._measure(to_device(batch, self._strategy.device), len(first.indices)))
-            if odd := next(filter(None, on_all_ranks(self._place, lambda: self._odd)), ""):
-                raise ItemError(odd)
+            if problem := next(filter(None, on_all_ranks(self._place, lambda: self._problem)), ""):
+                raise ItemError(problem)
             return [f"{self.split}_{name}" for name in self._names]
 
     def evaluate(self, poll: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -100,7 +100,7 @@ class Evaluator:
         for name, value in found.items():
             n_values = value.numel() if isinstance(value, torch.Tensor) else 1
             if n and n_values not in (1, n):
-                self._odd = self._odd or (
+                self._problem = self._problem or (
                     f"metrics() gave {name!r} as a tensor of {n_values:,} values for a batch of {n:,} samples; "
                     "expected one value for each sample, or one for the batch: give the mean over what belongs to each "
                     "sample"
@@ -116,20 +116,20 @@ class Evaluator:
         if not self._names:
             self._names = on_rank_zero(self._place, lambda: sorted(found))
         if found.keys() != set(self._names):
-            self._odd = self._odd or (
+            self._problem = self._problem or (
                 f"metrics() gave {_listed(found)} for one batch and {_listed(self._names)} for another; expected "
                 "the same names for each batch: they are averaged over all samples"
             )
 
     def _means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        why = self._odd or self._loss_weights.odd
-        odd = torch.full((1,), bool(why), dtype=torch.float64, device=self._strategy.device)
-        totals = torch.cat([odd, *(sums[name] for name in self._names)])
+        problem = self._problem or self._loss_weights.problem
+        has_problem = torch.full((1,), bool(problem), dtype=torch.float64, device=self._strategy.device)
+        totals = torch.cat([has_problem, *(sums[name] for name in self._names)])
         if self._place.world_size > 1:
             distributed.all_reduce(totals)
-        n_odd, *found = totals.tolist()
-        if n_odd:
-            raise ItemError(next(filter(None, on_all_ranks(self._place, lambda: why))))
+        n_problems, *found = totals.tolist()
+        if n_problems:
+            raise ItemError(next(filter(None, on_all_ranks(self._place, lambda: problem))))
         return {name: total / over for name, total, over in zip(self._names, found[::2], found[1::2], strict=True)}
 
     def _warn(self, means: Mapping[str, float]) -> None:

@@ -85,7 +85,7 @@ class Training:
         init_process_group(self._place)
         try:
             with torch_settings(self._settings, self._device):
-                self._build()
+                self._set_up()
                 self._train()
                 return self._finish()
         finally:
@@ -94,7 +94,7 @@ class Training:
 
     # Set-up
 
-    def _build(self) -> None:
+    def _set_up(self) -> None:
         settings, place, device, progress = self._settings, self._place, self._device, self._progress
         self._splits = Splits(self._user, self._seed, place)
         states.seed_everything(self._seed)
@@ -104,9 +104,9 @@ class Training:
         self._n_parameters = n_parameters(model.parameters())
         self._strategy = Strategy(self._user, model, settings, place)
         checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
-        checkpoint, found = self._last_of(checkpoints)
+        checkpoint, found = self._checkpoint_to_resume(checkpoints)
         if checkpoint:
-            with self._advising(found):
+            with self._with_advice(found):
                 self._splits.check_unchanged(found["sizes"])
         self._batch_size = self._choose_batch_size(found.get("batch_size"))
         self._step_plan = plan_steps(len(self._splits.train), self._batch_size, settings, place)
@@ -115,7 +115,7 @@ class Training:
         self._stepper = Stepper(self._user, self._strategy.model, settings, self._step_plan, first)
         self._loss_weights = LossWeights(self._user, place, device)
         log_steps = settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1
-        self._curve = LearningCurve(log_steps, device, place, lambda: self._loss_weights.odd)
+        self._curve = LearningCurve(log_steps, device, place, lambda: self._loss_weights.problem)
         self._monitor, self._best = MetricMonitor(settings), BestWeights(self._folder, place, self._strategy)
         self._sync = SyncSchedule(settings, place, self._n_parameters)
         self._reporter = ProgressReporter(place, settings.epochs, progress, self._curve)
@@ -143,7 +143,7 @@ class Training:
         )
         has_random = False
         if checkpoint:
-            with self._advising(found):
+            with self._with_advice(found):
                 has_random = self._state.load(checkpoint, found)
             progress.resumed += 1
             self._reporter.resumed()
@@ -152,7 +152,7 @@ class Training:
         if not has_random:
             states.seed_everything(derive_seed(self._seed, progress.step, place.rank))
 
-    def _last_of(self, checkpoints: Checkpoints) -> tuple[Checkpoint | None, dict[str, Any]]:
+    def _checkpoint_to_resume(self, checkpoints: Checkpoints) -> tuple[Checkpoint | None, dict[str, Any]]:
         """The checkpoint to go on from, and what it has in `shared`; None and {} to begin."""
         checkpoint, version = checkpoints.last(), self._version
         if checkpoint is None:
@@ -171,7 +171,7 @@ class Training:
         return checkpoint, found
 
     @contextmanager
-    def _advising(self, found: Mapping[str, Any]) -> Iterator[None]:
+    def _with_advice(self, found: Mapping[str, Any]) -> Iterator[None]:
         """Add to the error for a checkpoint that does not fit the class what to do."""
         try:
             yield
@@ -205,7 +205,7 @@ class Training:
     def _train(self) -> None:
         progress = self._progress
         measured = self._validation.names() if self._validation else []
-        self._monitor.check(["train_loss", *measured])  # before the first epoch, not after it
+        self._monitor.choose_metric(["train_loss", *measured])  # before the first epoch, not after it
         progress.start_s += time.monotonic() - self._began
         at_end = progress.step > 0 and progress.sample == 0
         if self._evaluation_is_due(at_end):  # it was interrupted
@@ -219,10 +219,10 @@ class Training:
         for step in self._step_plan.remaining(progress.position, progress.step):
             if progress.early:
                 break
-            self._take(step)
+            self._train_step(step)
             self._end_step(step.after.epoch > step.epoch)
 
-    def _take(self, step: Step) -> None:
+    def _train_step(self, step: Step) -> None:
         progress, scaler = self._progress, self._stepper.scaler
         self._stepper.prepare(progress.position, progress.step)
         with self._meter.step(samples=sum(each.n for each in step.micro_batches)):
@@ -269,21 +269,21 @@ class Training:
         )
         self._reporter.read()
         if evaluates:
-            self._judge(found)
+            self._record_evaluation(found)
         self._reporter.stepped()
         if stop or checkpoint:
             self._save()
-        if stop and self._n_left() and not progress.early:
+        if stop and self._n_steps_left() and not progress.early:
             raise Interrupted(f"after step {progress.step:,}")
 
-    def _n_left(self) -> int:
+    def _n_steps_left(self) -> int:
         return self._step_plan.n_steps(self._progress.position, self._progress.step)
 
     # Evaluation
 
     def _evaluation_is_due(self, epoch_ends: bool) -> bool:
         progress, every = self._progress, self._settings.eval_steps
-        due = (epoch_ends if every is None else progress.step % every == 0) or self._n_left() == 0
+        due = (epoch_ends if every is None else progress.step % every == 0) or self._n_steps_left() == 0
         return due and progress.evaluated != progress.step
 
     def _evaluate(self, evaluator: Evaluator | None, restore: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -295,7 +295,7 @@ class Training:
         try:
             try:
                 with self._meter.pause():
-                    return evaluator.evaluate(self._poll)
+                    return evaluator.evaluate(self._interrupt_if_stopping)
             finally:
                 self._progress.evaluation_s += time.monotonic() - started
                 self._sync.restart_clock()
@@ -305,12 +305,12 @@ class Training:
             self._save()
             raise
 
-    def _poll(self) -> None:
+    def _interrupt_if_stopping(self) -> None:
         """Interrupt the evaluation if the training must stop."""
         if self._sync.due(evaluating=True) and self._sync.decide(self._curve.summed, evaluating=True).stop:
             raise Interrupted(f"in the evaluation after step {self._progress.step:,}")
 
-    def _judge(self, found: dict[str, float]) -> None:
+    def _record_evaluation(self, found: dict[str, float]) -> None:
         progress = self._progress
         progress.final = {"train_loss": self._curve.mean_since_evaluation(progress.step)} | found
         progress.evaluated = progress.step
@@ -318,7 +318,7 @@ class Training:
             with self._meter.pause():
                 self._best.hold(progress.step)
         self._stepper.evaluated(progress.final[self._monitor.metric])
-        progress.early = self._monitor.should_stop and self._n_left() > 0
+        progress.early = self._monitor.should_stop and self._n_steps_left() > 0
         self._reporter.evaluated()
 
     # Checkpoints and weights

@@ -23,7 +23,7 @@ class LossWeights:
         weight = getattr(user, "weight", None)
         self._weight = weight if callable(weight) else None  # an attribute may have this name
         self._place, self._device = place, device
-        self.odd = ""
+        self.problem = ""
         """A complaint about a weight of this process, which counts as NaN until all processes synchronise."""
 
     def __bool__(self) -> bool:
@@ -39,7 +39,7 @@ class LossWeights:
             found = math.nan
         if math.isfinite(found) and found > 0:
             return found
-        self.odd = self.odd or (
+        self.problem = self.problem or (
             f"weight(batch) gave {_describe(given)}; expected a positive finite number: over how many tokens, "
             "or other units, the loss of the batch is a mean"
         )

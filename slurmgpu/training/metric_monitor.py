@@ -24,7 +24,7 @@ class MetricMonitor:
         self._waited = 0
         self._mark = math.nan  # the value to beat by min_delta
 
-    def check(self, names: Iterable[str]) -> None:
+    def choose_metric(self, names: Iterable[str]) -> None:
         """Choose the metric among the results' names; ItemError if the given one is missing."""
         self.metric = self.metric or ("val_loss" if "val_loss" in names else "train_loss")
         if self.metric not in names:
@@ -34,7 +34,7 @@ class MetricMonitor:
 
     def update(self, step: int, found: Mapping[str, float]) -> bool:
         """Add an evaluation; whether it is the best so far."""
-        self.check(found)
+        self.choose_metric(found)
         value = found[self.metric]
         self.steps.append(step)
         self.curve.append(value)
