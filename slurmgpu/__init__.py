@@ -49,7 +49,7 @@ _HOMES = {
     "slurmgpu.training.batch_size": ("find_batch_size",),
     "slurmgpu.training.throughput": ("Rates", "Throughput", "throughput"),
     "slurmgpu.workload": ("Item", "TaskContext", "Workload"),
-    "slurmgpu.workloads.command.serving": ("serve",),
+    "slurmgpu.workloads.command.serve": ("serve",),
 }
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from slurmgpu.training.batch_size import find_batch_size
     from slurmgpu.training.throughput import Rates, Throughput, throughput
     from slurmgpu.workload import Item, TaskContext, Workload
-    from slurmgpu.workloads.command.serving import serve
+    from slurmgpu.workloads.command.serve import serve
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from slurmgpu.workloads.command import (
     Command,
     outputs,
     placeholders,
-    printed,
+    printed_row,
     process,
     programs,
     sinks,
@@ -497,7 +497,7 @@ def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, ca
     ids=["begun", "functions", "nested", "closed"],
 )
 def test_lines_that_begin_objects_are_read_once(text):
-    found = printed.Printed({"n": Array("int32")}, sinks.ToLog(""))
+    found = printed_row.PrintedRow({"n": Array("int32")}, sinks.ToLog(""))
     started = time.process_time()
     found.take(text.encode() + b'};\n{"n": 1}\n')
     assert found.row() == {"n": 1}
@@ -856,7 +856,7 @@ def test_a_daemon_that_holds_the_pipes_is_not_waited_for_long(one, tmp_path, mon
 )
 def test_an_answer_without_end_is_bounded_and_not_waited_for(one, monkeypatch, code, what):
     monkeypatch.setattr(sinks, "MAX_BYTES", 1 << 20)
-    monkeypatch.setattr(printed, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(printed_row, "MAX_BYTES", 1 << 20)
     [error] = one(f"import sys\n{code}")(items("a"))
     assert f"{what} has more than 1 MiB" in str(error)
 
@@ -1094,12 +1094,12 @@ def test_what_fails_without_room_for_temporary_files_is_no_items_error(score, tm
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     command = score("write([row(item) for item in items if item['data']['text'] == 'a'])")
-    monkeypatch.setattr("slurmgpu.workloads.command.temporary.LEAST_BYTES", 1 << 60)  # more than is left
+    monkeypatch.setattr("slurmgpu.workloads.command.temporary_folder.LEAST_BYTES", 1 << 60)  # more than is left
     assert command(items("a")) == [{"n": 1}]
     said = rf"^the folder for temporary files, {folder}, is full; \S+ exited with code 0, and wrote no row"
     with pytest.raises(NodeError, match=said):
         command(items("b"))
-    monkeypatch.setattr("slurmgpu.workloads.command.temporary.LEAST_BYTES", 0)
+    monkeypatch.setattr("slurmgpu.workloads.command.temporary_folder.LEAST_BYTES", 0)
     assert "temporary" not in failing(command, items("b"))
     folder.rmdir()
     with pytest.raises(NodeError, match=f"^the folder for temporary files, {folder}, cannot be used: No such file"):

@@ -33,9 +33,10 @@ from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryErro
 from slurmgpu.util.pipes import has_outlived
 from slurmgpu.util.signals import is_self_inflicted
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
+from slurmgpu.workloads.command.items_file import request_of, write_items
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse
-from slurmgpu.workloads.command.printed import Printed
+from slurmgpu.workloads.command.printed_row import PrintedRow
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.programs import (
     check_program,
@@ -45,10 +46,9 @@ from slurmgpu.workloads.command.programs import (
     module_of,
 )
 from slurmgpu.workloads.command.sinks import OF_GPUS, Lines, OutputError, ToLog
-from slurmgpu.workloads.command.slices import request_of, write_items
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.submitted_program import SubmittedProgram, inherited_environment
-from slurmgpu.workloads.command.temporary import why_unusable
+from slurmgpu.workloads.command.temporary_folder import why_unusable
 
 log = logging.getLogger(__name__)
 
@@ -410,7 +410,7 @@ class Command:
         temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
         mark = mark_of(min(requests), max(requests))
         out, err = (ToLog(mark, temporary if self._has_files else None) for _ in range(2))
-        printed = Printed(self.columns, out)
+        printed = PrintedRow(self.columns, out)
         program = self._submitted
         arguments, environ = program.arguments(values, call.data), {**program.environment(), **call.about}
         started = time.monotonic()

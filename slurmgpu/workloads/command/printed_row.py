@@ -20,7 +20,7 @@ _NOTHING, _NUMBER, _TEXT, _OBJECT, _WIDER, _ROW = range(6)
 """Kinds of what is printed: a number alone, other lines, objects with other columns, with more, and with these."""
 
 
-class Printed:
+class PrintedRow:
     """Takes the row out of what a call prints, and passes all else on to `log`, as it comes.
 
     The row is the only JSON object that begins with a line and ends with one, or the only one with these columns. Of a
