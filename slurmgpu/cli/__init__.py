@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from slurmgpu.util import early_signals, standard_streams
 
 ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
+EXPIRED = "Its file system refuses you now: renew your ticket for it, as by kinit, or ask its owner."
 TO_DO = {
     **dict.fromkeys(
         (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER
     ),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read or write, or ask its owner."),
+    **dict.fromkeys((errno.EKEYEXPIRED, errno.ENOKEY, errno.EKEYREVOKED, errno.EKEYREJECTED), EXPIRED),
     errno.EROFS: "Do this on a machine that can write there, or name another path.",
 }
 """Advice for an OSError, by errno; any other one is a bug."""
@@ -66,7 +68,9 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         to_do = {**dict.fromkeys(TRANSIENT, AGAIN), **TO_DO}.get(error.errno or 0)
-        where = error.filename or {ROOM: "A file that it writes", AGAIN: "A file"}.get(to_do or "")
+        if error.errno == errno.EACCES and error.filename is None:  # of a file that was open
+            to_do = EXPIRED
+        where = error.filename or {ROOM: "A file that it writes", EXPIRED: "A file", AGAIN: "A file"}.get(to_do or "")
         if where is None or to_do is None:
             raise
         complain(f"{where}: {error.strerror}. {to_do}")

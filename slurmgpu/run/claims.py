@@ -92,8 +92,9 @@ class Claims:
             retried(write, self.patience_s)
         except (FileExistsError, FileNotFoundError):  # FileNotFoundError: taken over before it was written
             return False
-        except OSError:
+        except OSError as error:
             if created:
+                error.filename = os.fspath(path)  # which the error of an open file does not name
                 self._remove(path)
             raise
         return True

@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import threading
 from dataclasses import replace
 
@@ -205,6 +206,18 @@ def test_a_claim_is_written_anew_after_an_error_and_is_no_hole_after_a_lost_repl
     failing("open", errno.EIO, of="00004", lost=True)
     assert not claims.take(4, owner("1_0"))
     assert claims.take_over(4, claims.observe(4), owner("1_1"))  # nobody's, and stale after a lease
+
+
+def test_a_claim_that_cannot_be_written_is_removed_and_its_error_names_it(claims):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as a full disk: it is created, and no byte of it is written
+    try:
+        with pytest.raises(OSError, match="00003") as raised:
+            claims.take(3, owner("1_0"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.errno == errno.EFBIG
+    assert os.listdir(claims.folder) == []
 
 
 @pytest.mark.parametrize("function", ["rename", "unlink"])

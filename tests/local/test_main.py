@@ -60,7 +60,13 @@ def test_a_full_disk_is_one_also_where_the_file_is_not_known(failing, capsys):
     assert "A file that it writes: No space left on device. Free space" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EBADF, "no", "x"), OSError(errno.EACCES, "no"), OSError("h5py")])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EKEYEXPIRED])
+def test_an_open_file_that_is_refused_later_may_need_a_new_ticket(failing, capsys, number):
+    assert failing(OSError(number, os.strerror(number))) == 2
+    assert f"A file: {os.strerror(number)}. Its file system refuses you now: renew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EBADF, "no", "x"), OSError(errno.EPERM, "no"), OSError("h5py")])
 def test_any_other_error_is_a_bug_with_its_traceback(failing, error):
     with pytest.raises(OSError, match=r"no|h5py"):
         failing(error)
