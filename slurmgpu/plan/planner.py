@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from slurmgpu.code.loaded import namesakes_hidden
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.taking import git_state, snapshot_of
+from slurmgpu.containers.settings import Container
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.loader.adapted import Adapted, near_misses
 from slurmgpu.loader.names import hidden_by_built_in, title_of
-from slurmgpu.plan.allocation import allocate
+from slurmgpu.plan.allocation import Allocation, allocate
 from slurmgpu.plan.checked_workload import batch_size_of, build_workload
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
@@ -38,10 +39,11 @@ from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_r
 from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
-from slurmgpu.shards.columns import check_columns, columns_to_json
+from slurmgpu.shards.columns import Column, check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.shared_files import status_of
 from slurmgpu.util.users import expanded
+from slurmgpu.workload import Placement
 
 
 @dataclass(frozen=True)
@@ -97,99 +99,42 @@ def draft_run(
     so many items have at most, unless the run file or the tasks say otherwise.
     """
     source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
-    path, config = path_of(source), read_run_file(source, overrides)
-    refuse_variants(config, path)
+    config, folder = read_run_file(source, overrides), path_of(source).parent
+    refuse_variants(config, path_of(source))
     if look is not None and extends is not None:
         raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
-    given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
-    asked = allocate(config.resources, n_shards=None)
-    target = run_path(config, path, run_dir, is_look=look is not None)
+    given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, folder)
+    target = run_path(config, path_of(source), run_dir, is_look=look is not None)
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     replaces_look = look is not None and (replaces_look or run_dir is None) and _is_look(target)
     if not replaces_look:
         refuse_existing(target)
+    tasks = allocate(config.resources, n_shards=None)
+    asked = _Asked(source, config, overrides or {}, target, tasks, extends, is_look=look is not None)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
-        with namesakes_hidden(path.parent):
+        with namesakes_hidden(folder):
             importer.forget_changed()
             before = set(sys.modules)
-            full_name, settings, workload = build_workload(config, path.parent, overrides)
-            imported = importer.note_imported(own_modules(sys.modules.keys() - before), path.parent)
-            with working_folder(path.parent):
-                placement = place(workload, config.resources, asked.gpus_per_task)
-                settings |= workload.frozen_settings
-                paths, environ, scripts = workload.paths, workload.environ, workload.scripts
-                workload.check()
-            notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
-            container = contain(config.container, full_name, source, overrides)
-            if container is None:
-                notes += _check_here(workload, config, path.parent)
-            own = check_columns(workload.columns, title_of(full_name, "workload"))
-            keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
-            shard_items = config.shard_items or (None if extends is None else extends.plan.shard_items)
-            batch_size = batch_size_of(config, workload)
+            full_name, settings, workload = build_workload(config, folder, overrides)
+            imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder)
+            built = _built(asked, full_name, settings, workload)
             items = items_of(
                 config,
-                path,
+                asked.path,
                 workload,
-                min(batch_size, shard_items or batch_size),
+                min(built.batch_size, asked.shard_items or built.batch_size),
                 Path(scratch),
                 after,
                 progress,
                 room=functools.cache(lambda: _room_beside(target, stack)),
-                kept=keep.values(),
+                kept=built.keep.values(),
                 records=records,
                 made=given.items,
             )
             items = some_of(replace(items, files=[*items.files, *given.files]), look)
-            n_items = items.spec.n_items
-            # The progress of an item that resumes is one task's, and the processes of a group call it together.
-            divides = placement.processes == "one" and not workload.resumes
-            most_parts = workload.most_parts if divides else 1
-            if shard_items is None:
-                size = shard_size(n_items, batch_size, asked.n_concurrent, most_shards(n_items), most_parts)
-            elif extends is not None and shard_items == extends.plan.shard_items:
-                size = ShardSize(shard_items, min(extends.plan.parts, most_parts))
-            else:
-                size = ShardSize(shard_items)
-            notes += [size.note] if size.note else []
-            plan = Plan(
-                name=target.name,
-                input=items.spec.to_json(),
-                input_digest=items.spec.digest,
-                n_items=n_items,
-                workload=full_name,
-                search_path=str(path.parent),
-                settings=settings,
-                columns=columns_to_json(check_columns(with_kept(own, keep), "keep")),
-                batch_size=min(batch_size, size.n_items),
-                shard_items=size.n_items,
-                seed=config.seed,
-                lease_s=config.lease_s,
-                margin_s=config.margin_s,
-                auto_resubmit=config.auto_resubmit,
-                resources=config.resources.model_dump(),
-                slurm=config.slurm,
-                merge=config.merge,
-                provenance=_provenance(path, (overrides or {}).get("container", {}) if container else {}),
-                container=container.to_json() if container else None,
-                processes=placement.processes,
-                placement=(*placement.lines, *items.lines),
-                paths=paths,
-                environ=environ,
-                sample_s=config.sample_s,
-                on_end=config.on_end or None,
-                html=config.html,
-                retries=config.workload.retries,
-                keep=keep,
-                key=config.key,
-                track=config.track.to if config.track else (),
-                look="look" if look else "",
-                extends=() if extends is None else extends.plan.fingerprints,
-                scripts=scripts,
-                summarizes=workload.summarize is not None,
-                exports=sorted(workload.exports),
-                parts=size.parts,
-            )
+            size = _size_of(asked, built, items.spec.n_items, most_shards)
+            plan = _plan_of(asked, built, items, size)
+            notes = [*built.notes, *([size.note] if size.note else [])]
             extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
             notes += [extension.describe(plan)] if extension else []
             also = [*imported, *given.modules]
@@ -198,6 +143,120 @@ def draft_run(
                 plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension, replaces_look
             )
         yield draft
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a run file and its overrides ask for; `extends` is a run of fewer items."""
+
+    source: RunFileSource
+    config: RunFile
+    overrides: Mapping[str, Any]
+    run_dir: Path
+    tasks: Allocation
+    extends: Run | None
+    is_look: bool
+
+    @property
+    def path(self) -> Path:
+        return path_of(self.source)
+
+    @property
+    def shard_items(self) -> int | None:
+        """The items of a shard, if they are asked for."""
+        return self.config.shard_items or (None if self.extends is None else self.extends.plan.shard_items)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The workload as it was built and checked, and what of it goes into the plan."""
+
+    full_name: str
+    settings: Mapping[str, Any]
+    workload: Adapted
+    placement: Placement
+    paths: Sequence[str]
+    environ: Mapping[str, str]
+    scripts: Sequence[str]
+    container: Container | None
+    columns: Mapping[str, Column]
+    keep: Mapping[str, str]
+    batch_size: int
+    notes: Sequence[str]
+
+
+def _built(asked: _Asked, full_name: str, settings: dict[str, Any], workload: Adapted) -> _Built:
+    config, folder = asked.config, asked.path.parent
+    with working_folder(folder):
+        placement = place(workload, config.resources, asked.tasks.gpus_per_task)
+        settings |= workload.frozen_settings
+        paths, environ, scripts = workload.paths, workload.environ, workload.scripts
+        workload.check()
+    notes = substitutions(asked.source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
+    container = contain(config.container, full_name, asked.source, asked.overrides)
+    if container is None:
+        notes += _check_here(workload, config, folder)
+    own = check_columns(workload.columns, title_of(full_name, "workload"))
+    keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
+    columns = check_columns(with_kept(own, keep), "keep")
+    size = batch_size_of(config, workload)
+    return _Built(
+        full_name, settings, workload, placement, paths, environ, scripts, container, columns, keep, size, notes
+    )
+
+
+def _size_of(asked: _Asked, built: _Built, n_items: int, most_shards: Callable[[int], int]) -> ShardSize:
+    """The shards' size: as asked for, as in the run that is extended, or as suits the tasks."""
+    # The progress of an item that resumes is one task's, and the processes of a group call it together.
+    divides = built.placement.processes == "one" and not built.workload.resumes
+    most_parts = built.workload.most_parts if divides else 1
+    if asked.shard_items is None:
+        return shard_size(n_items, built.batch_size, asked.tasks.n_concurrent, most_shards(n_items), most_parts)
+    if asked.extends is not None and asked.shard_items == asked.extends.plan.shard_items:
+        return ShardSize(asked.shard_items, min(asked.extends.plan.parts, most_parts))
+    return ShardSize(asked.shard_items)
+
+
+def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize) -> Plan:
+    config, workload = asked.config, built.workload
+    return Plan(
+        name=asked.run_dir.name,
+        input=items.spec.to_json(),
+        input_digest=items.spec.digest,
+        n_items=items.spec.n_items,
+        workload=built.full_name,
+        search_path=str(asked.path.parent),
+        settings=built.settings,
+        columns=columns_to_json(built.columns),
+        batch_size=min(built.batch_size, size.n_items),
+        shard_items=size.n_items,
+        seed=config.seed,
+        lease_s=config.lease_s,
+        margin_s=config.margin_s,
+        auto_resubmit=config.auto_resubmit,
+        resources=config.resources.model_dump(),
+        slurm=config.slurm,
+        merge=config.merge,
+        provenance=_provenance(asked.path, asked.overrides.get("container", {}) if built.container else {}),
+        container=built.container.to_json() if built.container else None,
+        processes=built.placement.processes,
+        placement=(*built.placement.lines, *items.lines),
+        paths=built.paths,
+        environ=built.environ,
+        sample_s=config.sample_s,
+        on_end=config.on_end or None,
+        html=config.html,
+        retries=config.workload.retries,
+        keep=built.keep,
+        key=config.key,
+        track=config.track.to if config.track else (),
+        look="look" if asked.is_look else "",
+        extends=() if asked.extends is None else asked.extends.plan.fingerprints,
+        scripts=built.scripts,
+        summarizes=workload.summarize is not None,
+        exports=sorted(workload.exports),
+        parts=size.parts,
+    )
 
 
 def _is_look(folder: Path) -> bool:
