@@ -23,7 +23,7 @@ FORMER = "former"
 MANY_NAMED = 5
 
 
-def code_now(run: Run, container: ContainerRecord | None, given: Packed | None = None) -> tuple[Code, list[str]]:
+def code_now(run: Run, container: ContainerRecord | None, given: Packed | None) -> tuple[Code, list[str]]:
     """A snapshot of the code as it is now, and notes on what has changed since the last submission.
 
     Functions that are `given` take the place of those with the same roles, also in later submissions.

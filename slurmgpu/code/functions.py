@@ -70,7 +70,7 @@ class Packed:
     digest: str
     source: str | None
     modules: tuple[str, ...]
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...]
 
     @property
     def record(self) -> Pickled:

@@ -28,8 +28,8 @@ class NamesInShell:
     beside: frozenset[str]
     here: frozenset[str]
     modules: frozenset[str]
-    path: tuple[str, ...] = ()
-    chooses_gpus: bool = False
+    path: tuple[str, ...]
+    chooses_gpus: bool
 
 
 def is_shell(source: bytes, suffix: str) -> bool:

@@ -244,7 +244,7 @@ def _sha256_now(path: str) -> str | None:
         return None
 
 
-def short(digest: str, others: Iterable[str] = ()) -> str:
+def short(digest: str, others: Iterable[str]) -> str:
     """The first digits of a digest, enough to distinguish it from `others`."""
     n_digits = SHOWN_DIGITS
     while n_digits < len(digest) and any(other != digest and other[:n_digits] == digest[:n_digits] for other in others):

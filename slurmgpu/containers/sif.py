@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,7 +49,7 @@ class Sif:
     created: int
     root_offset: int
     root_size: int
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str]
 
 
 def read_sif(path: Path) -> Sif:

@@ -121,7 +121,7 @@ def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[Non
     return beating(folder, f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank())
 
 
-def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = False, own_array: bool = False) -> int:
+def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array: bool) -> int:
     """A task of a job that was submitted by hand, such as sbatch/array.sbatch; its exit code.
 
     The allocation is what Slurm's environment says, not what the plan asked for. With `trust` the run's code is run

@@ -37,8 +37,8 @@ class BesideItems:
 
     source: Source
     run: Run
-    names: Sequence[str] = ()
-    where: str | None = None
+    names: Sequence[str]
+    where: str | None
     constants: Constants | None = None
 
     def __post_init__(self) -> None:

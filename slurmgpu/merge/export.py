@@ -84,7 +84,7 @@ class PlainRows(Protocol):
 class Choice:
     """The columns and rows that are exported; with `with_items` also the fields of the items."""
 
-    columns: Sequence[str] = ()
+    columns: Sequence[str]
     where: str | None = None
     with_items: bool = False
 

@@ -17,15 +17,12 @@ from slurmgpu.shards.piece_table import Pieces, lead_bytes
 from slurmgpu.shards.shard_file import Directory, rows_from
 from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.shared_files import PATIENCE_S
 
 
 class FormerRows:
     """A merged file of the plan with this fingerprint; DamagedShardError for any other file."""
 
-    def __init__(
-        self, path: Path, columns: Mapping[str, Column], fingerprint: str, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, path: Path, columns: Mapping[str, Column], fingerprint: str, patience_s: float) -> None:
         self._reader = Reader(path, patience_s=patience_s)
         try:
             directory, table, _ = read_userblock(self._reader)

@@ -50,8 +50,8 @@ def export_sweep(
     folder: Path,
     format: str,  # noqa: A002 - the word of the command line
     output: Path | IO[bytes],
-    columns: Sequence[str] = (),
-    where: str | None = None,
+    columns: Sequence[str],
+    where: str | None,
 ) -> SweepExported:
     """Write the rows that the runs of a sweep have now to a file or a stream, run by run; SlurmGPUError as `export`.
 
@@ -92,8 +92,8 @@ class SweepRows:
     """
 
     runs: Sequence[tuple[Run, Mapping[str, Any]]]
-    names: Sequence[str] = ()
-    where: str | None = None
+    names: Sequence[str]
+    where: str | None
     n_seen: list[int] = field(default_factory=list, init=False)
     problems: list[str] = field(default_factory=list, init=False)
 

@@ -64,7 +64,7 @@ class Usage:
     edges: np.ndarray
     owners: Sequence[str]
     values: Mapping[str, np.ndarray]
-    damaged: Sequence[str] = ()
+    damaged: Sequence[str]
 
     def of(self, quantity: Quantity) -> np.ndarray:
         """The values of a quantity in its unit."""
@@ -124,7 +124,7 @@ def _binned(
     return row
 
 
-def chosen_tasks(report: Report, usage: Usage, first: str | None = None) -> dict[str, str]:
+def chosen_tasks(report: Report, usage: Usage, first: str | None) -> dict[str, str]:
     """The tasks with curves of their own, and why: failed, least used, hottest, then others."""
     sampled = dict.fromkeys(usage.owners)
     attempts = [a for a in report["attempts"] if str(a["attempt"]).rpartition(".")[0] in sampled]

@@ -23,7 +23,7 @@ from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.users import expanded
 
 
-def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:
+def workload_of(run_file: Path, overrides: Mapping[str, Any] | None) -> Adapted:
     """The workload that a run file names, with its settings, checked."""
     path = expanded(run_file).resolve()
     return build_workload(read_run_file(path, overrides), path.parent, overrides)[2]

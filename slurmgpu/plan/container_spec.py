@@ -25,9 +25,7 @@ def image_path(table: ContainerTable, base: Path) -> Path | None:
     return (base / expanded(table.image)).resolve()
 
 
-def identify_image(
-    image: Path, runtime: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None = None
-) -> Identity:
+def identify_image(image: Path, runtime: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None) -> Identity:
     """The identity of a run file's image; a SlurmGPUError also says where it is named."""
     try:
         return runtime_named(runtime).identify(image)

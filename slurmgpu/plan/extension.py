@@ -38,7 +38,7 @@ class Extension:
 
     run: Run
     shards: Mapping[int, list[int]]
-    files_of_item: FilesOfItem | None = None
+    files_of_item: FilesOfItem | None
 
     @property
     def fingerprints(self) -> tuple[str, ...]:

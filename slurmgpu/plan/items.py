@@ -45,7 +45,7 @@ class Items:
 class Look:
     """Some items of an input: those of `items`, such as "10:20,35", and of these the first `limit`."""
 
-    items: str | None = None
+    items: str | None
     limit: int | None = None
 
     def __str__(self) -> str:

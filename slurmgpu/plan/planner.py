@@ -59,10 +59,10 @@ class Draft:
     items: Items
     resources: Resources
     code: Snapshot
-    resumes: bool = False
-    notes: tuple[str, ...] = ()
-    extension: Extension | None = None
-    replaces_look: bool = False
+    resumes: bool
+    notes: tuple[str, ...]
+    extension: Extension | None
+    replaces_look: bool
 
     @property
     def n_missing(self) -> int:

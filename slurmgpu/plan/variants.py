@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Variant:
     name: str
     values: Mapping[str, Any]
     overrides: Overrides
-    namesake: str | None = None
+    namesake: str | None
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Variants:
     folder: Path
     runs: Sequence[Variant]
     said: str
-    replace_looks: bool = False
-    listed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    replace_looks: bool
+    listed: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Drafts:
     variants: Variants
     to_submit: Sequence[tuple[Variant, Draft]]
     there: Sequence[Run]
-    changed: Mapping[str, str] = field(default_factory=dict)
+    changed: Mapping[str, str]
 
     def notes(self) -> list[str]:
         """A sentence for each run that is there with the rows of other code."""

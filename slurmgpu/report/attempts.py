@@ -271,8 +271,8 @@ def verdict_of(
     *,
     cancelled: bool,
     n_lost: int,
-    told: Told | None = None,
-    may_live: bool = False,
+    told: Told | None,
+    may_live: bool,
     life: Life | None = None,
 ) -> Verdict:
     """The outcome of an attempt.

@@ -135,9 +135,7 @@ def observe(records: Sequence[Record]) -> Observed | None:
     )
 
 
-def forecast(
-    plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False, queues: bool = True
-) -> Forecast:
+def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: bool, queues: bool = True) -> Forecast:
     """The estimates for a run, with `notes` on problems and the `assumptions`: docs/reference/cli.md has the keys.
 
     `resumes`: items can continue in another task. `queues`: tasks are jobs with a walltime, on nodes of their own.
@@ -203,7 +201,7 @@ def forecast_of(
     starting: float = 1.0,
     slack_s: float = 0.0,
     *,
-    resumes: bool = False,
+    resumes: bool,
 ) -> Times:
     """The times of a run if each batch takes `batch_s` and all requested tasks run at once.
 

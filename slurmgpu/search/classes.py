@@ -16,7 +16,6 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import (
-    N_LINES,
     TRACEBACK_ELSEWHERE,
     Excerpt,
     excerpt_around,
@@ -41,7 +40,7 @@ class Event:
     item: int | None = None
     find: Callable[[int], Excerpt | None] | None = None
 
-    def excerpt(self, max_lines: int = N_LINES) -> Excerpt | None:
+    def excerpt(self, max_lines: int) -> Excerpt | None:
         """The line with its context."""
         if self.find is not None:
             return self.find(max_lines)

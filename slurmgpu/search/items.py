@@ -61,7 +61,7 @@ class Story:
     excerpt: Excerpt | None
 
 
-def excerpt_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Excerpt | None:
+def excerpt_of_item(run: Run, index: int, max_lines: int) -> Excerpt | None:
     """The lines of the logs on an item; None without any."""
     return story_of_item(run, index, max_lines).excerpt
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-from slurmgpu.util.shared_files import PATIENCE_S, is_transient, naming, open_regular, retried
+from slurmgpu.util.shared_files import is_transient, naming, open_regular, retried
 
 
 class Identity(NamedTuple):
@@ -38,8 +37,8 @@ class OpenFile:
     def __init__(
         self,
         path: os.PathLike[str],
-        patience_s: float = PATIENCE_S,
-        same: Callable[[Identity, Identity], bool] = operator.eq,
+        patience_s: float,
+        same: Callable[[Identity, Identity], bool],
     ) -> None:
         self.path, self._patience_s, self._same = path, patience_s, same
         self._fd, self.identity = retried(lambda: _opened(path), patience_s)

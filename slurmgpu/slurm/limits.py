@@ -28,7 +28,7 @@ class Limit:
     limit: str
     value: str
     asked: str
-    then: str = ""
+    then: str
 
     @property
     def fits(self) -> bool:

@@ -72,10 +72,10 @@ def build_image(
     output: Path,
     *,
     name: str,
-    base: str | None = None,
-    arguments: Mapping[str, str] | None = None,
-    binds: Sequence[Bind] = (),
-    progress: Callable[[str, bool], None] = lambda line, is_step: None,
+    base: str | None,
+    arguments: Mapping[str, str] | None,
+    binds: Sequence[Bind],
+    progress: Callable[[str, bool], None],
 ) -> None:
     """Build slurmgpu-NAME.def into `output`, which appears whole. `progress` gets lines and whether each is a step.
 

@@ -60,7 +60,7 @@ class Computed:
     memory, 0 if it was never short; `noted` are the workload's notes.
     """
 
-    rows: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
+    rows: dict[int, Mapping[str, Any] | Failure]
     kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     oom_batch: int = 0
     narrowed: int = 0

@@ -61,7 +61,7 @@ class Publisher:
     columns: Mapping[str, Column]
     report: Report
     on_published: Callable[[], None]
-    reports_in_threads: bool = False
+    reports_in_threads: bool
     is_beside: bool = False
     slowest_s: float = 0.0
     _former: dict[int, Former] = field(default_factory=dict)
