@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmgpu.code import functions, snapshots
+from slurmgpu.code.capture import git_state, snapshot_of
 from slurmgpu.code.functions import Packed
 from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.code.snapshots import Snapshot
-from slurmgpu.code.taking import git_state, snapshot_of
 from slurmgpu.code.versions import stretches_of
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError

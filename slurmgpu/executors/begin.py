@@ -42,9 +42,9 @@ def run_job(folder: str) -> None:
 def _prepare_submitit() -> None:
     from submitit.core import job_environment
 
-    from slurmgpu.executors.steady import make_steady
+    from slurmgpu.executors.submitit_patches import patch_submitit
 
-    make_steady()
+    patch_submitit()
     # If another version of Submitit names it otherwise, the task's function sets its own handlers later.
     setattr(job_environment.JobEnvironment, "_handle_signals", lambda *ignored: None)  # noqa: B010
 

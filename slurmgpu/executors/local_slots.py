@@ -21,7 +21,7 @@ from submitit.local.local import LocalJob
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import SLOT, gpu_ids, n_threads_of, stop, surely_of, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
-from slurmgpu.executors.steady import make_steady
+from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
@@ -75,7 +75,7 @@ class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is 
 def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_here(submission.executor, submission.submission)
-    make_steady()
+    patch_submitit()
     standard_streams.open_missing()
     executor = _Executor(run.logs)
     executor._throttling = 0.0  # seconds between two submissions, for the sake of Slurm

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import slurm_lessons
+from slurmgpu.executors import slurm_adjustments
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
 from slurmgpu.report.attempts import Lives
 from slurmgpu.report.queued import Job
@@ -65,7 +65,7 @@ class Slurm(Executor):
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
         """Exclude nodes that failed, and ask for more memory if it ran out."""
-        return slurm_lessons.learn(run, last, options, given)
+        return slurm_adjustments.learn(run, last, options, given)
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within MaxArraySize and MaxSubmitJobs."""

@@ -18,7 +18,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from slurmgpu.errors import MayBeQueuedError, SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.executors.steady import make_steady
+from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.run_path import refuse_odd_path
 from slurmgpu.run.directory import Run
@@ -165,7 +165,7 @@ def _merge_executor(logs: Path, name: str, submission: Submission, dependency: s
 
 def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
     try:
-        make_steady()
+        patch_submitit()
         executor = submitit.SlurmExecutor(logs, python=PYTHON)
     except RuntimeError as error:  # it looks for srun
         raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import on_end, tracking
+from slurmgpu.executors import on_end, tracker_process
 from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.liveness import alive, forget_dead_tasks, others_alive, refuse_alive
 from slurmgpu.executors.registry import executor_named, lives_of
 from slurmgpu.faults import parse_faults
-from slurmgpu.faults.striking import damage_shards
+from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Lives
 from slurmgpu.report.build import Report, retriable
@@ -328,7 +328,7 @@ def _once_answered(do: Callable[[], T]) -> T:
 
 def _tell_end(run: Run, report: Report) -> None:
     on_end.run_on_end(run, report)
-    tracking.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
+    tracker_process.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
 
 
 def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:

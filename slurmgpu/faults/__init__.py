@@ -1,6 +1,6 @@
 """Faults on demand: parse and check the argument of `submit --inject`.
 
-`striking` makes them happen, in the same way as real ones; `verdicts` compares the results with what is promised;
+`injection` makes them happen, in the same way as real ones; `verdicts` compares the results with what is promised;
 `gpu_trial` tries out GPUs by a run of their own faults. The worker imports this: standard library only.
 
 May import: report, results, run, shards, util, loader and workload.

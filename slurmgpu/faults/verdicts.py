@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slurmgpu.faults import KINDS, Fault, parse_faults
-from slurmgpu.faults.striking import Mark, Marks
+from slurmgpu.faults.injection import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
 from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run

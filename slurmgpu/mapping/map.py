@@ -23,8 +23,8 @@ from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
-from slurmgpu.executors.making_room import make_room
 from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.replacement import make_room
 from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described

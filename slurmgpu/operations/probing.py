@@ -8,8 +8,8 @@ from typing import Any
 
 from slurmgpu.executors import liveness
 from slurmgpu.executors import probe as probes
-from slurmgpu.executors.making_room import room
 from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.replacement import room
 from slurmgpu.operations.submitting import submission_of, submit_draft
 from slurmgpu.operations.waiting import wait_for
 from slurmgpu.plan.planner import Draft

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import resubmission
 from slurmgpu.executors.detached import Background
-from slurmgpu.executors.making_room import PLANNED, check_room, remove_left, room
 from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.replacement import PLANNED, check_room, remove_left, room
 from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.plan.planner import Draft

@@ -16,10 +16,10 @@ from typing import Any
 
 from slurmgpu import __version__
 from slurmgpu.code import importer, snapshots
+from slurmgpu.code.capture import git_state, snapshot_of
 from slurmgpu.code.loaded import namesakes_hidden
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
-from slurmgpu.code.taking import git_state, snapshot_of
 from slurmgpu.containers.settings import Container
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.fields import columns_kept, with_kept

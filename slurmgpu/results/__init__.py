@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.results.checking import Checking
 from slurmgpu.results.stored import Dataset, Results, how_to_go_on
+from slurmgpu.results.verifier import Verifier
 from slurmgpu.results.views import ArrayData, ColumnData, ListData, without_value
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
@@ -233,7 +233,7 @@ def _code(directory: Mapping[str, Any]) -> list[Stretch]:
     return [Stretch(*each) for each in directory["code"]]
 
 
-def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset], Checking | None]:
+def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset], Verifier | None]:
     """The directory, the datasets, and the checker of a merged file."""
     if is_folder(path):
         raise SlurmGPUError(
@@ -254,7 +254,7 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset],
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
     data = {name: Dataset(file, dtype, shape, offset) for name, dtype, shape, offset, *_ in directory["datasets"]}
     is_merged = not verify and directory["attributes"]["format"] == MERGED
-    return directory, data, Checking(directory, table, file) if is_merged else None
+    return directory, data, Verifier(directory, table, file) if is_merged else None
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:

@@ -125,7 +125,7 @@ def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
             return NodeCheck({}, [str(error)])
         command, environ = exec_command(
             container,
-            ["-c", START, "slurmgpu.worker.probing", str(n_gpus)],
+            ["-c", START, "slurmgpu.worker.surroundings", str(n_gpus)],
             image=prepared.image,
             binds=[*prepared.binds, *package_binds(())],
             gpus=n_gpus > 0,

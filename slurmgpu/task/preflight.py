@@ -16,14 +16,14 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.task.launcher import Launcher
-from slurmgpu.worker.probing import Found
+from slurmgpu.worker.surroundings import Found
 
 TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What was found on a node: `found` is the output of `probing`, `problems` are sentences.
+    """What was found on a node: `found` is the output of `worker.surroundings`, `problems` are sentences.
 
     `start_s` is how long the Python took to start and report; `runtime` is the container runtime and its version;
     `if_slow` is a likely cause of a slow start.
@@ -44,7 +44,7 @@ def check_here(plan: Plan, n_gpus: int, device: str) -> NodeCheck:
         stack.callback(launcher.close)
         try:
             launcher.prepare()
-            command, environ = launcher.command("slurmgpu.worker.probing", str(n_gpus if device != "cpu" else 0))
+            command, environ = launcher.command("slurmgpu.worker.surroundings", str(n_gpus if device != "cpu" else 0))
         except ContainerError as error:
             return NodeCheck({}, [str(error)])
         return hear(command, environ, launcher.runtime, launcher.explain, launcher.if_slow)
@@ -57,7 +57,7 @@ def hear(
     explain: Callable[[str, int], ContainerError | None],
     if_slow: str,
 ) -> NodeCheck:
-    """Run a command that starts `slurmgpu.worker.probing`, and read its output; `explain` reads its stderr."""
+    """Run a command that starts `slurmgpu.worker.surroundings`, and read its output; `explain` reads its stderr."""
     started = time.monotonic()
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)

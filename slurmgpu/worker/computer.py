@@ -25,7 +25,7 @@ from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, MAY_PASS, NOT_ASKED, Failure, attempt, may_pass, of_item
 from slurmgpu.worker.item_copies import own_copies
-from slurmgpu.worker.preparing import Preparer
+from slurmgpu.worker.preparer import Preparer
 from slurmgpu.workload import Item
 
 log = logging.getLogger(__name__)

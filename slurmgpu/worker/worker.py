@@ -49,7 +49,7 @@ from slurmgpu.worker.item_reader import ItemReader
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
 from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
-from slurmgpu.worker.preparing import only_for_calls
+from slurmgpu.worker.preparer import only_for_calls
 from slurmgpu.worker.publisher import ComputedShard, Publisher
 from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
 from slurmgpu.workload import TaskContext
@@ -540,7 +540,7 @@ class Worker:
 
     def _inject(self, workload: Adapted) -> Adapted:
         from slurmgpu.faults import parse_faults
-        from slurmgpu.faults.striking import Injected, Marks
+        from slurmgpu.faults.injection import Injected, Marks
 
         injected = Injected(
             workload,

@@ -79,7 +79,7 @@ EXCEPTIONS = {
     **dict.fromkeys(("executors/slot.py", "task/spare_worker.py"), "pipes to forks of this process"),
     "executors/detached.py": "pipes, and the log of the process that submits, which is refused without one",
     "executors/here.py": "cancel names the processes that it leaves alone, and may be typed again",
-    "executors/tracking.py": "where trackers are started, the run directory or the folder of the run file",
+    "executors/tracker_process.py": "where trackers are started, the run directory or the folder of the run file",
     "util/shared_files.py": "it is what tries again",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",

@@ -16,9 +16,9 @@ import pytest
 
 from slurmgpu import open as slurmgpu_open
 from slurmgpu.code import importer, snapshots, tracer
+from slurmgpu.code.capture import snapshot_of
 from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.code.snapshots import tree_digest
-from slurmgpu.code.taking import snapshot_of
 from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run

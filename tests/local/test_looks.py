@@ -10,7 +10,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import making_room
+from slurmgpu.executors import replacement
 from slurmgpu.executors.probe import draft_probe
 from slurmgpu.operations import submitting
 from slurmgpu.plan.items import Look
@@ -138,7 +138,7 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
     with pytest.raises(SlurmGPUError, match="run-look holds a run already"):
         look("0:2", run_dir=second.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(making_room, "refuse_alive", lambda run, what: refuse(f"at work before you {what}"))
+        patch.setattr(replacement, "refuse_alive", lambda run, what: refuse(f"at work before you {what}"))
         with pytest.raises(SlurmGPUError, match="at work before you look again"):
             look("0:2")
     assert len(second.results()) == 3
@@ -177,7 +177,7 @@ def test_a_look_that_is_just_being_made_is_not_replaced(looking, monkeypatch):
     with pytest.raises(SlurmGPUError, match="another process may be submitting it"):
         looking("4:7")
     assert (made / "merged.h5").exists()
-    monkeypatch.setattr(making_room, "MAKING_S", 0.0)
+    monkeypatch.setattr(replacement, "MAKING_S", 0.0)
     assert looking("4:7").results().index[:].tolist() == [4, 5, 6]
 
 
@@ -212,7 +212,7 @@ def test_a_replacement_that_was_killed_leaves_nothing_once_another_look_is_made(
     target = look().folder
     code = f"""
 import os, pathlib
-from slurmgpu.executors.making_room import room
+from slurmgpu.executors.replacement import room
 with room(pathlib.Path({str(target)!r}), "look"):
     os._exit(9)
 """
@@ -229,9 +229,9 @@ with room(pathlib.Path({str(target)!r}), "look"):
     look()
     assert not left.exists()
     assert (alive.exists(), other.exists()) == (True, True)
-    with making_room.room(target, "look"):
+    with replacement.room(target, "look"):
         [mine] = set(folder.glob(".run-look.*.partial")) - {alive, other}
-        making_room.remove_left(target)
+        replacement.remove_left(target)
         assert mine.exists()
     assert not mine.exists()
 

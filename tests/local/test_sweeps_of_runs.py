@@ -11,7 +11,7 @@ import slurmgpu as package
 from slurmgpu import api
 from slurmgpu.cli.commands import submitted, sweep
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import making_room
+from slurmgpu.executors import replacement
 from slurmgpu.operations import submitting
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
@@ -388,7 +388,7 @@ def test_no_look_of_a_sweep_is_replaced_if_another_cannot_be(swept, monkeypatch,
     for command in (("submit", "--executor", "debug", "--dry-run"), ("plan",)):
         done = slurmgpu(*command, "--gpus", "0", "--limit", "3", cwd=swept, expect=2)
         assert "others was made less than" in done.stderr
-    monkeypatch.setattr(making_room, "MAKING_S", 0.0)
+    monkeypatch.setattr(replacement, "MAKING_S", 0.0)
     monkeypatch.setattr(submitting, "create_run", lambda *_: refuse("Slurm refuses it."))
     with pytest.raises(SlurmGPUError, match=r"None was submitted\.$"):
         looks(3)

@@ -7,7 +7,7 @@ import pytest
 import submitit
 
 from slurmgpu.executors import slurm
-from slurmgpu.executors.steady import make_steady
+from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import attempts_of
 from slurmgpu.slurm import accounting, commands, facts, queue
 from slurmgpu.slurm.survey import survey
@@ -227,7 +227,7 @@ def test_lines_of_a_sites_wrapper_around_an_answer_are_passed_over(pretending):
 
 
 def test_the_id_of_a_job_is_the_one_that_sbatch_prints_itself():
-    make_steady()
+    patch_submitit()
     read = submitit.SlurmExecutor._get_job_id_from_submission_command
     assert read("Your last job 4711 has ended.\nSubmitted batch job 12\n") == "12"
     assert read(b"caf\xe9 job 4711\nSubmitted batch job 12 on cluster main\n") == "12"

@@ -1,4 +1,4 @@
-"""Make room for a probe or a look, which takes the place of an earlier one."""
+"""Replace an earlier probe or look by a new one."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurmgpu.executors import slurm_lessons
+from slurmgpu.executors import slurm_adjustments
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import retriable
 from tests.files.test_status import change, report_of, submit_again
@@ -14,10 +14,10 @@ from tests.support.pretend_runs import pretend_run
     [([], None), ([[2, {"cuda_oom": 1}]], None), ([[2, {"item_error": 1, "host_oom": 1}]], "96000M")],
 )
 def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monkeypatch, failed, memory):
-    monkeypatch.setattr(slurm_lessons, "lives_of", lambda run: {})
+    monkeypatch.setattr(slurm_adjustments, "lives_of", lambda run: {})
     run = pretend_run(tmp_path / "run", 10_000)
     change(run, run.attempts()[0]["attempt"], failed=failed)
-    options, _, notes = slurm_lessons.learn(run, run.last_submission(), {}, {})
+    options, _, notes = slurm_adjustments.learn(run, run.last_submission(), {}, {})
     assert options.get("mem") == memory
     assert bool(notes) is (memory is not None)
 
@@ -28,10 +28,10 @@ def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path
         "4711_8": [Life("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu8")],
         "4711_9": [Life("NODE_FAIL", "node_fail", True, 10, 1, "gpu9")],
     }
-    monkeypatch.setattr(slurm_lessons, "lives_of", lambda run: lives)
+    monkeypatch.setattr(slurm_adjustments, "lives_of", lambda run: lives)
 
     def learnt():
-        return slurm_lessons.learn(run, {**run.last_submission(), "exclude": []}, {"mem": "800M"}, {})[:2]
+        return slurm_adjustments.learn(run, {**run.last_submission(), "exclude": []}, {"mem": "800M"}, {})[:2]
 
     assert learnt() == ({"mem": "1200M"}, ["gpu9"])
     submit_again(run)

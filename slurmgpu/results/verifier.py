@@ -14,7 +14,7 @@ from slurmgpu.shards.piece_table import Pieces, lead_bytes
 _CHUNK_BYTES = 1 << 18  # fits the L2 cache, so the checksum finds the bytes there
 
 
-class Checking:
+class Verifier:
     """Compares the bytes of an open merged file with their checksums, and remembers which are verified."""
 
     def __init__(self, directory: Mapping[str, Any], table: bytes, file: Results) -> None:

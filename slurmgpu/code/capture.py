@@ -1,4 +1,4 @@
-"""Takes a snapshot of the user's modules that a run computes with, as they are on disk now."""
+"""Take a snapshot of the user's modules that a run computes with, as they are on disk now."""
 
 from __future__ import annotations
 

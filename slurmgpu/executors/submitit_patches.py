@@ -1,4 +1,4 @@
-"""Submitit made steady: its own files on a file system that fails for a moment, and sbatch's answer among others."""
+"""Patches of Submitit: its own files on a file system that fails for a moment, and the id in the answer of sbatch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by
         return status_of(self) is not None
 
 
-def make_steady() -> None:
-    """Make Submitit, in this process, try again what fails in a run's logs/, and know the id that sbatch prints.
+def patch_submitit() -> None:
+    """Let Submitit, in this process, try again what fails in a run's logs/, and know the id that sbatch prints.
 
     A second call changes nothing.
     """

@@ -19,11 +19,11 @@ JOB = """
 import os, sys
 from pathlib import Path
 from submitit.core import utils
-from slurmgpu.executors.steady import make_steady
+from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.util import shared_files
 
 shared_files.FIRST_PAUSE_S = shared_files.LONGEST_PAUSE_S = 0.01
-make_steady()
+patch_submitit()
 Path(sys.argv[2]).write_text(sys.argv[3])
 Path(sys.argv[2]).rename(sys.argv[1])
 logs = Path.cwd() / "logs"

@@ -12,7 +12,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computer
-from slurmgpu.worker.preparing import only_for_calls
+from slurmgpu.worker.preparer import only_for_calls
 from slurmgpu.workload import Item
 
 LONG_S = 60.0
@@ -114,7 +114,7 @@ def test_an_exception_of_prepare_is_that_of_the_call_of_the_same_items(bad):
     computed = compute(workload, batch_size=4)
     assert values(computed) == [None if i == bad else 2.0 * i for i in range(8)]
     message = computed.rows[bad].message
-    assert message.startswith(f"ValueError: cannot do {bad} (test_preparing.py, line ")
+    assert message.startswith(f"ValueError: cannot do {bad} (test_preparer.py, line ")
     assert not any(bad in indices for indices in workload.called)
 
 

@@ -1,4 +1,4 @@
-"""Check the surroundings of a worker: `python -m slurmgpu.worker.probing N_GPUS` prints them as JSON.
+"""Check the surroundings of a worker: `python -m slurmgpu.worker.surroundings N_GPUS` prints them as JSON.
 
 Standard library only, since it checks whether NumPy and h5py can be imported.
 """
