@@ -146,7 +146,7 @@ class Finder(MetaPathFinder):
     def _ask_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, *, in_folders: bool = False
     ) -> ModuleSpec | None:
-        """What the finders find that Python asks before it searches folders.
+        """The result of the finders that Python asks before it searches folders.
 
         The search itself is among them with `in_folders`, or if the user's code hooks into it. Those behind it are
         asked about nothing: they see what is in no folder, and may install it.
@@ -185,7 +185,7 @@ def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
 
 
 def _reader_in(loader: object) -> SourceFileLoader | None:
-    """What reads a module's source: a loader itself, or the one that it wraps, as scikit-build-core's does."""
+    """The reader of a module's source: a loader itself, or the one that it wraps, as scikit-build-core's does."""
     known = vars(loader).values() if hasattr(loader, "__dict__") else ()
     return next((each for each in (loader, *known) if isinstance(each, SourceFileLoader)), None)
 
@@ -228,13 +228,13 @@ def use(run: Path, digest: str) -> None:
 
 
 def as_submitted(script: Path) -> Path:
-    """Where a script of the user's is as it was submitted; `script` itself without a snapshot that has it."""
+    """The path of a script of the user's as it was submitted; `script` itself without a snapshot that has it."""
     finder = _in_use()
     return script if finder is None else finder.present.as_submitted(script)
 
 
 def python_path_as_submitted() -> list[str]:
-    """What programs need on PYTHONPATH to import the user's modules as they were submitted; empty if all are so."""
+    """The PYTHONPATH by which programs import the user's modules as they were submitted; empty if all are so."""
     finder = _in_use()
     return [] if finder is None else finder.present.python_path()
 

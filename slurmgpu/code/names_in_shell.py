@@ -1,4 +1,4 @@
-"""What a script of a shell names: files beside it, files of the folder in which it runs, and modules of Python."""
+"""Names in a shell script: files beside it, files of the folder in which it runs, and modules of Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file of Python's names: the modules that it imports, and texts that may name modules and files."""
+"""Names in a Python file: the modules that it imports, and texts that may name modules and files."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Pickled:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a pickler meets: code, the modules that it imports, and the packages of code by its id."""
+    """The contents that a pickler meets: code, the modules that it imports, and the packages of code by its id."""
 
     codes: list[CodeType]
     imports: set[str]
@@ -173,7 +173,7 @@ def _cached_property(function: Callable[..., Any], name: str | None) -> Any:
 
 
 def _typing_by_value(obj: Any) -> tuple[Any, ...] | None:
-    """How a name of `typing` is pickled that tasks cannot import, and that else goes by its name; None for others."""
+    """The pickle of a name of `typing` that tasks cannot import; None for others, which are pickled by name."""
     if isinstance(obj, NewType) and not _is_importable(obj):
         return NewType, (obj.__name__, obj.__supertype__)
     if isinstance(obj, ParamSpec) and not _is_importable(obj):

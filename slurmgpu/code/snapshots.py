@@ -140,9 +140,8 @@ def _former(run: Path, digest: str) -> Snapshot | None:
 def _write_about(path: Path, snapshot: Snapshot) -> None:
     head = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "digest": snapshot.digest}
     left_out, files = list(snapshot.left_out), [file.to_json() for file in snapshot.files]
-    spaces = {"namespaces": list(snapshot.namespaces)} if snapshot.namespaces else {}
-    read_files = {"read": [asdict(file) for file in snapshot.read]} if snapshot.read else {}
-    told = {**head, **snapshot.about, "left_out": left_out, **spaces, "files": files, **read_files}
+    named = {"namespaces": list(snapshot.namespaces), "read": [asdict(file) for file in snapshot.read]}
+    told = {**head, **snapshot.about, "left_out": left_out, "files": files, **named}
     text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
     # A group with write permission by the umask may not choose what is imported.
     write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
@@ -172,10 +171,8 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
             raise ValueError(f"it is a {value['format']!r} of version {value['version']!r}")
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
         about = cast(CodeAbout, {key: value[key] for key in value if key not in _OF_THE_FILE})
-        left_out, namespaces = (tuple(map(str, value.get(key, ()))) for key in ("left_out", "namespaces"))
-        reads = tuple(
-            ReadFile(*(str(each[key]) for key in ("name", "path", "sha256"))) for each in value.get("read", ())
-        )
+        left_out, namespaces = (tuple(map(str, value[key])) for key in ("left_out", "namespaces"))
+        reads = tuple(ReadFile(*(str(each[key]) for key in ("name", "path", "sha256"))) for each in value["read"])
         snapshot = Snapshot(files, about, left_out, namespaces, reads)
         if snapshot.digest != digest:
             raise ValueError(f"its files are those of {snapshot.digest}")

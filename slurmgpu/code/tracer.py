@@ -45,7 +45,7 @@ LARGEST_READ = 1 << 20
 """A larger file, in bytes, holds data."""
 MANY_CONFIGURATIONS, MANY_BESIDE_CONFIGURATIONS = 1000, 20_000
 _OF_A_RUN = frozenset({"run.json", ".hydra", "multirun.yaml"})
-"""What is in the folder of a run, of slurmgpu or of Hydra."""
+"""Files in the folder of a run, of slurmgpu or of Hydra."""
 _OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
 
 

@@ -1,4 +1,4 @@
-"""What a container needs on its node, checked before anything is claimed and before a model is loaded."""
+"""The needs of a container on its node, checked before anything is claimed and before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps about its container, and the error of a container that cannot work."""
+"""The container of a run in run.json, and the error of a container that cannot work."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def expand(path: str, environ: Mapping[str, str], what: str = "the bind") -> str
 
 
 class Identity(TypedDict, total=False):
-    """What identifies an image: see `Runtime.identify`."""
+    """The identity of an image: see `Runtime.identify`."""
 
     kind: str
     sha256: str
@@ -124,7 +124,7 @@ class BindRecord(TypedDict):
 
 
 class ContainerRecord(TypedDict):
-    """What run.json keeps under "container"."""
+    """The content of "container" in run.json."""
 
     image: str
     runtime: str
@@ -161,7 +161,7 @@ class Container:
     packages: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> ContainerRecord:
-        """What run.json keeps under "container"."""
+        """The content of "container" in run.json."""
         return cast(ContainerRecord, asdict(self))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the executors of this machine share: its GPUs and its processes."""
+"""The base of the executors of this machine: its GPUs and its processes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Lines = Sequence[SubmissionLine]
 
 @dataclass(frozen=True)
 class Started:
-    """What has been started.
+    """A submission that has been started.
 
     `line` is added to the submission in submissions.jsonl: of queued jobs the state "queued", and their ids by name.
     `wait`, for tasks of this machine, calls its argument again and again until they have ended, and returns their
@@ -61,7 +61,7 @@ class Sight:
 
 @dataclass
 class Preview:
-    """What a dry run shows: the submission, and what the cluster says about it; `notes` are for the user."""
+    """The output of a dry run: the submission, and the cluster's limits for it; `notes` are for the user."""
 
     submission: Submission
     notes: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Preview:
 
 
 class Executor(ABC):
-    """Where tasks run. It has no state: every call gets the run that it is about.
+    """An executor of tasks. It has no state: every call gets the run that it is about.
 
     Its tasks call `job_entry.work` and log to logs/JOB_TASK_0_log.err. An executor that `queues` also queues a job that
     calls `submission.merge_behind`; for the others the process that submits waits for the tasks and merges.
@@ -96,7 +96,7 @@ class Executor(ABC):
 
     @abstractmethod
     def describe(self, container: ContainerRecord | None) -> str:
-        """What `slurmgpu check` prints about it; SlurmGPUError if it would not work."""
+        """The line of `slurmgpu check` about it; SlurmGPUError if it would not work."""
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
         """Raise SlurmGPUError for faults on demand that would harm others."""
@@ -105,7 +105,7 @@ class Executor(ABC):
     def learn(
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """What the next submission changes because of the failures of the `last` one.
+        """The changes of the next submission because of failures of the `last` one.
 
         The options of [slurm], the nodes to exclude, and a sentence for each change. `options` are those of the last
         submission, updated by those that the user has `given` now.
@@ -117,12 +117,12 @@ class Executor(ABC):
         return submission, []
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
-        """What a dry run shows; nothing is queued."""
+        """The output of a dry run; nothing is queued."""
         return Preview(submission, bound_gpu_hours=bound_gpu_hours(submission, None))
 
     @abstractmethod
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
-        """What submissions.jsonl says about where a submission is made; called, and may refuse, before `start`."""
+        """The place of a submission, for submissions.jsonl; called, and may refuse, before `start`."""
 
     @abstractmethod
     def start(self, run: Run, submission: Submission) -> Started:

@@ -1,4 +1,4 @@
-"""What jobs run on a node: a task, or the merge. Plain arguments, so that Submitit's pickles stay small."""
+"""Entry points of jobs on a node: a task, or the merge. Plain arguments, so that Submitit's pickles stay small."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run_task(folder: Path, submission: int) -> None:
         run, own = Run.open(folder), own_job(own_array=True)
         with _beating(folder, own):
             given = next(line for line in run.submissions() if line["submission"] == submission)
-            nodes = given.get("nodes_per_task", 1)
+            nodes = given["nodes_per_task"]
             code = work(run, _attempt(run, own, given, given["gpus_per_task"] // nodes, nodes), own.end_time)
     if code:
         sys.exit(code)
@@ -236,7 +236,7 @@ def run_local_task(
         with beating(folder, attempt.name, job):
             code = work(run, attempt, spare=spare)
         if is_orphaned(run, submission):
-            outlive_parent()  # a slot that is killed now takes no merge along, which nobody else would make
+            outlive_parent()  # a slot that is killed now takes no merge along, which no other process would make
             from slurmgpu.executors.submission import merge_orphaned  # which imports this module
 
             log.warning("the process that has submitted the run is gone: its last task merges")

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def alive(run: Run, waiting_merge: str | None = None) -> str | None:
-    """What is alive or queued of this run, in words; None if nothing is. NoAnswerError if a queue does not answer.
+    """The live processes or queued jobs of this run, in words; None without any. NoAnswerError if a queue is silent.
 
     `waiting_merge` is the Slurm job of the caller, which merges when the others have ended; it does not count, nor do
     other jobs that wait to merge. Tasks of other users and clusters are not in the queue here: their heartbeats are
@@ -88,7 +88,7 @@ def others_alive(run: Run, own_array: str | None) -> str | None:
 
 
 def forget_dead_tasks(run: Run) -> None:
-    """Remove the heartbeats of tasks that were killed, after a merge: nobody need watch them again."""
+    """Remove the heartbeats of tasks that were killed, after a merge: no observer need watch them again."""
     observer = _observer(run)
     observer.forget([sign for sign in observer.look() if sign.lives is False])
 

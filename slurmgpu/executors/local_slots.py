@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
-    """How the slots ended: the report also names those that died before they wrote a record."""
+    """The ends of the slots: the report also names those that died before they wrote a record."""
     lives, job, node = {}, job_here(submission.executor, submission.submission), platform.node()
     for number, slot in enumerate(slots):
         failure, message = class_of_exit(code := slot._process.poll()), ""
@@ -58,7 +58,7 @@ ENVIRON = {
     "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-"""What a slot has in its environment beside what this process has; its task sets its own GPUs."""
+"""The variables that a slot has beside those of this process; its task sets its own GPUs."""
 
 
 class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed

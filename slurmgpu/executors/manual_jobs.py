@@ -68,7 +68,7 @@ def _written(run: Run, array_job: str, cluster: str | None) -> SubmissionLine | 
 
 
 def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
-    """What Slurm's environment says was given, and what later submissions need of what was asked for."""
+    """The submission by Slurm's environment, with those values of the last one that later submissions need."""
     lines = run.submissions()
     planned: SubmissionLine = {"submission": 0, "slurm": run.plan.slurm, "merge": run.plan.merge}
     last = run.as_submitted(lines[-1]) if lines else planned

@@ -35,7 +35,7 @@ class Failed:
 
 
 def probe_dir(run_dir: Path) -> Path:
-    """Where the probe of a run lies."""
+    """The directory of a run's probe."""
     return run_dir.with_name(f"{run_dir.name}{SUFFIX}")
 
 

@@ -60,7 +60,7 @@ def queued_jobs(
 
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
-    """What the accounting of a run's executors says of its tasks, as `Executor.lives`."""
+    """The lives of a run's tasks by the accounting of its executors, as `Executor.lives`."""
     found = [executor.lives(run, settled=settled) for executor in queueing(run)]
     answers = [lives for lives in found if lives is not None]
     return {task: each for lives in answers for task, each in lives.items()} if answers else None

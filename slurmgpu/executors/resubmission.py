@@ -1,4 +1,4 @@
-"""What a submission asks for: the first one, and those that compute what is missing after failures."""
+"""Make submissions: the first one, and those that compute the missing items after failures."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def next_submission(
         merge={**last["merge"], **(merging or {})},
         exclude=tuple(exclude),
         round=round,
-        container=last.get("container"),
-        code=last.get("code"),
+        container=last["container"],
+        code=last["code"],
         # Items that are computed again because they failed are not to fail again.
-        inject=() if n_again or asked.executor != last["executor"] else tuple(last.get("inject") or ()),
+        inject=() if n_again or asked.executor != last["executor"] else tuple(last["inject"]),
     )
     return submission, notes

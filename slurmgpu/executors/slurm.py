@@ -159,11 +159,11 @@ class Slurm(Executor):
         return queue.own_jobs()
 
     def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:
-        """What squeue says."""
+        """The jobs of squeue."""
         return queue.queued_jobs(run, among, last)
 
     def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
-        """What sacct says."""
+        """The lives of sacct."""
         return accounting.lives_of(run, settled=settled)
 
     def jobs_completing(self, other: Run) -> tuple[str, ...]:

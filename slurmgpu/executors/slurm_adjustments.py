@@ -1,4 +1,4 @@
-"""What the next Slurm jobs ask for after failures of the last ones: other nodes, more memory."""
+"""Adjust the next Slurm jobs to failures of the last ones: other nodes, more memory."""
 
 from __future__ import annotations
 

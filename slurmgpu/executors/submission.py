@@ -311,7 +311,7 @@ def _refuse_lost(run: Run, number: int) -> None:
 
 
 def _once_answered(do: Callable[[], T]) -> T:
-    """What `do` returns; it is called again while the scheduler is silent, as where slurmctld is being restarted."""
+    """The result of `do`, called again while the scheduler is silent, as where slurmctld is being restarted."""
     deadline, pause = time.monotonic() + SILENCE_S, min(1.0, MAX_PAUSE_S)
     while True:
         try:

@@ -28,7 +28,7 @@ class Verdict:
 
 
 class BrokenPromiseError(Exception):
-    """What was found is not what is promised."""
+    """A finding that differs from what is promised."""
 
 
 def judge(run: Run, report: Report) -> list[Verdict]:
@@ -124,7 +124,7 @@ class _Found:
 
 
 def _row(found: _Found, fault: Fault) -> str:
-    """What became of the item's row, in words; BrokenPromiseError if it has not the class of the fault."""
+    """The outcome of the item's row in words; BrokenPromiseError if it has not the class of the fault."""
     if found.shard(fault) in found.missing:
         return f"item {fault.at} has no row yet"
     if found.is_lifted(fault) and fault.at not in found.errors:

@@ -232,7 +232,7 @@ def matches_of(path: Path, pattern: re.Pattern[bytes], start: int, stop: int) ->
 
 
 def behind_hole(stream: BinaryIO, raw: bytes, offset: int) -> int:
-    """Where to continue after `raw`, which ended at `offset`: after zeros, at the file's next data.
+    """The offset to continue at after `raw`, which ended at `offset`: after zeros, at the file's next data.
 
     A file that was extended by accident would be read for hours.
     """

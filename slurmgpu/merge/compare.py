@@ -81,7 +81,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What differs between two runs: `equal` if nothing does; `differences` are the first rows that do."""
+    """The differences of two runs: `equal` if there are none; `differences` are the first rows with one."""
 
     a: Side
     b: Side
@@ -92,7 +92,7 @@ class Comparison:
     columns: dict[str, ColumnDifference] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     dtypes: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = field(default_factory=dict, repr=False)
-    """How both sides store a column."""
+    """The dtypes of a column on both sides."""
 
     @property
     def equal(self) -> bool:
@@ -120,7 +120,7 @@ def compare(
     tolerance: float = 0.0,
     n_examples: int = N_EXAMPLES,
 ) -> Comparison:
-    """What differs between the rows of two run directories, which may be at work, or merged files.
+    """The differences between the rows of two run directories, which may be at work, or merged files.
 
     Rows belong together by their index, or by `key`: a column, or a field of the input, with another value in each
     row. `columns` are those to compare, by default all that both have, and `error`. Numbers x and y are the same if

@@ -224,7 +224,7 @@ def _summed(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, dict[str
 
 
 class _Columns:
-    """What all shards of a join share."""
+    """The columns that all shards of a join share."""
 
     def __init__(self, columns: Mapping[str, Column], fingerprints: Sequence[str], patience_s: float) -> None:
         self.columns = columns

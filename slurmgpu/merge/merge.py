@@ -100,7 +100,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
 
 @dataclass
 class _Joining:
-    """What to join: the newest revision of each shard, and rows that only the former merged.h5 has."""
+    """The files to join: the newest revision of each shard, and rows that only the former merged.h5 has."""
 
     run: Run
     check: Check

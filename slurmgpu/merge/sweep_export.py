@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 RUN = "run"
 """The column of the runs' names."""
 OF_SWEEP = "sweep."
-"""What stands before the name of a column that is another's as well; columns of runs have no dot."""
+"""The prefix of a column whose name another one has as well; columns of runs have no dot."""
 
 
 @dataclass(frozen=True)
 class SweepExported(Exported):
     """As `Exported`, of a sweep: items without a row by the names of runs that lack some, and runs that were not made.
 
-    `n_missing` is of the runs that were made: of the others nobody knows how many items they have.
+    `n_missing` is of the runs that were made: how many items the others have is not known.
     """
 
     missing: Mapping[str, int] = field(default_factory=dict)

@@ -26,7 +26,7 @@ def missing_packages() -> list[str]:
 
 
 def page_path(run: Run) -> Path:
-    """Where the merge writes the page."""
+    """The path of the page."""
     return run.folder / "report.html"
 
 

@@ -62,7 +62,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the page says of the rows; `sentence` says how many were looked at."""
+    """The rows for the page; `sentence` says how many were looked at."""
 
     columns: list[Described]
     n_more: int
@@ -71,7 +71,7 @@ class Rows:
 
 
 def rows_of(run: Run, report: Report) -> Rows | None:
-    """What the page says of the rows of merged.h5; None if there are none, or they cannot be read."""
+    """The rows of merged.h5 for the page; None if there are none, or they cannot be read."""
     try:
         if not exists(run.merged):
             return None

@@ -119,7 +119,7 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
 
 
 def _as_text(name: str, place: Sequence[str | int], value: Any) -> str:
-    """How a number, true or false is written as text in the run file and with -s, to append to an error."""
+    """A sentence on how to write a number, true or false as text in the run file and with -s, to append to an error."""
     keys = [name]
     for part in place:
         if not isinstance(value, Mapping) or part not in value:

@@ -22,11 +22,11 @@ from slurmgpu.util.atomic_files import beside, fsync_dir
 from slurmgpu.util.shared_files import exists, make_folder, replace, retried
 
 OF_INPUT = frozenset({"input_digest", "n_items", "ranges"})
-"""What may differ of all that the rows depend on: the input, which is compared file by file."""
+"""The parts of `Plan.basis` that may differ: the input, which is compared file by file."""
 FilesOfItem = Callable[[int], Collection[str]]
 """The files that a workload keeps for an item's row, as paths relative to the run directory."""
 CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What says that a file can only be copied: another file system, another user's file, too many links."""
+"""Errors of a file that can only be copied: another file system, another user's file, too many links."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Extension:
         return self.run.plan.fingerprints
 
     def describe(self, plan: Plan) -> str:
-        """What is taken, and what is computed, as a note."""
+        """A note on the shards that are taken, and those that are computed."""
         n_taken = sum(stop - start for start, stop in map(plan.bounds, self.shards))
         shards = count_of(len(self.shards), "shard")
         return (

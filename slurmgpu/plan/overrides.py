@@ -70,7 +70,7 @@ class Overrides(dict[str, Any]):
             self.assign(self.path_of(key), value)
 
     def path_of(self, key: str, source: str = "-s") -> tuple[str, ...]:
-        """Where a key lies in a run file: `resources.gpus`, a key at the top, or the name of a setting.
+        """The path of a key in a run file: `resources.gpus`, a key at the top, or the name of a setting.
 
         `source` is who names it, in errors.
         """
@@ -129,7 +129,7 @@ def _keys_of(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def place_of(key: str) -> tuple[str, ...]:
-    """Where a key lies in a run file, as `Overrides.path_of`, whoever names it."""
+    """The path of a key in a run file, as `Overrides.path_of`."""
     first, *rest = path = parts_of(key.removeprefix("."))
     if not _is_of_file(key):
         return "settings", *path

@@ -1,4 +1,4 @@
-"""How a workload uses the GPUs of its tasks, asked before anything is queued; and the memory of GPUs by name."""
+"""The use of a task's GPUs by its workload, asked before anything is queued; and the memory of GPUs by name."""
 
 from __future__ import annotations
 

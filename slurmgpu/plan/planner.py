@@ -147,7 +147,7 @@ def draft_run(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a run file and its overrides ask for; `extends` is a run of fewer items."""
+    """The run that a run file and its overrides ask for; `extends` is a run of fewer items."""
 
     source: RunFileSource
     config: RunFile

@@ -271,7 +271,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _of_script(path: Path) -> str:
-    """What to type where a script was named in place of a run file; an empty text for other files."""
+    """The command to type where a script was named in place of a run file; an empty text for other files."""
     runs = {".py": "python", ".sh": "bash"}.get(path.suffix)
     if runs is None:
         return ""

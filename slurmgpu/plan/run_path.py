@@ -10,11 +10,11 @@ from slurmgpu.plan.run_file import RunFile
 from slurmgpu.util.users import expanded
 
 LOOK = "-look"
-"""What follows the name of a run in that of a look at it."""
+"""The suffix of the name of a look at a run."""
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 NOT_UTF8 = re.compile(r"[\ud800-\udfff]")
-"""How Python has the bytes of a path that are no UTF-8."""
+"""Python's characters for the bytes of a path that are no UTF-8."""
 
 
 def run_path(config: RunFile, path: Path, run_dir: Path | None, *, is_look: bool) -> Path:

@@ -149,7 +149,7 @@ def path_of(source: RunFileSource) -> Path:
 
 
 def named(path: Path) -> str:
-    """How messages call the run file of this path: where there is none at it, by what gave its keys."""
+    """The name of a run file in messages; if there is no file at this path, the source of its keys."""
     return {GIVEN_RUN_FILE: "the given run file", NO_RUN_FILE: NO_RUN_FILE}.get(path.name, str(path))
 
 

@@ -216,7 +216,7 @@ def drafted(
 def _changed_since(
     run: Run, source: RunFileSource, variant: Variant, after: Run | None, look: Look | None
 ) -> str | None:
-    """What code has changed since a run was submitted that computes what this one of [sweep] would.
+    """The code that has changed since the submission of a run that computes the same as this one of [sweep].
 
     None for a run that computes something else.
     """

@@ -207,7 +207,7 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
 
 
 def outcome_of(attempt: AttemptRow) -> str:
-    """How an attempt ended, in words: its failure class, or `ok`, with the reason if one is recorded."""
+    """The end of an attempt in words: its failure class, or `ok`, with the reason if one is recorded."""
     return attempt["failure"] or (f"ok ({attempt['reason']})" if attempt["reason"] else "ok")
 
 

@@ -343,7 +343,7 @@ def is_complete(run: Run) -> bool:
 
 
 def report_path(run: Run) -> Path:
-    """Where the merge writes the report."""
+    """The path of the report."""
     return run.folder / "report.json"
 
 

@@ -77,7 +77,7 @@ def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> Kind:
 
 
 def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Counting) -> dict[Kind, float]:
-    """How an attempt spent its `seconds`, by kind; `failure` is its failure class."""
+    """The `seconds` of an attempt by kind; `failure` is its failure class."""
     total = _ms(seconds)
     if failure is not None and not record["published"] and record["load_s"] is None:
         return _in_seconds(total, {"lost": total})

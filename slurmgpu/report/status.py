@@ -75,7 +75,7 @@ class StatusAttempt(Standing):
 
 
 class Status(TypedDict):
-    """What `slurmgpu status --json` prints: see docs/reference/report.md."""
+    """The output of `slurmgpu status --json`: see docs/reference/report.md."""
 
     format: str
     version: int

@@ -1,4 +1,4 @@
-"""How the values of each column are distributed, of a bounded sample of a file's rows, the same at every call."""
+"""The distribution of each column's values in a bounded sample of a file's rows, the same at every call."""
 
 from __future__ import annotations
 

@@ -81,6 +81,6 @@ Stored: TypeAlias = Dataset | npt.NDArray[Any]
 
 
 def how_to_go_on(path: Path) -> str:
-    """What to do about a damaged file."""
+    """A sentence on what to do about a damaged file."""
     run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
     return f"`slurmgpu merge {run}` writes merged.h5 again from the run's shards."

@@ -71,7 +71,7 @@ class Claims:
     patience_s: float = PATIENCE_S
 
     def path(self, shard: int) -> Path:
-        """Where the claim of `shard` lies."""
+        """The path of a shard's claim."""
         return self.folder / f"{shard:05d}"
 
     def take(self, shard: int, claim: Claim) -> bool:

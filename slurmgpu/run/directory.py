@@ -227,7 +227,7 @@ class Run:
         return {self.revision_path(*numbers).name: why for numbers, why in found if numbers[1]}
 
     def _set_aside(self) -> dict[tuple[int, int], str]:
-        """What was wrong with files that a merge set aside, by shard and revision; without those replaced since."""
+        """The damage of files that a merge set aside, by shard and revision; without those replaced since."""
         found, files = {}, self.shard_files()
         for name in list_names(self.shards):
             numbers = self.revision_of(name.removesuffix(".damaged.txt") + ".h5")

@@ -24,7 +24,7 @@ EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
 Sees = Callable[[BaseException], bool]
 
 FILES, INPUT, LOADING, ITEM = "files", "input", "loading", "item"
-"""What an error ends: a task, by an error of its own files; reading the input; loading the workload; or one item."""
+"""The scope of an error: a task, by an error of its own files; reading the input; loading the workload; one item."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def blaming(node: str) -> Iterator[None]:
 
 
 def describe_exit(returncode: int, *, was_done: bool = False) -> str:
-    """How a process ended, in words; `was_done` says that its work was done."""
+    """The end of a process in words; `was_done` says that its work was done."""
     if number := signal_of(returncode):
         return f"died by {name_of_signal(number)}"
     return f"exited with code {returncode}" + ("" if was_done else " before its work was done")

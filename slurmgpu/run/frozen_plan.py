@@ -1,4 +1,4 @@
-"""What a run computes, as run.json has it.
+"""The plan of a run, as run.json has it.
 
 Standard library only, as the worker, `status` and the merge all read it.
 """
@@ -53,7 +53,7 @@ class InputRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """What made a run. `container` are values over [container] of the run file."""
+    """The origin of a run. `container` are values over [container] of the run file."""
 
     run_file: str
     versions: dict[str, str]
@@ -63,7 +63,7 @@ class Provenance(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
+    """The frozen plan of a run: everything that its rows depend on, and the resources first asked for.
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
     `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
@@ -172,7 +172,7 @@ class Plan:
 
     @cached_property
     def basis(self) -> Mapping[str, Any]:
-        """What the rows depend on, by the name of each part, as run.json gives it back."""
+        """Everything that the rows depend on, by the name of each part, as run.json gives it back."""
         names = ("input_digest", "n_items", "workload", "settings", "columns", "batch_size", "shard_items", "seed")
         parts = {name: getattr(self, name) for name in (*names, "keep", "parts")}
         parts["ranges"] = self.input["ranges"] if self.look else None

@@ -1,4 +1,4 @@
-"""What workloads log with `task.log`: a file of JSON lines for each attempt, in telemetry/.
+"""The values that workloads log with `task.log`: a file of JSON lines for each attempt, in telemetry/.
 
 docs/reference/files.md has the lines. Only the attempt itself appends to its file.
 """
@@ -113,7 +113,7 @@ class MetricReader:
         self._submissions: dict[str, int] = {}
 
     def news(self) -> Iterator[Logged]:
-        """What was logged since the last call."""
+        """The values that were logged since the last call."""
         with contextlib.suppress(FileNotFoundError):
             for name in list_names(self._folder):
                 if name.endswith(SUFFIX):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENVIRON = "SLURMGPU_TRUST"
 """This variable names the run directory whose writers are trusted; tasks and jobs inherit it."""
 LEFT_ALONE = "%s is left alone: others may have named it as the run's, and nothing else shows that it is (%s)"
-"""What is said of a process or a job that is not ended, with `why_forgeable`."""
+"""The message about a process or a job that is not ended, with `why_forgeable`."""
 
 
 def trust(folder: Path) -> None:

@@ -28,7 +28,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Again:
-    """What is computed again of one shard: its new revision, and the items."""
+    """The items of one shard that are computed again, and its new revision."""
 
     revision: int
     items: Spans
@@ -36,7 +36,7 @@ class Again:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What a submission computes again, by shard."""
+    """The items that a submission computes again, by shard."""
 
     submission: int
     shards: Mapping[int, Again]
@@ -53,7 +53,7 @@ def recompute_path(run_folder: Path) -> Path:
 
 
 def write_recompute(run_folder: Path, value: Recompute) -> None:
-    """Write what a submission computes again, before anything of it is queued."""
+    """Write the items that a submission computes again, before anything of it is queued."""
     shards = {
         str(shard): [again.revision, [list(span) for span in again.items]] for shard, again in value.shards.items()
     }
@@ -62,7 +62,7 @@ def write_recompute(run_folder: Path, value: Recompute) -> None:
 
 
 def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
-    """What a submission computes again; None if it computes missing shards only. SlurmGPUError if damaged."""
+    """The items that a submission computes again; None if it computes missing shards only. SlurmGPUError if damaged."""
     path = recompute_path(run_folder)
     try:
         value = json.loads(read_bytes(path, max_bytes=MOST_BYTES))

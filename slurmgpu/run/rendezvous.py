@@ -1,4 +1,4 @@
-"""How the nodes of a task find each other: lines of JSON over TCP, between processes that know a secret.
+"""The rendezvous of the nodes of a task: lines of JSON over TCP, between processes that know a secret.
 
 Before the other side has proved that it knows the secret, only a greeting of 64 bytes is read from it. The secret is
 never sent. A closed connection means that the other side is gone.

@@ -68,7 +68,7 @@ class Jobs(TypedDict, total=False):
 
 
 class Place(TypedDict, total=False):
-    """What distinguishes a run directory from its copies."""
+    """The path and inode that distinguish a run directory from its copies."""
 
     folder: str
     inode: int

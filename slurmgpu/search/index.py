@@ -36,7 +36,7 @@ class LoggedAttempt(TypedDict):
 
 
 class Index(TypedDict):
-    """What `slurmgpu logs --json` prints."""
+    """The output of `slurmgpu logs --json`."""
 
     format: str
     version: int

@@ -64,7 +64,7 @@ class Column(ABC):
         """A copy of `value` as stored; ValueError if anything but precision would be lost."""
 
     def convert_all(self, values: Sequence[Any]) -> Sequence[npt.NDArray[Any] | bytes]:
-        """What `convert` returns for each value; ValueError if one does not fit."""
+        """The result of `convert` for each value; ValueError if one does not fit."""
         return [self.convert(value) for value in values]
 
     @abstractmethod
@@ -329,7 +329,7 @@ def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[s
 
 
 def convert_rows(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What `convert_row` returns for each row, in less time; ValueError, which names no row, if one does not fit."""
+    """The result of `convert_row` for each row, in less time; ValueError, which names no row, if one does not fit."""
     if any(row.keys() != columns.keys() for row in rows):
         raise ValueError("a row has other columns")
     values = [column.convert_all([row[name] for row in rows]) for name, column in columns.items()]

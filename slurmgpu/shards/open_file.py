@@ -11,7 +11,7 @@ from slurmgpu.util.shared_files import is_transient, naming, open_regular, retri
 
 
 class Identity(NamedTuple):
-    """What tells a file from another one at its path, and from itself after a change; `mtime` is in nanoseconds."""
+    """The identity of a file, which another one at its path has not, nor itself after a change; `mtime` in ns."""
 
     device: int
     inode: int
@@ -28,7 +28,7 @@ class ReplacedFileError(Exception):
 
 
 class OpenFile:
-    """Reads a regular file at any place, from any thread and after a fork; closed when nobody refers to it.
+    """Reads a regular file at any place, from any thread and after a fork; closed when nothing refers to it.
 
     Transient errors are retried for `patience_s`, then raised. A stale NFS handle stays stale, so the file is opened
     again: ReplacedFileError unless it is the `same` as before. UnusableFileError for anything but a regular file.

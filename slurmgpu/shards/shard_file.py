@@ -52,7 +52,7 @@ class ForeignShardError(DamagedShardError):
 
 
 class FailedRow(ItemError):  # noqa: N818 - what is stored in place of a row
-    """What is stored of an item that failed: its error, and the stored `values` of columns that it has all the same."""
+    """The stored row of an item that failed: its error, and the stored `values` of columns that it has all the same."""
 
     def __init__(self, message: str, values: Mapping[str, Any]) -> None:
         super().__init__(message)

@@ -69,7 +69,7 @@ class Reader:
 
     Transient errors are retried for `patience_s`, then raised: a failed read says nothing about the bytes.
     Anything but a regular file is a DamagedShardError, and so is a file of another size that replaced this one.
-    `file` is open as long as somebody refers to it, unless the reader is closed.
+    `file` is open as long as something refers to it, unless the reader is closed.
     """
 
     def __init__(

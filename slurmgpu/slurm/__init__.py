@@ -1,4 +1,4 @@
-"""What Slurm says and takes: its commands, queue, accounting and limits.
+"""Slurm's interface: its commands, queue, accounting and limits.
 
 May import: report, run, util.
 """

@@ -1,4 +1,4 @@
-"""What Slurm's accounting knows of a run's tasks. It costs detail only when it is absent, broken or late."""
+"""The lives of a run's tasks by Slurm's accounting. It costs detail only when it is absent, broken or late."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PATIENCE_S = 20.0
 
 DAY_S = 86_400.0
 DISABLED = "accounting storage is disabled"
-"""What sacct says on a cluster without accounting."""
+"""The message of sacct on a cluster without accounting."""
 
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
-    """What accounting knows of the run's tasks; None without an answer, which costs detail only.
+    """The lives of the run's tasks by accounting; None without an answer, which costs detail only.
 
     With `settled` it is asked again, for up to 20 s, until it has the end of each attempt that recorded none: a
     database that is away for a moment would make a cancelled run look like a preempted one, which is submitted again.

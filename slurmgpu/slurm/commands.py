@@ -56,7 +56,7 @@ ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 """Names of arrays are not cut at 64 characters, and times have the format that `queue` reads."""
 
 CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
-"""What sbatch reads as --clusters."""
+"""The variable that sbatch reads as --clusters."""
 
 
 class SlurmUnavailableError(NoAnswerError):
@@ -154,7 +154,7 @@ def outside_job() -> Iterator[None]:
 
 
 def accounting(job_ids: Sequence[str], since: Mapping[str, float] = MappingProxyType({})) -> dict[str, list[Life]]:
-    """What sacct says: for each array task ("1234_7") its lives in order, one for each restart.
+    """The lives by sacct: for each array task ("1234_7") its lives in order, one for each restart.
 
     `since` is when a job cannot have ended yet, in seconds since the epoch: what ended before was another job with its
     id. Ids begin again where slurmctld has lost its state, and behind MaxJobId.

@@ -74,7 +74,7 @@ def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gp
 
 @dataclass(frozen=True)
 class Trial:
-    """What Slurm says about a script; `start` is when the job, or an array's first task, would start now.
+    """Slurm's answer about a script; `start` is when the job, or an array's first task, would start now.
 
     None if it is not known: for a job that Slurm refuses, and for one that waits for another. It has this machine's
     time zone, as sbatch prints it by this machine's clock.
@@ -91,7 +91,7 @@ class Trial:
 
 
 def try_scripts(scripts: Mapping[str, str]) -> dict[str, Trial]:
-    """What sbatch says about each of these scripts, without queueing them; may raise SlurmUnavailableError."""
+    """The answers of sbatch about these scripts, without queueing them; may raise SlurmUnavailableError."""
     found = {}
     for job, text in scripts.items():
         # The array, for which the merge would wait, has no id yet.

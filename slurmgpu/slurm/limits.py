@@ -1,4 +1,4 @@
-"""What Slurm allows this user, and what happens to a submission that asks for more.
+"""Slurm's limits for this user, and what happens to a submission that asks for more.
 
 Slurm accepts most jobs that are above a limit, and they pend for ever; `sbatch --test-only` does not say so. Which of
 several limits holds: https://slurm.schedmd.com/resource_limits.html#hierarchy. The first QOS or association that sets a

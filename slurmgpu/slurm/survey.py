@@ -1,4 +1,4 @@
-"""What Slurm says about this cluster and this user, for the site file of `init --site`."""
+"""A survey of this cluster and this user by Slurm's commands, for the site file of `init --site`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a task starts its worker: command and environment, in an image or not, one process or several."""
+"""Start of a worker by its task: command and environment, in an image or not, one process or several."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class _Follower:
         self._line.tell({"exited": code, "was_oom": was_oom, "group": self._group})
 
     def _problem(self) -> dict[str, Any] | None:
-        """What prevents this node from computing, before anything is started."""
+        """The faults that prevent this node from computing, before anything is started."""
         try:
             if self._attempt.uses_gpus:
                 gpus.check_visible(self._attempt.n_gpus)

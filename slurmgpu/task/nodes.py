@@ -49,7 +49,7 @@ def node_rank() -> int:
 
 
 def rendezvous_path(run: Run, attempt: Attempt) -> Path:
-    """Where the followers of an attempt read how to find their leader."""
+    """The file in which the followers of an attempt read how to find their leader."""
     return run.tasks / f".{attempt.name}.group"
 
 

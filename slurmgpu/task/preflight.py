@@ -23,7 +23,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What was found on a node: `found` is the output of `worker.surroundings`, `problems` are sentences.
+    """The findings on a node: `found` is the output of `worker.surroundings`, `problems` are sentences.
 
     `start_s` is how long the Python took to start and report; `runtime` is the container runtime and its version;
     `if_slow` is a likely cause of a slow start.

@@ -154,7 +154,7 @@ class WorkerProcess:
             log.warning("the worker wrote %r", line)
 
     def said(self) -> str:
-        """What it has written to its log, or the end of that; "" if it cannot be read."""
+        """The log that it has written, or its end; "" if it cannot be read."""
         with contextlib.suppress(OSError), open_file(self._log_path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - SAID_BYTES))

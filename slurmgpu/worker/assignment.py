@@ -1,4 +1,4 @@
-"""What task and worker share, without NumPy and h5py, which the task does not need."""
+"""The types that task and worker share, without NumPy and h5py, which the task does not need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorkerFailedError(Exception):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the task tells its worker.
+    """The task's instructions to its worker.
 
     `resume` are shards that this attempt has already claimed, by a worker that died. `end_time` is the end of the
     allocation in seconds since the epoch, by this node's clock. `inject` are faults on demand. `cluster` is that of

@@ -1,4 +1,4 @@
-"""How a call of the workload failed: the failure of its items, by the exception or by what was returned."""
+"""Failures of a call of the workload: of its items, by the exception or by the returned value."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Failure:
         return cls(**{**value, "way": None if value["way"] is None else tuple(value["way"])})
 
     def to_row(self, values: Mapping[str, Any] = {}) -> FailedRow:
-        """What the shard has of the item: the failure class and the message as its `error`, and these values."""
+        """The item's row: the failure class and the message as its `error`, and these values."""
         return FailedRow(f"{self.kind}: {self.message}"[:ERROR_LENGTH], values)
 
 
@@ -65,7 +65,7 @@ NOT_ASKED = Failure(
 
 
 def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
-    """How a call ended for the whole group, from how it ended on each rank: as on the lowest rank that failed.
+    """The end of a call for the whole group, from its end on each rank: as on the lowest rank that failed.
 
     If the group was asked to stop, Interrupted goes first: other errors may come from a rank that missed the others,
     and rows from one that did not hear in time. The item resumes from its progress, and real errors occur again.
@@ -77,7 +77,7 @@ def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
 
 
 def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: bool) -> tuple[Any, Failure | None]:
-    """What a function of the workload returned, or how it failed with so many items.
+    """The value that a function of the workload returned, or its failure with so many items.
 
     Errors name the line in the user's code, which lies in `folder`. A full disk is no item's fault if the workload
     `resumes`. The exception must not leave this function: its traceback would keep the failed call's tensors alive.

@@ -370,7 +370,7 @@ class Computer:
         return failure
 
     def _arguments(self, items: Sequence[Item], ahead: Sequence[Item]) -> tuple[Any, ...]:
-        """What the workload is called with; begins to prepare the items `ahead`.
+        """The arguments of the workload's call; begins to prepare the items `ahead`.
 
         Each call has mappings of its own: one that fails may have changed them, and its items are called again.
         """

@@ -122,7 +122,7 @@ class Group:
         raise PeersMissingError(int(word), value, patience_s)
 
     def _first_ending(self, turn: int, word: str) -> str:
-        """How this turn ended, as written first: all came, or the rank that left."""
+        """The end of this turn, as written first: all came, or the rank that left."""
         key = f"{turn}/end"
         return str(self._read(key, self._store.compare_set(key, "", self._signed(key, word))))
 

@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FOLDER = "parts"
-"""Where the parts of a run lie."""
+"""The folder of a run's parts."""
 MOST_BYTES = 1 << 30
 """More than the values of any part."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """The pauses of a task that waits for the values of others; each is twice the one before."""
 COMPARED = 8
-"""Of so many shards with parts left, a task joins the one with the most: there may be hundreds, and as many tasks."""
+"""A task looks at this many shards with parts left, and joins the one with the most: there may be hundreds."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Parts:
         return self.run.folder / FOLDER / str(self.submission)
 
     def shard_to_join(self, shards: Collection[int]) -> int | str | None:
-        """Of shards that others hold, one with many parts that nobody has; LATER if one may have some soon; or None.
+        """A shard that another task holds, with many unclaimed parts; LATER if one may have some soon; or None.
 
         A shard that this attempt has begun is not joined again, and one whose holder has not come to its first `divide`
         is waited for during one lease. The listings may be outdated, which costs a later or a needless join.
@@ -258,7 +258,7 @@ class _Stage:
         return self._folder / f"{number:05d}.json"
 
     def _take(self, number: int) -> bool:
-        """Claim a part that nobody computes, or that was published since the listing."""
+        """Claim a part that no task computes, or that was published since the listing."""
         mine, former = self._parts.claim, self._claims.observe(number)
         if former is None:
             return self._claims.take(number, mine)

@@ -40,7 +40,7 @@ class Preparer:
         self._ahead = [item.index for item in items], self._thread.begin(partial(self._made, items))
 
     def take(self, items: Sequence[Item]) -> Made:
-        """What `prepare` makes of these items: what was prepared ahead, if it was of the same ones.
+        """The result of `prepare` for these items: the one prepared ahead, if it was of the same items.
 
         Raises what `prepare` raised.
         """

@@ -224,7 +224,7 @@ class Claimer:
         return sorted(is_open - claimed), sorted(is_open & claimed)
 
     def _place(self, n_free: int) -> int:
-        """Where to start among the free shards; 0 if there are few."""
+        """The place to start among the free shards; 0 if there are few."""
         self._n_surveys += 1
         if n_free < MANY:
             return 0

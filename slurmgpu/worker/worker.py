@@ -348,7 +348,7 @@ class Worker:
         return self.run.items_of(shard)
 
     def _agree(self, failure: Failure | None) -> Failure | None:
-        """How a call of the workload ended for the group, see `settle`."""
+        """The end of a call of the workload for the group, see `settle`."""
         if failure is None and self.group.world_size == 1:
             return None
         has_left = self._parts is not None and self._parts.has_left

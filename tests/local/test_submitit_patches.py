@@ -7,7 +7,7 @@ import sys
 import pytest
 import submitit
 
-from slurmgpu.executors.steady import make_steady
+from slurmgpu.executors.submitit_patches import patch_submitit
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
 from tests.pretend_nfs.nodes import REPOSITORY, Server, missing
@@ -91,7 +91,7 @@ def test_a_slot_that_loses_the_file_system_is_said_to_have_lost_it(project, slur
 
 
 def test_what_sbatch_says_when_it_takes_a_job_is_told_once(caplog):
-    make_steady()
+    patch_submitit()
     line = "sbatch: warning: the account is nearly used up"
     command = ["sh", "-c", f"echo '{line}' >&2; echo Submitted batch job 7"]
     call = submitit.core.utils.CommandFunction(command, verbose=False)
