@@ -107,9 +107,7 @@ def prompts_of(
     make = template_class(settings.get("template_format", "f-string"))
     side = settings.get("truncation_side")
     images, folder = settings.get("images"), settings.get("image_folder", "")
-    found = Prompts(prompt, messages, system, tuple(given), last, fewshot, make, side, images, folder)
-    found.check_examples(given)
-    return found
+    return Prompts(prompt, messages, system, given, last, fewshot, make, side, images, folder)
 
 
 def _named_examples(

@@ -63,7 +63,6 @@ class LanguageModelWorkload:
     engine: Engine
     prompts: Prompts
     sampling = Sampling()
-    given: Mapping[str, Any] = {}
     fields: Collection[str] = ()
     _told_answers = _told_scores = Progress(lambda said: None, "things")  # until a task loads the model
     _divide: Divide | None = None
@@ -187,7 +186,7 @@ class LanguageModelWorkload:
 
     def sort_key(self, item: Item) -> int | tuple[str, int]:
         """Long prompts first; where items choose an adapter, those of one beside each other."""
-        length = -self.prompts.length(item.data, self.given)
+        length = -self.prompts.length(item.data)
         return length if self.prompts.choice is None else (str(item.data.get(self.prompts.choice.field)), length)
 
     def load(self, task: TaskContext) -> None:

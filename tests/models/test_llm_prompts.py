@@ -130,8 +130,8 @@ def test_settings_that_make_no_prompt_are_refused(settings, sentence):
 
 
 def test_a_prompt_without_an_item_has_a_word_in_place_of_its_fields():
-    prompts = Prompts("{labels}: {choices[0]}, {text}", system="{n}", given=["labels"])
-    filled = prompts.fill("N/A", {"labels": "a, b"})
+    prompts = Prompts("{labels}: {choices[0]}, {text}", system="{n}", given={"labels": "a, b"})
+    filled = prompts.fill("N/A")
     assert (filled.system, filled.text) == ("N/A", "a, b: N/A, N/A")
 
 

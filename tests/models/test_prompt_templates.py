@@ -115,7 +115,7 @@ def test_fields_are_known_at_planning_and_jinja_is_named_where_it_is_missing(not
     assert workload.fields == {"choices", "text", "who"}
     labelled = Classify(model=nothing, prompt="{{ text }} {{ labels }}", labels=["a", "b"], template_format="jinja2")
     assert labelled.fields == {"text"}
-    assert labelled.prompts.of({"text": "x"}, labelled.given).text == "x a, b"
+    assert labelled.prompts.of({"text": "x"}).text == "x a, b"
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(SlurmGPUError, match=r"needs the package Jinja2.* pip install jinja2"):
         Generate(model=nothing, prompt="{{ a }}", template_format="jinja2")

@@ -100,7 +100,7 @@ class Prompts:
         prompt: str | None = None,
         messages: str | None = None,
         system: str | None = None,
-        given: Sequence[str] = (),
+        given: Mapping[str, Any] = NO_VALUES,
         last: Last | None = None,
         fewshot: Fewshot | None = None,
         make: Callable[[str, str], Fillable] = Template,
@@ -108,7 +108,7 @@ class Prompts:
         images: str | None = None,
         image_folder: str = "",
     ) -> None:
-        """Check the settings; `given` are names in templates that are not fields of the items.
+        """Check the settings; `given` are values in templates beside the items' fields.
 
         The field `images` holds an item's images, of which relative paths start at `image_folder`.
         """
@@ -126,7 +126,7 @@ class Prompts:
             )
         if last is not None and messages is None:
             raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
-        self._messages, self._last = messages, last
+        self._messages, self._last, self._given = messages, last, given
         self.choice: AdapterField | None = None
         if fewshot is not None and messages is not None:
             raise SlurmGPUError(
@@ -136,22 +136,22 @@ class Prompts:
             raise SlurmGPUError(f"truncation_side is {truncation_side!r}; expected 'left' or 'right'.")
         self._truncation_side = truncation_side
         self._images, self._image_folder = images, image_folder
-        self._fewshot = fewshot
-        self._known_examples: tuple[Mapping[str, Any], list[tuple[Composed, Composed]]] | None = None
-        self._target = None if fewshot is None else make(fewshot.target, "target")
         if self._prompt is not None and images is None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
                 f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
                 f'such as "Translate: {{text}}".'
             )
+        self._fewshot = fewshot
+        target = None if fewshot is None else make(fewshot.target, "target")
+        self._examples = [] if target is None else [*self._rendered_examples(target)]
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that it uses, and the given names."""
+        """The fields of items that it uses."""
         found = frozenset(name for name in (self._messages, self._images) if name is not None)
         for template in (self._prompt, self._system):
             found |= frozenset() if template is None else template.fields
-        return found
+        return found - self._given.keys()
 
     @property
     def whole_fields(self) -> frozenset[str]:
@@ -165,32 +165,19 @@ class Prompts:
         if self._last == "continue":
             yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
 
-    def check_examples(self, given: Mapping[str, Any] = NO_VALUES) -> None:
-        """Refuse examples without what the templates take."""
-        for _ in self._examples(given):
-            pass
-
-    def of(
-        self,
-        data: Mapping[str, Any],
-        given: Mapping[str, Any] = NO_VALUES,
-        seed: int = 0,
-        forms: Sequence[Mapping[str, Any]] = (),
-    ) -> Prompt:
-        """The prompt from an item's data, given values and seed; ItemError for a missing or wrong field.
+    def of(self, data: Mapping[str, Any], seed: int = 0, forms: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+        """The prompt from an item's data and seed; ItemError for a missing or wrong field.
 
         `forms` are the item's data in other forms, such as two texts in another order: no examples for it, either.
         """
-        found = replace(self._of(data, given, seed, forms), truncation_side=self._truncation_side)
+        found = replace(self._of(data, seed, forms), truncation_side=self._truncation_side)
         if self._images is not None:
             images = sources_of(self._images, take(data, self._images), self._image_folder)
             found = replace(found, images=images)
         return found if self.choice is None else replace(found, adapter=self.choice.of(data))
 
-    def _of(
-        self, data: Mapping[str, Any], given: Mapping[str, Any], seed: int, forms: Sequence[Mapping[str, Any]]
-    ) -> Prompt:
-        system = None if self._system is None else self._system.render(data, given)
+    def _of(self, data: Mapping[str, Any], seed: int, forms: Sequence[Mapping[str, Any]]) -> Prompt:
+        system = None if self._system is None else self._system.render(data, self._given)
         if self._messages is not None:
             messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))
             if system is None:
@@ -199,29 +186,25 @@ class Prompts:
                 raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
             return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
         assert self._prompt is not None
-        own = () if self._fewshot is None else tuple(self._prompt.render(form, given) for form in forms)
-        return self._after_examples(self._prompt.render(data, given), system or "", given, seed, own)
+        own = () if self._fewshot is None else tuple(self._prompt.render(form, self._given) for form in forms)
+        return self._after_examples(self._prompt.render(data, self._given), system or "", seed, own)
 
-    def _after_examples(
-        self, text: str, system: str, given: Mapping[str, Any], seed: int, own: Sequence[str] = ()
-    ) -> Prompt:
+    def _after_examples(self, text: str, system: str, seed: int, own: Sequence[str] = ()) -> Prompt:
         """The prompt of a text, with examples before it, of which it is none itself, nor in its `own` other forms."""
         if self._fewshot is None:
             return Prompt(text, system=system)
-        known = self._known_examples
-        if known is None or known[0] is not given:
-            known = self._known_examples = (given, [*self._examples(given)])
-        examples, number = known[1], self._fewshot.number
+        examples, number = self._examples, self._fewshot.number
         places = range(len(examples)) if number is None else shuffled(len(examples), seed)
         shots = [examples[place] for place in places if examples[place][0] not in (text, *own)][:number]
         return Prompt(text, system=system, shots=tuple(shots), between=self._fewshot.delimiter)
 
-    def _examples(self, given: Mapping[str, Any]) -> Iterator[tuple[Composed, Composed]]:
-        if self._fewshot is None or self._prompt is None or self._target is None:
-            return
+    def _rendered_examples(self, target: Fillable) -> Iterator[tuple[Composed, Composed]]:
+        """The examples' questions and answers; SlurmGPUError for one without what the templates take."""
+        assert self._prompt is not None
+        assert self._fewshot is not None
         for number, example in enumerate(self._fewshot.examples, 1):
             try:
-                yield self._prompt.render(example, given), self._target.render(example, given)
+                yield self._prompt.render(example, self._given), target.render(example, self._given)
             except ItemError as error:
                 raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
 
@@ -238,16 +221,16 @@ class Prompts:
             raise ItemError(f"field {self._messages!r} has only a turn of the assistant; expected one before it")
         return messages[:-1], messages[-1]["content"] if self._last == "continue" else ""
 
-    def fill(self, word: str, given: Mapping[str, Any]) -> Prompt:
-        """The prompt with one word for every field that is not given; not with `messages`."""
+    def fill(self, word: str) -> Prompt:
+        """The prompt with one word for every field; not with `messages`."""
         assert self._prompt is not None
-        system = None if self._system is None else self._system.fill(word, given)
-        return self._after_examples(self._prompt.fill(word, given), system or "", given, 0)
+        system = None if self._system is None else self._system.fill(word, self._given)
+        return self._after_examples(self._prompt.fill(word, self._given), system or "", 0)
 
-    def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NO_VALUES) -> int:
+    def length(self, data: Mapping[str, Any]) -> int:
         """The length of an item's prompt in characters, to sort items by; 0 without a prompt."""
         try:
-            return self.of(data, given).length
+            return self.of(data).length
         except ItemError:
             return 0
 

@@ -99,8 +99,7 @@ class Classify(LanguageModelWorkload):
         structure = structure_of(schema, kept_to, regex, grammar)
         # An answer that is kept to a choice is that choice.
         self._by_choice = {} if kept_to is None else dict(zip(kept_to, self.labels, strict=True))
-        self.given = {"labels": _described(labels)}
-        self.prompts = prompts_of(settings, prompt, messages, system, last, self.given)
+        self.prompts = prompts_of(settings, prompt, messages, system, last, {"labels": _described(labels)})
         if calibrate:
             _check_calibrated(prompt, settings)
         self.sampling = sampling(settings, structure=structure)
@@ -111,7 +110,7 @@ class Classify(LanguageModelWorkload):
         self._json, self._finder = json, Labels(self.labels)
         self._offsets = np.zeros(len(self.labels))
         self.columns = self._own_columns()
-        self.fields = {*self.prompts.fields, *filter(None, (truth, group))} - self.given.keys()
+        self.fields = {*self.prompts.fields, *filter(None, (truth, group))}
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if method == "score":
             beyond.append(f'{SCORES_NOTHING} Set method = "parse", and choose another engine for "score".')
@@ -134,7 +133,7 @@ class Classify(LanguageModelWorkload):
         super().load(task)
         if self.calibrate:
             # Once and alone: the offsets of all scores must not depend on a batch.
-            [found] = self._scores([self._question(0, self.prompts.fill(NO_CONTENT, self.given))])
+            [found] = self._scores([self._question(0, self.prompts.fill(NO_CONTENT))])
             if isinstance(found, ItemError):
                 raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found}")
             self._offsets = self._by_label(found)
@@ -158,7 +157,7 @@ class Classify(LanguageModelWorkload):
                     values[name] = "" if value is None else text_of(value)
             if values.get("truth", "") not in ("", *self.labels):
                 values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
-            return self.prompts.of(item.data, self.given, item.seed), values
+            return self.prompts.of(item.data, item.seed), values
         except ItemError as error:
             return error
 
