@@ -414,7 +414,7 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
             budget = Budget(tokens, _place(machine))
             options, parts = _options(_model(machine)), (engine._codec, engine._grammars, budget, engine._prefill)
             eager = DecodingChoice(engine._loaded, options, _place(machine), engine._prefill, budget)
-            batches = StaticBatches(engine._loaded, _place(machine), *parts, eager)
+            batches = StaticBatches(engine._loaded, *parts, eager)
             finished = batches.generate(_encoded(engine, requests))
             found.append({each.encoded.request.id: each.tokens for each in finished})
         shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)
@@ -444,7 +444,7 @@ def _by_graphs(machine: Machine, precision: str, **settings: Any) -> tuple[Stati
     if choice.verdict is None:
         raise NotHeld("they were not tried; the log has the reason")
     parts = (engine._codec, engine._grammars, budget, engine._prefill, choice)
-    return StaticBatches(engine._loaded, _place(machine), *parts), choice
+    return StaticBatches(engine._loaded, *parts), choice
 
 
 def _eager(machine: Machine, precision: str) -> TransformersEngine:

@@ -439,7 +439,7 @@ def test_so_many_choices_are_read_together_that_their_logits_have_room(folders, 
 def test_ranks_of_a_group_do_not_halve_on_their_own(folders, monkeypatch):
     ours = engine(folders["llama"])
     group = dataclasses.replace(Place("cpu"), world_size=2)
-    monkeypatch.setattr(ours._static, "_place", group)
+    monkeypatch.setattr(ours._static._budget, "_place", group)
     monkeypatch.setattr(ours._prefill, "forward", lambda *args, **options: bytearray(1 << 60))
     with pytest.raises(MemoryError):
         list(ours.generate(requests_of(["ab", "cd"])))

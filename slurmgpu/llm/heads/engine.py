@@ -20,10 +20,7 @@ from slurmgpu.llm.heads.own_classes import own_class
 from slurmgpu.llm.interface.batching import (
     CPU_PADDING,
     GPU_PADDING,
-    Budget,
-    attempt,
-    default_tokens,
-    in_batches,
+    budget_of,
     of_like_length,
 )
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
@@ -70,7 +67,7 @@ class HeadEngine:
     def __init__(
         self, options: EngineOptions, place: Place, head: Head, *, step_end: str = "\n", cut: bool = False
     ) -> None:
-        self._loaded, self._head, self._place = load_head(options, place, head), head, place
+        self._loaded, self._head = load_head(options, place, head), head
         processor = load_processor(options) if options.images else None
         tokenizer = self._loaded.tokenizer if processor is None else processor.tokenizer
         self.has_chat_template = bool(tokenizer.chat_template)
@@ -81,7 +78,7 @@ class HeadEngine:
         self._config = self._loaded.model.config.get_text_config()
         self._pad_id: int | None = self._config.pad_token_id
         self._lengths = CallLengths.of(self._config)
-        self._budget = Budget(options.batch_tokens or default_tokens(self._loaded, place), place)
+        self._budget = budget_of(options, self._loaded, place)
         self._padding = CPU_PADDING if self._loaded.device.type == "cpu" else GPU_PADDING
         if not self._takes_padding(EXACT if options.precision == "fp32" else ROUNDED):
             self._padding = 0
@@ -99,8 +96,8 @@ class HeadEngine:
             except PromptError as error:
                 yield HeadScores(asked.id, np.empty(0), error=str(error))
         encoded.sort(key=lambda each: each.tokens)  # of equal length, those that begin alike are neighbours
-        for batch, found in in_batches(
-            encoded, lambda each: (len(each.tokens), 0), self._read, self._budget, self._place, self._n_alike
+        for batch, found in self._budget.batches(
+            encoded, lambda each: (len(each.tokens), 0), self._read, self._n_alike
         ):
             if found is None:
                 n_tokens = len(batch[0].tokens)
@@ -125,7 +122,7 @@ class HeadEngine:
         if n_tokens > self._loaded.context:
             said = f"the text has {n_tokens} tokens with its images, and the model takes {self._loaded.context}"
             return HeadScores(asked.id, np.empty(0), n_tokens, error=said)
-        found = attempt(lambda: self._read_shown(shown), self._place)
+        found = self._budget.attempt(self._read_shown, shown)
         if found is None:
             free_memory()
             said = f"out of memory for this text and its images alone, which have {n_tokens} tokens"

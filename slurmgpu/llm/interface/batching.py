@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise, takewhile
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.util.out_of_memory import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -29,12 +29,13 @@ PATIENCE = 20
 LEAST_PREFIX, LEAST_SHARE = 32, 0.25
 """The tokens, and the share of the prompts, from which on a prefix is computed once."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 
 
 class Budget:
-    """The most tokens of a batch: rows times the longest prompt and answer."""
+    """The most tokens of a batch: rows times the longest prompt and answer; less where memory runs out."""
 
     def __init__(self, tokens: int, place: Place) -> None:
         self.tokens = tokens
@@ -58,19 +59,47 @@ class Budget:
         if self._n_clean >= PATIENCE and not self._grown:
             self.tokens, self._grown = min(self._whole, self.tokens * 5 // 4), True
 
+    def attempt(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The result of `work`; None if it ran out of memory, when nothing refers to its tensors any more.
 
-def attempt(work: Callable[[], T], place: Place) -> T | None:
-    """The result of `work`; None if it ran out of memory, when nothing refers to its tensors any more.
+        In a group, whose processes must all do the same, the exception is raised.
+        """
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:
+            if self._place.world_size > 1 or not is_out_of_memory(error):
+                raise
+        # After the except block: its traceback referred to the tensors.
+        return None
 
-    In a group, whose processes must all do the same, the exception is raised.
-    """
-    try:
-        return work()
-    except Exception as error:
-        if place.world_size > 1 or not is_out_of_memory(error):
-            raise
-    # After the except block: its traceback referred to the tensors.
-    return None
+    def batches(
+        self,
+        items: Iterable[Item],
+        lengths_of: Callable[[Item], tuple[int, int]],
+        work: Callable[[list[Item]], T],
+        n_alike: Callable[[Sequence[Item]], int] = len,
+    ) -> Iterator[tuple[list[Item], T | None]]:
+        """Batches within the budget, long items first, with the result of `work`; None for an item too large alone.
+
+        `lengths_of` are an item's tokens of prompt and of answer, and `n_alike` says how many of the next items may be
+        in a batch. A batch that lacks memory is made again, smaller.
+        """
+        waiting = deque(sorted(items, key=lambda each: [-length for length in lengths_of(each)]))
+        while waiting:
+            next_ones = [*islice(waiting, MOST_ROWS)]
+            lengths = [lengths_of(each) for each in next_ones[: n_alike(next_ones)]]
+            n_taken, load = n_that_fit(Load(), lengths, self.tokens)
+            some = [waiting.popleft() for _ in range(n_taken)]
+            found = self.attempt(work, some)
+            if found is not None:
+                self.succeed()
+            else:
+                free_memory()
+                if n_taken > 1:
+                    self.reduce(load.tokens)
+                    waiting.extendleft(reversed(some))
+                    continue
+            yield some, found
 
 
 def cpu_tokens(kv_bytes: int) -> int:
@@ -99,6 +128,11 @@ def default_tokens(loaded: Any, place: Place) -> int:
     widths = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     token_bytes = 1.25 * loaded.kv_bytes + widths * loaded.model.dtype.itemsize
     return int(min(MOST_TOKENS, max(256, SHARE_OF_FREE * free / token_bytes)))
+
+
+def budget_of(options: EngineOptions, loaded: Any, place: Place) -> Budget:
+    """The budget that the settings say, else one for the memory that is free after loading the model."""
+    return Budget(options.batch_tokens or default_tokens(loaded, place), place)
 
 
 @dataclass(frozen=True)
@@ -133,37 +167,6 @@ def n_that_fit(
             break
         load, taken = grown, taken + 1
     return taken, load
-
-
-def in_batches(
-    items: Iterable[Item],
-    lengths_of: Callable[[Item], tuple[int, int]],
-    work: Callable[[list[Item]], T],
-    budget: Budget,
-    place: Place,
-    n_alike: Callable[[Sequence[Item]], int] = len,
-) -> Iterator[tuple[list[Item], T | None]]:
-    """Batches within the budget, long items first, with what `work` makes of each; None if one item lacks memory alone.
-
-    `lengths_of` are an item's tokens of prompt and of answer, and `n_alike` says how many of the next items may be in
-    a batch. A batch that lacks memory is made again, smaller.
-    """
-    waiting = deque(sorted(items, key=lambda each: [-length for length in lengths_of(each)]))
-    while waiting:
-        next_ones = [*islice(waiting, MOST_ROWS)]
-        lengths = [lengths_of(each) for each in next_ones[: n_alike(next_ones)]]
-        n_taken, load = n_that_fit(Load(), lengths, budget.tokens)
-        some = [waiting.popleft() for _ in range(n_taken)]
-        found = attempt(lambda some=some: work(some), place)  # type: ignore[misc]
-        if found is not None:
-            budget.succeed()
-        else:
-            free_memory()
-            if n_taken > 1:
-                budget.reduce(load.tokens)
-                waiting.extendleft(reversed(some))
-                continue
-        yield some, found
 
 
 def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.batching import Budget, default_tokens
+from slurmgpu.llm.interface.batching import budget_of
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
@@ -34,14 +34,14 @@ class TransformersEngine:
     def __init__(self, options: EngineOptions, place: Place) -> None:
         loaded = load_model(options, place)
         self._codec = Codec(loaded.tokenizer, options, loaded.context)
-        budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
+        budget = budget_of(options, loaded, place)
         self._prefill = Prefill(loaded, place)
         width = loaded.model.config.get_text_config().vocab_size
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
         self._decodings = DecodingChoice(loaded, options, place, self._prefill, budget)
-        self._static = StaticBatches(loaded, place, self._codec, self._grammars, budget, self._prefill, self._decodings)
-        self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
-        self._token_scorer = TokenScorer(place, budget, self._prefill, loaded.model.config.get_text_config())
+        self._static = StaticBatches(loaded, self._codec, self._grammars, budget, self._prefill, self._decodings)
+        self._scorer = Scorer(self._codec, loaded.context, budget, self._prefill)
+        self._token_scorer = TokenScorer(budget, self._prefill, loaded.model.config.get_text_config())
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded
         way = "" if self._continuous is None else "continuous batches; if impossible, "

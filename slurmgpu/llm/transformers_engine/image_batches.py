@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.batching import Budget, in_batches
-from slurmgpu.llm.interface.engine import Place
+from slurmgpu.llm.interface.batching import Budget
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Finished
 from slurmgpu.llm.transformers_engine.image_prompts import Shown, ShownRequest, moved
@@ -95,16 +94,14 @@ class ImageModel:
 class ImageBatches:
     """Generates answers in batches within the budget."""
 
-    def __init__(self, model: ImageModel, place: Place, chooser: Chooser, budget: Budget) -> None:
+    def __init__(self, model: ImageModel, chooser: Chooser, budget: Budget) -> None:
         self._model = model
-        self._place = place
         self._chooser = chooser
         self._budget = budget
 
     def generate(self, requests: Sequence[ShownRequest]) -> Iterator[Finished]:
         """Each request's answer, a batch after the other, the longest prompts first."""
-        batches = in_batches(requests, lambda each: lengths_of(each.encoded), self._run, self._budget, self._place)
-        for asked, finished in batches:
+        for asked, finished in self._budget.batches(requests, lambda each: lengths_of(each.encoded), self._run):
             yield from [too_large(asked[0].encoded)] if finished is None else finished
 
     def _run(self, asked: Sequence[ShownRequest]) -> list[Finished]:

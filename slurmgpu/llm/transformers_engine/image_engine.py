@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.interface.batching import Budget, default_tokens
+from slurmgpu.llm.interface.batching import budget_of
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.grammars import Grammars
@@ -43,12 +43,12 @@ class ImageEngine:
         loaded.model.generation_config = GenerationConfig()
         self._codec = Codec(processor.tokenizer, options, loaded.context, marks_of(processor))
         self._prompts = ImagePrompts(processor, self._codec)
-        budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
+        budget = budget_of(options, loaded, place)
         width = loaded.model.config.get_text_config().vocab_size
         grammars = Grammars(processor.tokenizer, self._codec, loaded.eos_ids, width)
         model = ImageModel(loaded)
-        self._batches = ImageBatches(model, place, Chooser(self._codec, grammars, loaded.eos_ids), budget)
-        self._scorer = ImageScorer(model, place, self._codec, self._prompts, budget)
+        self._batches = ImageBatches(model, Chooser(self._codec, grammars, loaded.eos_ids), budget)
+        self._scorer = ImageScorer(model, self._codec, self._prompts, budget)
         log.info("images by %s; batches of at most %d tokens", type(processor).__name__, budget.tokens)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.batching import Budget, in_batches
-from slurmgpu.llm.interface.engine import Place, Question, Scores, Tokens
+from slurmgpu.llm.interface.batching import Budget
+from slurmgpu.llm.interface.engine import Question, Scores, Tokens
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, in_groups
@@ -42,9 +42,8 @@ class _Way:
 class ImageScorer:
     """Scores choices in batches within the budget."""
 
-    def __init__(self, model: ImageModel, place: Place, codec: Codec, prompts: ImagePrompts, budget: Budget) -> None:
+    def __init__(self, model: ImageModel, codec: Codec, prompts: ImagePrompts, budget: Budget) -> None:
         self._model = model
-        self._place = place
         self._codec = codec
         self._prompts = prompts
         self._budget = budget
@@ -65,7 +64,7 @@ class ImageScorer:
         ways = [way for number, each in enumerate(asked) for way in _ways(number, *each)]
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         too_large: set[int] = set()
-        for some, told in in_batches(ways, lambda way: way.lengths, self._read, self._budget, self._place):
+        for some, told in self._budget.batches(ways, lambda way: way.lengths, self._read):
             if told is None:
                 too_large.add(some[0].number)
                 continue

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, n_common, n_that_fit
-from slurmgpu.llm.interface.engine import Place, Prompt, Question, Scores, Tokens
+from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, n_common, n_that_fit
+from slurmgpu.llm.interface.engine import Prompt, Question, Scores, Tokens
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.transformers_engine import caches
@@ -58,8 +58,7 @@ class Asked:
 class Scorer:
     """Scores choices in batches within the budget."""
 
-    def __init__(self, place: Place, codec: Codec, context: int, budget: Budget, prefill: Prefill) -> None:
-        self._place = place
+    def __init__(self, codec: Codec, context: int, budget: Budget, prefill: Prefill) -> None:
         self._codec = codec
         self._context = context
         self._budget = budget
@@ -89,7 +88,7 @@ class Scorer:
             alike = asked[: self._prefill.n_together([each.prompt for each in asked], shared, behind)]
             n_taken, load = n_that_fit(Load(), [_lengths(each) for each in alike], self._budget.tokens)
             batch = asked[:n_taken]
-            found = attempt(lambda batch=batch, load=load: self._score(batch, load, shared), self._place)  # type: ignore[misc]
+            found = self._budget.attempt(self._score, batch, load, shared)
             if found is None:
                 self._prefill.forget()
                 free_memory()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, attempt, n_that_fit
-from slurmgpu.llm.interface.engine import Place, Tokens
+from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, n_that_fit
+from slurmgpu.llm.interface.engine import Tokens
 from slurmgpu.llm.interface.sampling import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine.decoding import Decoding
@@ -88,14 +88,12 @@ class StaticBatches:
     def __init__(
         self,
         loaded: Loaded,
-        place: Place,
         codec: Codec,
         grammars: Grammars,
         budget: Budget,
         prefill: Prefill,
         decodings: DecodingChoice,
     ) -> None:
-        self._place = place
         self._chooser = Chooser(codec, grammars, loaded.eos_ids)
         self._budget = budget
         self._prefill = prefill
@@ -128,7 +126,7 @@ class StaticBatches:
     def _attempt(self, work: _Work) -> str | None:
         """The failure of the slots, or of memory, when nothing refers to its tensors any more; None without one."""
         try:
-            return "out of memory" if attempt(lambda: self._advance(work), self._place) is None else None
+            return "out of memory" if self._budget.attempt(self._advance, work) is None else None
         except SlotsError as error:
             return str(error)
         except Exception as error:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.llm.interface.batching import Budget, Load, attempt, n_in_pack, n_that_fit, of_like_length
-from slurmgpu.llm.interface.engine import Place, Tokens
+from slurmgpu.llm.interface.batching import Budget, Load, n_in_pack, n_that_fit, of_like_length
+from slurmgpu.llm.interface.engine import Tokens
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text
 from slurmgpu.llm.transformers_engine.prefill import Prefill
@@ -25,8 +25,8 @@ class TokenScorer:
     models whose values depend on how long all of a call is, each text is read at once, beside others of its length.
     """
 
-    def __init__(self, place: Place, budget: Budget, prefill: Prefill, config: Any) -> None:
-        self._place, self._budget, self._prefill, self._width = place, budget, prefill, config.vocab_size
+    def __init__(self, budget: Budget, prefill: Prefill, config: Any) -> None:
+        self._budget, self._prefill, self._width = budget, prefill, config.vocab_size
         self._most_logits = max(MOST_LOGITS, self._width)
         self._by_length = depends_on_length(config)
         self._in_parts = prefill.has_rows and not self._by_length
@@ -39,7 +39,7 @@ class TokenScorer:
             alike = rows[: self._n_alike(rows)]
             n_taken, load = n_that_fit(Load(), [(len(row) - 1, 0) for row in alike], self._most_tokens())
             some = [windows[place] for place in waiting[:n_taken]]
-            found = attempt(lambda some=some: self._read(some), self._place)  # type: ignore[misc]
+            found = self._budget.attempt(self._read, some)
             if found is None:
                 free_memory()
                 if n_taken > 1:
