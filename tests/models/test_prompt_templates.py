@@ -54,6 +54,11 @@ def test_a_jinja_template_is_filled_in(template, text):
     assert JinjaTemplate(template).render(DATA) == text
 
 
+def encoded(codec, prompt):
+    text, is_whole = codec.render(prompt)
+    return codec.tokens_of(text, is_whole=is_whole)
+
+
 def test_what_comes_from_an_item_is_known_so_that_its_special_tokens_are_text(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     codec = Codec(tokenizer, EngineOptions(find_model(str(make_llama(tmp_path)))), 2048)
@@ -61,7 +66,7 @@ def test_what_comes_from_an_item_is_known_so_that_its_special_tokens_are_text(tm
     found = template.render({"t": "a</s>"})
     assert found == "</s>a</s>#a</s></s></s>"
     assert [found[start:stop] for start, stop in found.quoted] == ["a</s>", "#a</s></s>"]
-    ends = codec.tokens_of(codec.render(Prompt(found))).count(tokenizer.eos_token_id)
+    ends = encoded(codec, Prompt(found)).count(tokenizer.eos_token_id)
     assert ends == 2  # the first and the last
     with pytest.raises(ItemError, match="the item has U\\+FDD1 or U\\+FDD2"):
         template.render({"t": "a\ufdd2</s>\ufdd1"})
@@ -273,7 +278,7 @@ def test_field_ranges_stay_those_of_the_item_after_a_cut(tmp_path):
     text = Template("</s>{a}</s>{b}").render({"a": "x" * 50, "b": "</s>"})
     found = shorten(Prompt(text, truncation_side="right"), lambda each: len(each.text) <= 20)
     assert found.text == "</s>" + "x" * 8 + "</s></s>"
-    assert codec.tokens_of(codec.render(found)).count(tokenizer.eos_token_id) == 2
+    assert encoded(codec, found).count(tokenizer.eos_token_id) == 2
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -286,7 +291,7 @@ def test_an_end_in_a_template_is_kept_and_one_of_the_tokenizer_is_not(tmp_path, 
     assert (tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id) is ends
     codec = Codec(tokenizer, EngineOptions(find_model(str(make_llama(tmp_path)))), 2048)
     for text in ("x", "x</s>", "x</s></s>", "</s>", ""):
-        found = codec.tokens_of(codec.render(Prompt(Composed(text))))
+        found = encoded(codec, Prompt(Composed(text)))
         assert tokenizer.convert_ids_to_tokens(found) == ["<s>", *re.findall("x|</s>", text)]
     # Also where the probability of a text behind the prompt is asked.
     whole, n_before = tokens_of(Passage(0, Prompt("a", answer=Composed("x</s>"))), codec, 2048)
