@@ -110,13 +110,3 @@ def test_more_than_64_test_triples_and_any_lines_in_any_order():
     assert whole.shape == (150, 40)
     alone = [reach.mask(tests[i : i + 1])(np.arange(len(train)))[0, lines] for i in range(150)]
     assert (whole == np.stack(alone)).all()
-
-
-def test_the_strict_hop_constraint_changes_nothing():
-    """It asks for less than the first rule does."""
-    train, tests = graph(2), np.stack([np.arange(N), np.zeros(N, int), np.arange(N)[::-1]], axis=1)
-    masks = [
-        HopFilter(train, N, HopFilterOptions(strict_hop_constraint=strict)).mask(tests)(np.arange(len(train)))
-        for strict in (False, True)
-    ]
-    assert (masks[0] == masks[1]).all()

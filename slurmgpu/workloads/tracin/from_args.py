@@ -73,7 +73,7 @@ FLAGS: Mapping[str, Flag] = {
     "--n-hops": Flag(setting="n_hops", parse=int),
     "--min-degree": Flag(setting="min_degree", parse=int),
     "--no-preserve-test-edges": _switch("preserve_test_edges", False),
-    "--strict-hop-constraint": _switch("strict_hop_constraint", True),
+    "--strict-hop-constraint": _needless("the first rule of the filter implies it"),
     "--path-filtering": _switch("path_filtering", True),
     "--max-total-path-length": Flag(setting="max_total_path_length", parse=int),
     "--strict-path-filtering": _switch("strict_path_filtering", True),

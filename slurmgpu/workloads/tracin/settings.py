@@ -28,10 +28,7 @@ Stack = Literal["height", "width"]
 CPU_MEMORY_MB, GPU_MEMORY_MB = 200, 4096
 """Working memory if memory_mb is not set."""
 
-FILTER = (
-    *("min_degree", "preserve_test_edges", "strict_hop_constraint"),
-    *("path_filtering", "max_total_path_length", "strict_path_filtering"),
-)
+FILTER = "min_degree", "preserve_test_edges", "path_filtering", "max_total_path_length", "strict_path_filtering"
 """The settings that refine `n_hops`."""
 
 OWN_LOSS = ("test_loss", "image", "stack", "inverse", "norm")
@@ -71,7 +68,6 @@ class TracinSettings:
     n_hops: int | None = None
     min_degree: int | None = None
     preserve_test_edges: bool | None = None
-    strict_hop_constraint: bool = False
     path_filtering: bool = False
     max_total_path_length: int | None = None
     strict_path_filtering: bool = False

@@ -9,9 +9,8 @@ The training triples are read as edges without direction. For a test triple (h, 
    from h does not fall and the distance to t does not rise. If `max_total_path_length` is set, the distances from h to
    the edge's start and from its end to t add up to at most that, without the edge itself.
 
-`strict_path_filtering` drops rule 2. `strict_hop_constraint` requires both ends within `n_hops` of h or of t, which
-rule 1 implies: it changes nothing, as in the replaced system. The rules are those of that system's default back end;
-its two others count paths and degrees differently.
+`strict_path_filtering` drops rule 2. The rules are those of the replaced system's default back end; its two others
+count paths and degrees differently. Its strict hop constraint, both ends within `n_hops` of h or of t, is in rule 1.
 
 Each test triple is one bit: 64 of them are searched at once, in one pass over the edges for each hop.
 """
@@ -35,7 +34,6 @@ class HopFilterOptions:
     n_hops: int = 2
     min_degree: int = 2
     preserve_test_edges: bool = True
-    strict_hop_constraint: bool = False
     path_filtering: bool = False
     max_total_path_length: int | None = None
     strict_path_filtering: bool = False
