@@ -180,7 +180,7 @@ def join(
     not_finite = _summed(each.not_finite for each in copied.values())
     taken = {part.source.path for part in left}
     aside = tuple((path, why) for path, why in bad.reasons.items() if path not in taken)
-    return Joined(n_rows, len(failed), frozenset(copied), damaged, aside, failed, not_finite, merged.code)
+    return Joined(n_rows, frozenset(copied), damaged, aside, failed, not_finite, merged.code)
 
 
 def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) -> None:

@@ -381,9 +381,10 @@ def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
         return None  # damaged; this merge writes it again
     names: Sequence[Literal["fingerprint", "n_rows", "missing", "errors"]]
     names = ("fingerprint", "n_rows", "missing", "errors")
-    found = former.get("summary") if former else None
-    same = former is not None and all(former.get(name) == report[name] for name in names)
-    if not same or not found or found.keys() == {"error"}:
+    if former is None or any(former[name] != report[name] for name in names):
+        return None
+    found = former["summary"]
+    if not found or found.keys() == {"error"}:
         return None
     log.warning("the summary of an earlier merge of the same rows is kept")
     return found

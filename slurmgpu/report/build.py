@@ -65,7 +65,6 @@ class Joined:
     """
 
     n_rows: int
-    n_errors: int
     shards: frozenset[int]
     damaged: tuple[tuple[int, str], ...]
     aside: tuple[tuple[Path, str], ...]

@@ -130,8 +130,7 @@ def computes(record: BriefRecord) -> bool:
     """Whether a living attempt was computing when it wrote: on a shard, or between two."""
     if record["state"] != "running":
         return False
-    ends = [entry[1] + entry[2] for entry in record["published"][-1:]]
-    since = max([*ends, *(phase[0] for phase in record["phases"][-1:])], default=-math.inf)
+    since = max([record["phases"][-1][0], *(entry[1] + entry[2] for entry in record["published"][-1:])])
     return record["shard"] is not None or record["updated"] - since < BETWEEN_S
 
 

@@ -109,7 +109,7 @@ class Run:
         if value.get("fingerprint", plan.fingerprint) != plan.fingerprint:
             raise SlurmGPUError(
                 f"{folder / 'run.json'} has the fingerprint {value['fingerprint']!r:.80}, and its values give "
-                f"{plan.fingerprint!r}: a newer slurmgpu made it, or what the rows depend on was edited. Use the "
+                f"{plan.fingerprint!r}: another slurmgpu made it, or what the rows depend on was edited. Use the "
                 f"slurmgpu that made the run, or undo the edit; for other values, submit another run."
             )
         return cls(folder, plan, status=status)

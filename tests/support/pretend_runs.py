@@ -282,7 +282,7 @@ def reported(run, errors=(), **more):
     """The report of a merge that has joined what is published."""
     shards = frozenset(run.published())
     n_rows = sum(stop - start for start, stop in map(run.plan.bounds, shards))
-    return build_report(run, joined=Joined(n_rows, len(errors), shards, (), (), list(errors), {}, ()), **more)
+    return build_report(run, joined=Joined(n_rows, shards, (), (), list(errors), {}, ()), **more)
 
 
 def write_merged_head(run, n_rows):
