@@ -258,13 +258,6 @@ def test_tasks_of_two_clusters_with_one_job_id_have_claims_of_their_own(claims):
     assert claims.drop_earlier(replace(ours, attempt="1_0.1")) == [3]
 
 
-def test_claims_of_an_older_slurmgpu_are_read(claims):
-    content = '{"task": "1_0", "attempt": "1_0.0", "host": "node1", "pid": 1, "renewals": 4, "parked": false}'
-    claims.path(3).write_text(content.ljust(512) + "\n")
-    assert claims.read(3) == replace(owner("1_0"), renewals=4)
-    assert claims.renew(3, owner("1_0")).renewals == 5
-
-
 STRANGE = {
     "a FIFO": os.mkfifo,
     "a folder": os.mkdir,

@@ -90,7 +90,7 @@ def test_a_line_of_submissions_that_cannot_be_one_counts_as_torn(tmp_path, slurm
         slurmgpu(command, run.folder, expect=0)
 
 
-def test_what_an_older_slurmgpu_left_empty_in_a_line_is_read(tmp_path):
+def test_a_line_is_read_whatever_in_it_is_null(tmp_path):
     run = pretend_run(tmp_path / "run", 60)
     odd = {"gpu_type": None, "message": None, "array_name": None, "n_tasks": 1, "time": 7, "cancelled": True}
     run.record_submission({"submission": 2, "executor": "slurm", "state": "ended", **odd})

@@ -147,12 +147,3 @@ summary
 
   Do it again.""".splitlines()
     )
-
-
-def test_a_report_of_an_older_slurmgpu_is_shown_too(ran, slurmgpu):
-    folder, _ = ran("Plain")
-    path = folder / "run" / "report.json"
-    found = json.loads(path.read_text())
-    del found["summary"]
-    path.write_text(json.dumps(found))
-    assert "summary" not in slurmgpu("report", "run", cwd=folder, expect=0).stdout
