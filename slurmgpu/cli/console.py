@@ -108,7 +108,7 @@ def show_plan(
     submission: Mapping[str, Any],
     run_dir: str,
     notes: Sequence[str],
-    items: Sequence[str] = (),
+    items: Sequence[str],
 ) -> None:
     """Print the plan of `submit --dry-run` without secrets; `items` are lines on the items of a run without input."""
     from rich.table import Table

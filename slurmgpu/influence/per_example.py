@@ -36,8 +36,8 @@ class PerExample:
         groups: Mapping[str, str],
         example: Tensor,
         *,
-        scores: Losses | None = None,
-        module: torch.nn.Module | None = None,
+        scores: Losses | None,
+        module: torch.nn.Module | None,
     ) -> None:
         self._losses, self._parameters, self._scores = losses, dict(parameters), scores
         self._example, self._n_bytes = example, dict[Side, int]()

@@ -17,16 +17,14 @@ FIRST_ITEMS = 100
 
 STEP = 10
 
-NOTHING: Mapping[str, str] = {}
-
 
 def check_fields(
     spec: InputSpec,
     index: Path,
     wanted: Collection[str],
     whose: str,
-    advice: Mapping[str, str] = NOTHING,
-    called: str | None = None,
+    advice: Mapping[str, str],
+    called: str | None,
 ) -> None:
     """SlurmGPUError if an input lacks a field that `whose` uses, in its columns or in all of its first items.
 
@@ -44,9 +42,7 @@ def check_fields(
             )
 
 
-def refuse_fields(
-    spec: InputSpec, index: Path, unwanted: Collection[str], whose: str, called: str | None = None
-) -> None:
+def refuse_fields(spec: InputSpec, index: Path, unwanted: Collection[str], whose: str, called: str | None) -> None:
     """SlurmGPUError if an input has a field, in its columns or its first items, whose name means something else."""
     known = spec.columns if spec.columns is not None else _first_fields(spec, index, unwanted)
     if both := sorted({*unwanted} & {*known}):

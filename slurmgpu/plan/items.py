@@ -170,8 +170,8 @@ def _check(
     called: str | None = None,
 ) -> Sequence[str]:
     """Refuse items that the workload does not accept; notes on the others."""
-    inputs.check_fields(spec, index, kept, "keep", called=called)
-    inputs.check_fields(spec, index, [key] if key else (), "key", called=called)
+    inputs.check_fields(spec, index, kept, "keep", {}, called)
+    inputs.check_fields(spec, index, [key] if key else (), "key", {}, called)
     notes = [said] if key and (said := check_names(spec, index, key)) else []
     inputs.check_fields(spec, index, workload.fields, title_of(workload.name), workload.advice, called)
     inputs.refuse_fields(spec, index, workload.not_fields, title_of(workload.name), called)

@@ -19,7 +19,7 @@ class LearningCurve:
     On each process, `why` may explain a loss that is not finite.
     """
 
-    def __init__(self, log_steps: int, device: torch.device, place: Place, why: Callable[[], str] = str) -> None:
+    def __init__(self, log_steps: int, device: torch.device, place: Place, why: Callable[[], str]) -> None:
         self.steps: list[int] = []
         self.values: list[float] = []
         self._log_steps = log_steps
@@ -39,7 +39,7 @@ class LearningCurve:
         elif n:
             self._sum.add_(loss.detach(), alpha=n)
 
-    def end_step(self, step: int, n: int, *, last: bool = False) -> None:
+    def end_step(self, step: int, n: int, *, last: bool) -> None:
         """End a step of `n` samples over all processes."""
         self._n += n
         if last or step % self._log_steps == 0:

@@ -25,7 +25,7 @@ FAILURES = ("failed", "broken")
 _outlived: set[int] = set()
 
 
-def report_on_stdout(rank: int = 0, local_rank: int = 0) -> Report:
+def report_on_stdout(rank: int, local_rank: int) -> Report:
     """Use the pipe to the task for events only: the workload's output goes to standard error.
 
     On each node the first rank reports that it has started.

@@ -49,7 +49,7 @@ def test_a_check_plans_once(project, apptainer, monkeypatch, capfd):
         return draft_run(*arguments, **options)
 
     monkeypatch.setattr(check, "draft_run", counted)
-    assert check.run_checks(folder / "slurmgpu.toml", {}, (), node=False) == 0
+    assert check.run_checks(folder / "slurmgpu.toml", {}, (), node=False, fetch=False, gpu=False) == 0
     assert [line[2:12].strip() for line in capfd.readouterr().out.splitlines()] == LINES
     assert len(drafted) == 1
 

@@ -48,8 +48,8 @@ def run_checks(
     typed: Sequence[str],
     *,
     node: bool,
-    fetch: bool = False,
-    gpu: bool = False,
+    fetch: bool,
+    gpu: bool,
 ) -> int:
     """Print a line for each check, of each run of a sweep; the exit code: 2 if one failed.
 
@@ -76,7 +76,7 @@ def run_checks(
     return 0 if are_good else 2
 
 
-def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool = False) -> int:
+def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool) -> int:
     """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run.
 
     Of a sweep, a task of its first run. `gpu` also tries the GPUs, by a run of real faults.

@@ -72,7 +72,7 @@ def _refuse_no_file(output: Path) -> None:
         raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
 
 
-def tell_missing(run: Run, n_missing: int, problems: Sequence[str] = ()) -> None:
+def tell_missing(run: Run, n_missing: int, problems: Sequence[str]) -> None:
     """Say on stderr how many items have no row, and which shards are damaged."""
     for problem in problems:
         say(problem)

@@ -16,7 +16,7 @@ OF_ROWS = ("index", "error")
 """Names that are about the item itself, and so are no fields' where these stand beside them."""
 
 
-def request_of(index: int, seed: int, data: Mapping[str, object], form: str = "items") -> bytes:
+def request_of(index: int, seed: int, data: Mapping[str, object], form: str) -> bytes:
     """The line of an item with its data; ItemError if JSON cannot hold that, or `form` not its fields."""
     if form != "items" and (taken := next((name for name in OF_ROWS if name in data), None)):
         raise ItemError(

@@ -87,7 +87,7 @@ def read_output(
     wanted: Collection[int],
     *,
     is_one: bool,
-    given: Collection[str] = (),
+    given: Collection[str],
 ) -> dict[int, Values]:
     """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format.
 

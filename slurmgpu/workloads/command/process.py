@@ -64,7 +64,7 @@ class CallFailedError(ItemError):
 class DiedError(CallFailedError):
     """The process of a call has ended by an exit code, or by a signal; `signal` is its number, 0 for none."""
 
-    def __init__(self, message: str, way: str, code: int, raised: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, way: str, code: int, raised: Sequence[str]) -> None:
         super().__init__(message, way, raised)
         self.code = code
         self.signal = signal_of(code)

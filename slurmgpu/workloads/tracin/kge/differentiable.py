@@ -145,21 +145,21 @@ class Unfactored(TriplesModel):
         self._shapes = {side: [columns.shape[1:] for columns in found] for side, found in of_example.items()}
         self._n_columns = max(sum(columns.numel() for columns in found) for found in of_example.values())
         laid = self._laid(example[None], "train")
-        self._generic = PerExample(
+        self._per_example = PerExample(
             self._losses_of, self.parameters_by_name(), self.groups, laid[0], scores=self._scores_of, module=self.module
         )
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
         """See Differentiable."""
-        return self._generic.gradients(self._laid(examples, side), side, wanted)
+        return self._per_example.gradients(self._laid(examples, side), side, wanted)
 
     def bytes_of_work(self, side: Side) -> int:
         """See Differentiable."""
-        return self._generic.bytes_of_work(side)
+        return self._per_example.bytes_of_work(side)
 
     def bytes_of_result(self, side: Side) -> int:
         """See Differentiable."""
-        return self._generic.bytes_of_result(side)
+        return self._per_example.bytes_of_result(side)
 
     def _looked_up(self, examples: Tensor, side: Side) -> list[list[Tensor]]:
         """For each query of n triples the head, row of the relation, tail and targets: (n,) or (n, w) each."""
