@@ -412,9 +412,9 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
         engine, found = _engine(machine, precision=precision, batching=batching), []
         for tokens in (400, 65_536):
             budget = Budget(tokens, _place(machine))
-            options, parts = _options(_model(machine)), (engine._codec, engine._grammars, budget, engine._prefill)
+            options = _options(_model(machine))
             eager = DecodingChoice(engine._loaded, options, _place(machine), engine._prefill, budget)
-            batches = StaticBatches(engine._loaded, *parts, eager)
+            batches = StaticBatches(engine._static._chooser, budget, engine._prefill, eager)
             finished = batches.generate(_encoded(engine, requests))
             found.append({each.encoded.request.id: each.tokens for each in finished})
         shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)
@@ -443,8 +443,7 @@ def _by_graphs(machine: Machine, precision: str, **settings: Any) -> tuple[Stati
         choice.use(lambda _: EagerRunner(), "eager")
     if choice.verdict is None:
         raise NotHeld("they were not tried; the log has the reason")
-    parts = (engine._codec, engine._grammars, budget, engine._prefill, choice)
-    return StaticBatches(engine._loaded, *parts), choice
+    return StaticBatches(engine._static._chooser, budget, engine._prefill, choice), choice
 
 
 def _eager(machine: Machine, precision: str) -> TransformersEngine:

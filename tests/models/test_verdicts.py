@@ -61,7 +61,7 @@ class Digits:
         for question in questions:
             begins = {"1": 0.9, "10": 0.9, "9": 0.1}
             logprobs = np.log([begins.get(choice, 1e-9) for choice in question.choices])
-            yield scores_of(ask(question, self.codec, 2048), logprobs)
+            yield scores_of(ask(question, self.codec), logprobs)
 
 
 def test_a_rating_of_10_is_none_of_1_where_digits_are_tokens(tmp_path, model):

@@ -337,8 +337,8 @@ def test_a_context_that_the_cache_has_no_room_for_is_shortened_or_refused_in_a_s
     with pytest.raises(SlurmGPUError, match=r"no room for max_context = 300000 tokens.*Reduce max_context"):
         open_on_cpu("vllm", folder, max_context=300_000)
     opened = open_on_cpu("vllm", folder)
-    assert 2048 < opened._context < 300_000
-    assert f"room for a context of {opened._context} tokens" in caplog.text
+    assert 2048 < opened._codec.context < 300_000
+    assert f"room for a context of {opened._codec.context} tokens" in caplog.text
     asked = requests_of(texts(4))
     found = tokens_of(opened.generate(asked))
     opened.close()

@@ -164,13 +164,16 @@ def _shaped(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 class Codec:
-    """Converts prompts to tokens and tokens to answers with a model's tokenizer and chat template."""
+    """Converts prompts to tokens and tokens to answers with a model's tokenizer and chat template.
+
+    `context` is the most tokens of a prompt with its answer.
+    """
 
     def __init__(self, tokenizer: Any, options: EngineOptions, context: int, marks: Collection[str] = ()) -> None:
         """Also texts of `marks` in what comes from an item are text, beside those of the tokenizer's special tokens."""
         self._tokenizer = tokenizer
         self._options = options
-        self._context = context
+        self.context = context
         self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
         self._special = _special_tokens(tokenizer)
         self._quotes = Quotes({*self._special.values(), *marks})
@@ -183,7 +186,7 @@ class Codec:
         """The request's prompt as tokens; PromptError if prompt and answer are too long for the model."""
         prompt, n_truncated = request.prompt, 0
         if prompt.truncation_side is not None:
-            prompt, n_truncated = self._shortened(prompt, self._context - request.sampling.max_tokens)
+            prompt, n_truncated = self._shortened(prompt, self.context - request.sampling.max_tokens)
         tokens, n_begun = self._prompt_tokens(prompt)
         return self.fit(request, tokens, n_begun, n_truncated)
 
@@ -202,7 +205,7 @@ class Codec:
 
     def fit(self, request: Request, tokens: tuple[int, ...], n_begun: int = 0, n_truncated: int = 0) -> Encoded:
         """The request with these tokens; PromptError if the context has no room for its answer behind them."""
-        more, room = request.sampling.max_tokens, self._context - len(tokens)
+        more, room = request.sampling.max_tokens, self.context - len(tokens)
         if more > room and request.sampling.fit:
             if room < 1:
                 raise FullContextError(f"the prompt has {len(tokens)} tokens, the whole context")
@@ -210,7 +213,7 @@ class Codec:
         elif more > room:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
-                f"{self._context} tokens"
+                f"{self.context} tokens"
             )
         return Encoded(request, tokens, n_begun, n_truncated)
 

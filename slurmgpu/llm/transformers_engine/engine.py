@@ -14,6 +14,7 @@ from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
 from slurmgpu.llm.transformers_engine.prefill import PADDING, Prefill
+from slurmgpu.llm.transformers_engine.rows import Chooser
 from slurmgpu.llm.transformers_engine.scoring import Scorer
 from slurmgpu.llm.transformers_engine.static import StaticBatches
 from slurmgpu.llm.transformers_engine.token_scoring import TokenScorer
@@ -38,9 +39,10 @@ class TransformersEngine:
         self._prefill = Prefill(loaded, place)
         width = loaded.model.config.get_text_config().vocab_size
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
+        chooser = Chooser(self._codec, self._grammars, loaded.eos_ids)
         self._decodings = DecodingChoice(loaded, options, place, self._prefill, budget)
-        self._static = StaticBatches(loaded, self._codec, self._grammars, budget, self._prefill, self._decodings)
-        self._scorer = Scorer(self._codec, loaded.context, budget, self._prefill)
+        self._static = StaticBatches(chooser, budget, self._prefill, self._decodings)
+        self._scorer = Scorer(self._codec, budget, self._prefill)
         self._token_scorer = TokenScorer(budget, self._prefill, loaded.model.config.get_text_config())
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded

@@ -38,11 +38,6 @@ class ImageModel:
         self._loaded = loaded
 
     @property
-    def context(self) -> int:
-        """The most tokens of a prompt with its answer."""
-        return self._loaded.context
-
-    @property
     def device(self) -> Any:
         """The device of tokens and logits."""
         return self._loaded.device

@@ -15,7 +15,7 @@ from slurmgpu.llm.interface.engine import Question, Scores, Tokens
 from slurmgpu.llm.prompts.codec import Codec, PromptError
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, in_groups
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, following, scores_by_token
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, check_room, failed, following, scores_by_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,16 +81,12 @@ class ImageScorer:
         """The question's tokens, in which an image is one, and what the model is shown before the choices."""
         if isinstance(shown, PromptError):
             raise shown
-        context = self._model.context
-        asked = ask(question, self._codec, context)
+        asked = ask(question, self._codec)
         n_all, n_less = len(shown.tokens), asked.n_prompt_tokens - len(asked.prompt)
         if n_less:  # the prompt's last tokens may belong to a choice
             types = {name: each[:, :-n_less] for name, each in shown.types.items()}
             shown = Shown(shown.tokens[:-n_less], shown.images, types)
-        if len(shown.tokens) + asked.longest > context:
-            raise PromptError(
-                f"the prompt has {n_all} tokens, which with its choices exceeds the context of {context} tokens"
-            )
+        check_room(self._codec, n_all, len(shown.tokens) + asked.longest)
         return Asked(question, asked.prompt, asked.choices, n_all), shown
 
     def _read(self, ways: Sequence[_Way]) -> list[dict[tuple[Tokens, int], float]]:

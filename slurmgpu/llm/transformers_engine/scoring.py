@@ -58,9 +58,8 @@ class Asked:
 class Scorer:
     """Scores choices in batches within the budget."""
 
-    def __init__(self, codec: Codec, context: int, budget: Budget, prefill: Prefill) -> None:
+    def __init__(self, codec: Codec, budget: Budget, prefill: Prefill) -> None:
         self._codec = codec
-        self._context = context
         self._budget = budget
         self._prefill = prefill
         self._n_rows = 0  # rows of choices in the last forward pass
@@ -70,7 +69,7 @@ class Scorer:
         asked: list[Asked] = []
         for question in questions:
             try:
-                asked.append(ask(question, self._codec, self._context))
+                asked.append(ask(question, self._codec))
             except PromptError as refusal:
                 yield failed(question, str(refusal))
         lengths = self._prefill.lengths
@@ -222,7 +221,7 @@ class Scorer:
         return _sums(logits, following, is_token)
 
 
-def ask(question: Question, codec: Codec, context: int) -> Asked:
+def ask(question: Question, codec: Codec) -> Asked:
     """The question's tokens. Choices are tokenised with the prompt, since tokens depend on the text before them."""
     if not question.choices or "" in question.choices:
         raise PromptError("a question needs choices, none of them empty")
@@ -234,23 +233,27 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
         return prompt, whole
 
     def fits(asked: Prompt) -> bool:
-        return max(map(len, read(asked)[1])) <= context
+        return max(map(len, read(asked)[1])) <= codec.context
 
     prompt, whole = read(question.prompt)
     n_whole = len(prompt)
-    if max(map(len, whole)) > context and question.prompt.truncation_side is not None:
+    if max(map(len, whole)) > codec.context and question.prompt.truncation_side is not None:
         prompt, whole = read(shorten(question.prompt, fits))
     # If the prompt's last token merges with a choice, all choices are compared from before that token.
     n_same = max(1, min(n_common([prompt, *whole]), min(map(len, whole)) - 1))
-    longest = max(map(len, whole))
-    if longest > context:
-        raise PromptError(
-            f"the prompt has {len(prompt)} tokens, which with its choices exceeds the context of {context} tokens"
-        )
+    check_room(codec, len(prompt), max(map(len, whole)))
     rests = tuple(tokens[n_same:] for tokens in whole)
     asked = Asked(question, prompt[:n_same], rests, len(prompt), n_whole - len(prompt))
     _refuse_same(asked)
     return asked
+
+
+def check_room(codec: Codec, n_prompt: int, n_whole: int) -> None:
+    """Refuse a prompt of so many tokens if it has too many with the longest of its choices."""
+    if n_whole > codec.context:
+        raise PromptError(
+            f"the prompt has {n_prompt} tokens, which with its choices exceeds the context of {codec.context} tokens"
+        )
 
 
 def _texts_of(batch: Sequence[Asked]) -> list[Text]:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, n_that_fit
 from slurmgpu.llm.interface.engine import Tokens
 from slurmgpu.llm.interface.sampling import Rules
-from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
+from slurmgpu.llm.prompts.codec import Encoded, Finished
 from slurmgpu.llm.transformers_engine.decoding import Decoding
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
-from slurmgpu.llm.transformers_engine.grammars import Grammars
-from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.prefill import Prefill
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, Waiting, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
@@ -85,16 +83,8 @@ class _Work:
 class StaticBatches:
     """Generates answers in batches within the budget."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        codec: Codec,
-        grammars: Grammars,
-        budget: Budget,
-        prefill: Prefill,
-        decodings: DecodingChoice,
-    ) -> None:
-        self._chooser = Chooser(codec, grammars, loaded.eos_ids)
+    def __init__(self, chooser: Chooser, budget: Budget, prefill: Prefill, decodings: DecodingChoice) -> None:
+        self._chooser = chooser
         self._budget = budget
         self._prefill = prefill
         self._decodings = decodings

@@ -38,7 +38,7 @@ from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.loading import eos_ids_of
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, failed, following, scores_by_token
+from slurmgpu.llm.transformers_engine.scoring import Asked, ask, check_room, failed, following, scores_by_token
 from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
 from slurmgpu.llm.vllm_engine.limits import LORA_RANKS, memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
@@ -76,10 +76,9 @@ class VllmEngine:
         except BaseException:
             self._node.close()
             raise
-        self._context = int(self._llm.model_config.max_model_len)
         marks = frozenset[str]() if processor is None else marks_of(processor)
         tokenizer = tokenizer if processor is None else processor.tokenizer
-        self._codec = Codec(tokenizer, options, self._context, marks)
+        self._codec = Codec(tokenizer, options, int(self._llm.model_config.max_model_len), marks)
         self._prompts = None if processor is None else ImagePrompts(processor, self._codec)
         self._adapters = _lora_requests(options)
 
@@ -118,13 +117,9 @@ class VllmEngine:
         shown: list[Images] = []
         for question in questions:
             try:
-                one = ask(question, self._codec, self._context)
+                one = ask(question, self._codec)
                 images, n_prompt = self._images_of(question.prompt)
-                if n_prompt + one.longest > self._context:
-                    raise PromptError(
-                        f"the prompt has {n_prompt} tokens, which with its choices exceeds the context of "
-                        f"{self._context} tokens"
-                    )
+                check_room(self._codec, n_prompt, n_prompt + one.longest)
                 shown.append(images)
                 asked.append(one)
             except PromptError as error:
@@ -160,7 +155,7 @@ class VllmEngine:
 
         Windows are two tokens shorter than those of the other engine: vLLM reads the last one, and generates another.
         """
-        return likelihoods(passages, self._codec, self._context - 2, self._read)
+        return likelihoods(passages, self._codec, self._codec.context - 2, self._read)
 
     def _read(self, windows: Sequence[Window]) -> Iterator[tuple[int, Read]]:
         arguments = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 0}
