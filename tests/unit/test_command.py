@@ -515,6 +515,16 @@ def test_what_a_program_writes_beside_the_columns_is_not_kept_and_the_log_says_s
     ]
 
 
+def test_fields_of_the_item_beside_the_columns_may_be_kept_and_are_no_news(one, caplog):
+    assert one("""print('{"n": 1, "text": "a"}')""")(items("a")) == [{"n": 1}]
+    assert caplog.messages == []
+
+
+def test_a_number_named_error_is_a_value_beside_the_columns(one, capfd):
+    assert one("""print('{"n": 1, "error": 0.25}')""")(items("a")) == [{"n": 1}]
+    assert capfd.readouterr().err == 'item 0 | {"n": 1, "error": 0.25}\n'
+
+
 def test_a_row_with_more_than_the_columns_is_the_row_among_objects_with_others(one):
     for first, then in (("saved", "row"), ("row", "saved")):
         texts = {"saved": '{"event": "saved"}', "row": '{"n": 1, "loss": 0.5}'}

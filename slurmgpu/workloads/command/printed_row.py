@@ -145,9 +145,10 @@ class PrintedRow:
         self._open = []
 
     def _kind_of(self, found: dict[str, Any]) -> int:
-        error, names = found.get("error"), found.keys() - _BESIDE_COLUMNS
+        error = found.get("error")
+        names = found.keys() - (_BESIDE_COLUMNS - {"error"} if is_metric(error) else _BESIDE_COLUMNS)
         if (isinstance(error, str) and error != "") or names == self._columns.keys():
-            return _ROW  # beside its epoch a number may be the error of a model
+            return _ROW
         return _WIDER if names > self._columns.keys() else _OBJECT
 
     def _take_other(self, line: bytes) -> None:
@@ -192,6 +193,11 @@ class PrintedRow:
 
     def _pass_on(self, line: bytes) -> None:
         self._log.take(line + b"\n")
+
+
+def is_metric(error: object) -> bool:
+    """Whether what a row has as `error` is a number, such as a model's error, and not why there is no row."""
+    return isinstance(error, int | float) and not isinstance(error, bool)
 
 
 def _shown(line: bytes) -> bytes:

@@ -36,7 +36,7 @@ from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.items_file import request_of, write_items
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse
-from slurmgpu.workloads.command.printed_row import PrintedRow
+from slurmgpu.workloads.command.printed_row import PrintedRow, is_metric
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.programs import (
     check_program,
@@ -227,17 +227,17 @@ class Command:
         """A sentence for a row with names that are no columns, unless one of the names may be mistyped."""
         return f"Do not write it.{self._as_columns(row)}" if self.columns.keys() < row.keys() else ""
 
-    def _declared(self, answer: Answer) -> Answer:
+    def _declared(self, answer: Answer, data: Mapping[str, object]) -> Answer:
         """The printed row of a call without what is no column; as it is if it lacks a column.
 
-        The log has it whole. What is written to `{out}`, or by a stream, is nowhere else: there it is an error.
+        Fields of the item's `data` may be there again: the run may keep them by itself. The log has it whole. What is written to `{out}`, or by a stream, is nowhere else: there it is an error.
         """
         if not (self._line.out is None and isinstance(answer, Mapping) and self.columns.keys() < answer.keys()):
             return answer
-        others = [name for name in answer if name not in self.columns]
+        others = {name: value for name, value in answer.items() if name not in self.columns and name not in data}
         if not self._passed_over.issuperset(others):
             self._passed_over.update(others)
-            log.warning("not kept, as it is no column: %s.%s", some_of(map(repr, others), 10), self._as_columns(answer))
+            log.warning("not kept, as it is no column: %s.%s", some_of(map(repr, others), 10), self._as_columns(others))
         return {name: answer[name] for name in self.columns}
 
     def _as_columns(self, row: Mapping[str, object]) -> str:
@@ -254,7 +254,7 @@ class Command:
     def __call__(self, items: Sequence[Item]) -> list[Answer]:
         """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
         if self._mode == ONE:
-            return [self._declared(self._one(item)) for item in items]
+            return [self._declared(self._one(item), item.data) for item in items]
         requests: dict[int, bytes] = {}
         rows: dict[int, Answer] = {}
         for item in items:
@@ -419,6 +419,8 @@ class Command:
             child.finish(self._timeout_s, _check_unchanged, self._shall_end)
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
+                if is_metric(row.get("error")) and self.columns.keys() <= row.keys():
+                    row.pop("error")
                 return _only_row(row, requests)
             is_one = self._mode == ONE
             rows = read_output(Path(values[OUT]), line.out, self.columns, requests, is_one=is_one, given=given)
