@@ -156,6 +156,7 @@ def resubmit(
     other_code: Annotated[
         bool, typer.Option("--other-code", help="Also recompute rows that other code computed.")
     ] = False,
+    dry_run: options.DryRunOption = False,
     wait: options.WaitOption = False,
     as_json: options.JsonOption = False,
     **given: Any,
@@ -176,9 +177,11 @@ def resubmit(
 
         for each in filter(was_submitted, runs) if trust else ():
             owners.trust(each)
+        if dry_run:
+            raise SlurmGPUError(f"--dry-run is for one run, and {folder} has those of a sweep. Name one of them.")
         raise typer.Exit(sweep.resubmit(runs, tables, wait=wait, as_json=as_json, **which))
     run = options.open_run(folder, trust=trust)
-    raise typer.Exit(submitting.resubmit(run, tables, wait=wait, as_json=as_json, **which))
+    raise typer.Exit(submitting.resubmit(run, tables, dry_run=dry_run, wait=wait, as_json=as_json, **which))
 
 
 @app.command()

@@ -23,10 +23,13 @@ FORMER = "former"
 MANY_NAMED = 5
 
 
-def code_now(run: Run, container: ContainerRecord | None, given: Packed | None) -> tuple[Code, list[str]]:
+def code_now(
+    run: Run, container: ContainerRecord | None, given: Packed | None, *, writes: bool = True
+) -> tuple[Code, list[str]]:
     """A snapshot of the code as it is now, and notes on what has changed since the last submission.
 
-    Functions that are `given` take the place of those with the same roles, also in later submissions.
+    It is written to the run directory if this `writes`. Functions that are `given` take the place of those with the
+    same roles, also in later submissions.
     """
     line, notes = snapshots.code_of(run.submissions()), []
     former = None
@@ -51,7 +54,8 @@ def code_now(run: Run, container: ContainerRecord | None, given: Packed | None) 
         in_use |= dict.fromkeys(given.roles, functions.keep(run.folder, given))
     if in_use:
         now = replace(now, about={**now.about, "functions": in_use})
-    snapshots.write(run.folder, now)
+    if writes:
+        snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 
 

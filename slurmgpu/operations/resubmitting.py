@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,51 +51,100 @@ def resubmit(
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         liveness.refuse_alive(run, "resubmit", force=force)
         liveness.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
-        number = max((line["submission"] for line in run.submissions()), default=0) + 1
-        again = merge.failed_again(run, number) if failed else Recompute(number, {})
-        n_missing = run.plan.n_shards - len(run.published(fresh=True))
-        if not n_missing and not again.shards and not other_code:
-            raise _nothing_to_compute(run, failed)
-        if code:
-            taken, changed = former.former_code(run, code)
-        else:
-            taken, changed = former.code_now(run, run.plan.container, functions)
-        if other_code:
-            again = former.with_rows_of_others(run, again, taken["digest"])
-            if not n_missing and not again.shards:
-                raise NothingToSubmitError(f"{run.folder} has every shard, and this code computed all rows.")
-        submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
-        if container := submission.container or run.plan.container:
-            container, changes = contain_again(
-                container, Path(run.plan.provenance["run_file"]), run.plan.provenance["container"]
-            )
-            check_image(container)
-            submission = replace(submission, container=container)
-            notes += changes
-        executor_named(submission.executor).check(submission, container)
-        submission = replace(submission, code=taken)
+        drafted = _draft(run, resources, slurm, merging, failed, code, other_code, functions)
         if tell is None:
-            notes += changed
+            drafted.notes.extend(drafted.changed)
         else:
-            for note in changed:
+            for note in drafted.changed:
                 tell(note)
         run.claims.clear(lock.check)
         lock.check()
         remove(recompute_path(run.folder))  # left by a failed submission of the same number
-        if again.shards:
-            write_recompute(run.folder, again)
-            merge.forget_deaths(run, list(again.shards))
-            what = count_of(again.n_items, "item" if other_code else "failed item")
-            verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
-            notes.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
-        if failed and functions is None and (name := code_functions.function_by_value(run)) is not None:
-            notes.append(
-                f"They are computed with the function that the run keeps; an edited one takes Python: "
-                f"{code_functions.with_another_function(run, name)}"
-            )
-        return submission, notes
+        if drafted.again.shards:
+            write_recompute(run.folder, drafted.again)
+            merge.forget_deaths(run, list(drafted.again.shards))
+        return drafted.submission, [*drafted.notes, *drafted.computed]
 
     return start(run, prepare, lambda: on_tick(run))
+
+
+@dataclass(frozen=True)
+class Resubmission:
+    """A submission that is not made yet, and sentences about it.
+
+    `missing` are shards without rows, `again` those of which items are computed again. `notes` are on what is adjusted,
+    `changed` on the code, `computed` on what is computed again.
+    """
+
+    submission: Submission
+    missing: Sequence[int]
+    again: Recompute
+    notes: list[str]
+    changed: Sequence[str]
+    computed: Sequence[str]
+
+
+def foresee(
+    run: Run,
+    resources: Mapping[str, Any] | None,
+    slurm: Mapping[str, Any] | None,
+    merging: Mapping[str, Any] | None,
+    *,
+    failed: bool,
+    force: bool,
+    code: str | None,
+    other_code: bool,
+) -> Resubmission:
+    """What `resubmit` would submit; it writes nothing, and refuses what that refuses."""
+    liveness.refuse_alive(run, "resubmit", force=force)
+    return _draft(run, resources, slurm, merging, failed, code, other_code, None, writes=False)
+
+
+def _draft(
+    run: Run,
+    resources: Mapping[str, Any] | None,
+    slurm: Mapping[str, Any] | None,
+    merging: Mapping[str, Any] | None,
+    failed: bool,
+    code: str | None,
+    other_code: bool,
+    functions: Packed | None,
+    *,
+    writes: bool = True,
+) -> Resubmission:
+    number = max((line["submission"] for line in run.submissions()), default=0) + 1
+    again = merge.failed_again(run, number) if failed else Recompute(number, {})
+    missing = sorted(set(range(run.plan.n_shards)) - run.published(fresh=True))
+    if not missing and not again.shards and not other_code:
+        raise _nothing_to_compute(run, failed)
+    if code:
+        taken, changed = former.former_code(run, code)
+    else:
+        taken, changed = former.code_now(run, run.plan.container, functions, writes=writes)
+    if other_code:
+        again = former.with_rows_of_others(run, again, taken["digest"])
+        if not missing and not again.shards:
+            raise NothingToSubmitError(f"{run.folder} has every shard, and this code computed all rows.")
+    submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
+    if container := submission.container or run.plan.container:
+        container, changes = contain_again(
+            container, Path(run.plan.provenance["run_file"]), run.plan.provenance.get("container", {})
+        )
+        check_image(container)
+        submission = replace(submission, container=container)
+        notes += changes
+    executor_named(submission.executor).check(submission, container)
+    computed = []
+    if again.shards:
+        what = count_of(again.n_items, "item" if other_code else "failed item")
+        verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
+        computed.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
+    if failed and functions is None and (name := code_functions.function_by_value(run)) is not None:
+        computed.append(
+            f"They are computed with the function that the run keeps; an edited one takes Python: "
+            f"{code_functions.with_another_function(run, name)}"
+        )
+    return Resubmission(replace(submission, code=taken), missing, again, notes, changed, computed)
 
 
 def packed(

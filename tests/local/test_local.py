@@ -1039,3 +1039,24 @@ def test_a_daemon_that_the_workload_starts_does_not_hold_up_the_task(project, sl
     check_rows(folder, 8)
     [record] = records(folder)
     assert record["ended"] - record["started"] < 50  # the daemon would have held it for a minute
+
+
+def contents(folder):
+    """The files of a folder by their paths."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_dry_run_of_a_resubmission_says_what_it_computes_and_changes_no_file(project, slurmgpu):
+    folder = project(40, settings={"faults": {"17": "exception"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    (folder / "run" / "shards" / "00004.h5").unlink()
+    (folder / "run" / "merged.h5").unlink()
+    (folder / "workloads.py").write_text((folder / "workloads.py").read_text() + "\nEDITED = 1\n")
+    before = contents(folder / "run")
+    said = slurmgpu("resubmit", "run", "--failed", "--dry-run", cwd=folder, expect=0).stdout
+    assert re.search(r"computes +8 missing items in 1 shard\s", said)
+    assert "1 failed item is computed again, in 1 shard" in said
+    assert "The code has changed since submission 1" in said
+    value = json.loads(slurmgpu("resubmit", "run", "--dry-run", "--json", cwd=folder, expect=0).stdout)
+    assert (value["n_missing_items"], value["n_items_again"], value["submission"]["submission"]) == (8, 0, 2)
+    assert contents(folder / "run") == before

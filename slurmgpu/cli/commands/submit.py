@@ -15,10 +15,10 @@ from slurmgpu.cli.commands.submitted import conclude, following
 from slurmgpu.cli.console import bar_console, json_alone, result, result_json, say
 from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
-from slurmgpu.cli.views.dry_run import show_draft
+from slurmgpu.cli.views.dry_run import show_draft, show_resubmission
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe as probes
-from slurmgpu.operations import probing, submitting
+from slurmgpu.operations import probing, resubmitting, submitting
 from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -142,8 +142,11 @@ def plan(
 
 
 @json_alone
-def resubmit(run: Run, tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
-    """Submit the missing items, `which` as for `operations.resubmitting`; the exit code."""
+def resubmit(run: Run, tables: Mapping[str, Any], *, dry_run: bool, wait: bool, as_json: bool, **which: Any) -> int:
+    """Submit the missing items, `which` as for `operations.resubmitting`, unless it is a dry run; the exit code."""
+    if dry_run:
+        tables_of = (tables.get(name) for name in ("resources", "slurm", "merge"))
+        return show_resubmission(run, resubmitting.foresee(run, *tables_of, **which), as_json=as_json)
     exit_code, told = conclude(run, submitted.resubmit(run, tables, **which), wait=wait, as_json=as_json)
     if as_json:
         result_json(told)

@@ -1,4 +1,4 @@
-"""`submit --dry-run`: the submission, the cluster's limits, and an upper bound of the cost."""
+"""`submit --dry-run`, and that of `resubmit`: the submission, the cluster's limits, and an upper bound of the cost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.console import result, result_json, show_origins, show_plan, show_scripts, wide_console
+from slurmgpu.cli.console import (
+    result,
+    result_json,
+    show_origins,
+    show_plan,
+    show_resubmitted,
+    show_scripts,
+    wide_console,
+)
 from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE
 from slurmgpu.executors import resubmission
 from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs import sweeps
 from slurmgpu.operations import submitting
+from slurmgpu.operations.resubmitting import Resubmission
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
@@ -42,7 +51,7 @@ class Shown:
     @property
     def code(self) -> int:
         """2 if Slurm refuses the submission."""
-        return EXIT_COMPLETE if all(trial.taken for trial in self.seen.trials.values()) else EXIT_BAD_USAGE
+        return _code_of(self.seen)
 
     @property
     def verdict(self) -> str:
@@ -62,12 +71,7 @@ def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequ
         "configurations": draft.items.configurations,
         "submission": asdict(seen.submission),
         "origins": values,
-        "notes": seen.notes,
-        "limits": [limit.to_json() for limit in seen.limits],
-        "walltime_s": seen.walltime_s,
-        "bound_gpu_hours": seen.bound_gpu_hours,
-        "start_estimate": {job: trial.to_json() for job, trial in seen.trials.items()},
-        "scripts": seen.scripts,
+        **_of_cluster(seen),
     }
     return Shown(draft, seen, value)
 
@@ -90,6 +94,46 @@ def show(shown: Shown) -> None:
     show_origins(shown.value["origins"])
     show_scripts(seen.scripts)
     _show_limits(seen, draft.plan.auto_resubmit)  # last, so that it is visible after a long script
+
+
+def show_resubmission(run: Run, drafted: Resubmission, *, as_json: bool) -> int:
+    """Print what `resubmit` would submit; the exit code: 2 if Slurm refuses it."""
+    executor = executor_named(drafted.submission.executor)
+    seen = executor.preview(drafted.submission, run.folder, drafted.submission.container)
+    seen.notes[:0] = [*drafted.notes, *drafted.changed, *drafted.computed]
+    n_items = sum(stop - start for start, stop in map(run.plan.bounds, drafted.missing))
+    value = {
+        "run_dir": str(run.folder),
+        "n_missing_items": n_items,
+        "n_items_again": drafted.again.n_items,
+        "submission": asdict(seen.submission),
+        **_of_cluster(seen),
+    }
+    if as_json:
+        result_json(value)
+    else:
+        missing = f"{count_of(n_items, 'missing item')} in {count_of(len(drafted.missing), 'shard')}"
+        secrets = [SECRETS] if HIDDEN in json.dumps(hidden(value), ensure_ascii=False) else []
+        show_resubmitted(str(run.folder), missing, asdict(seen.submission), [*seen.notes, *secrets])
+        show_scripts(seen.scripts)
+        _show_limits(seen, run.plan.auto_resubmit)
+    return _code_of(seen)
+
+
+def _of_cluster(seen: Preview) -> dict[str, Any]:
+    """What the cluster says of a submission, as in the JSON of a dry run."""
+    return {
+        "notes": seen.notes,
+        "limits": [limit.to_json() for limit in seen.limits],
+        "walltime_s": seen.walltime_s,
+        "bound_gpu_hours": seen.bound_gpu_hours,
+        "start_estimate": {job: trial.to_json() for job, trial in seen.trials.items()},
+        "scripts": seen.scripts,
+    }
+
+
+def _code_of(seen: Preview) -> int:
+    return EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else EXIT_BAD_USAGE
 
 
 def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Mapping[str, str]) -> bool:

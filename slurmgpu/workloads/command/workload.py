@@ -230,7 +230,8 @@ class Command:
     def _declared(self, answer: Answer, data: Mapping[str, object]) -> Answer:
         """The printed row of a call without what is no column; as it is if it lacks a column.
 
-        Fields of the item's `data` may be there again: the run may keep them by itself. The log has it whole. What is written to `{out}`, or by a stream, is nowhere else: there it is an error.
+        Fields of the item's `data` may be there again: the run may keep them by itself. The log has it whole. What is
+        written to `{out}`, or by a stream, is nowhere else: there it is an error.
         """
         if not (self._line.out is None and isinstance(answer, Mapping) and self.columns.keys() < answer.keys()):
             return answer
