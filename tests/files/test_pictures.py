@@ -65,7 +65,16 @@ def attempt(**what):
     """An attempt of a report that began at 100, and ended by its own record at 110."""
     life = {"started": 100.0, "updated": 110.0, "ended": 110.0, "seconds": 10.0, "load_s": 1.0, "node": "gpu1"}
     phases = [[100.0, "starting"], [101.0, "loading"], [102.0, "running"], [110.0, "ended"]]
-    return {"attempt": "7_0.0", "failure": None, "deaths": [], "shards": [], "phases": phases, **life, **what}
+    return {
+        "attempt": "7_0.0",
+        "submission": 1,
+        "failure": None,
+        "deaths": [],
+        "shards": [],
+        "phases": phases,
+        **life,
+        **what,
+    }
 
 
 def lives_with(*attempts):
@@ -73,11 +82,7 @@ def lives_with(*attempts):
 
 
 def test_a_bar_is_as_long_as_what_was_allocated_without_gaps():
-    for given in (
-        attempt(seconds=13.0),
-        attempt(seconds=13.0, ended=None, updated=108.0),
-        attempt(seconds=13.0, phases=[]),
-    ):
+    for given in (attempt(seconds=13.0), attempt(seconds=13.0, ended=None, updated=108.0)):
         [life] = lives_with(given)
         assert [life.phases[0][1], life.phases[-1][2]] == [100.0, 113.0]
         assert all(stop == start for (_, _, stop), (_, start, _) in pairwise(life.phases))
