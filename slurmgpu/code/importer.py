@@ -334,9 +334,10 @@ def has_imported() -> bool:
     return bool(_imported)
 
 
-def note_imported(names: Iterable[str], folder: Path) -> list[str]:
-    """Record the digests of modules of the user that were just imported; the names of Python files.
+def note_imported(names: Iterable[str], folder: Path, began: float) -> list[str]:
+    """Record the digests of modules of the user that were imported since `began`; the names of Python files.
 
+    A file that was written since then may differ from what was imported, and counts as changed.
     With them come those that earlier plans of run files in `folder` imported, and that are imported still: Python does
     not import them a second time, and this plan may need them as well.
     """
@@ -347,7 +348,11 @@ def note_imported(names: Iterable[str], folder: Path) -> list[str]:
         if path is not None and path.endswith(".py"):
             noted.add(name)
             with contextlib.suppress(OSError, SyntaxError, ValueError):
-                _imported[path] = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
+                status = retried(Path(path).stat, BRIEF_PATIENCE_S)
+                is_older = max(status.st_mtime, status.st_ctime) < began
+                _imported[path] = (
+                    tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) if is_older else ""
+                )
     return sorted(noted)
 
 

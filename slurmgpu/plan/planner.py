@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,9 +115,9 @@ def draft_run(
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         with namesakes_hidden(folder):
             importer.forget_changed()
-            before = set(sys.modules)
+            before, began = set(sys.modules), time.time()
             full_name, settings, workload = build_workload(config, folder, overrides)
-            imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder)
+            imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder, began)
             built = _built(asked, full_name, settings, workload)
             items = items_of(
                 config,
