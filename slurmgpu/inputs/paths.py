@@ -188,7 +188,11 @@ def _check_files(paths: Sequence[Path], base: Path) -> None:
         try:
             status = path.stat()
         except FileNotFoundError as error:
-            raise SlurmGPUError(f"Input {path} does not exist. Relative paths start at {base.absolute()}.") from error
+            is_braces = re.search(r"\{\w+\.\.\w+\}", str(path))
+            braces = " Braces are not expanded: write * in their place." if is_braces else ""
+            raise SlurmGPUError(
+                f"Input {path} does not exist. Relative paths start at {base.absolute()}.{braces}"
+            ) from error
         except OSError as error:
             raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror}.") from error
         if stat.S_ISDIR(status.st_mode):

@@ -95,7 +95,10 @@ def _plain(value: Any, where: str) -> Any:
         value = value.item()
     if value is None or type(value) in (str, bool, int, float):
         return value  # NaN and infinities, too: what reads them knows them
-    how = "Give an Arrow table, or files that the function opens; of a data set on disk, the path of its folder."
+    how = (
+        "Give an Arrow table, or files that the function opens; of a data set of Hugging Face, the folder that "
+        "save_to_disk writes."
+    )
     if isinstance(value, tuple):
         how = "Give a list: a tuple within an item does not come back as one."
     raise SlurmGPUError(f"{where} has a value of type {type(value).__name__}; {EXPECTED}. {how}")

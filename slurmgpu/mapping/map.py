@@ -234,8 +234,13 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
     if isinstance(items, str | os.PathLike) or is_table(items):
         return None, "mapping"
     if isinstance(items, Mapping | bytes | bytearray) or not _can_be_iterated(items):
+        one = (
+            f" Give one of its values, as in items[{next(iter(items))!r}]."
+            if isinstance(items, Mapping) and items
+            else ""
+        )
         raise SlurmGPUError(
-            f"items has the type {type(items).__name__}; expected a list, a table, or the path of an input."
+            f"items has the type {type(items).__name__}; expected a list, a table, or the path of an input.{one}"
         )
     try:
         return write_values(items, scratch)

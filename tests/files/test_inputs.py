@@ -81,6 +81,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
         ("https://lab.edu/a.jsonl", r"Input 'https://lab.edu/a.jsonl' is a URL: .* Download it"),
         ("s3://bucket/*.parquet", r"Input 's3://bucket/\*.parquet' is a URL"),
         ("gone.jsonl", r"Input .*/gone.jsonl does not exist. Relative paths start at /.*/data\."),
+        ("clips-{000..127}.tar", r"does not exist.* Braces are not expanded: write \* in their place\."),
         ("gone*.jsonl", r"'gone\*.jsonl' matches no file"),
         ("parts.csv", r"parts.csv is a directory.*'.*/parts.csv/\*.jsonl'"),
         ("*.csv", "parts.csv is a directory"),
