@@ -59,8 +59,8 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
     if "pids" not in submission or not are_seen_here(submission):
         return None
     pids = submission["pids"]
-    ticks = dict(zip(pids, submission["ticks"], strict=True))
-    lives = {pid: _lives(pid, ticks[pid], submission["time"]) for pid in pids}
+    ticks = dict(zip(pids, submission.get("ticks", ()), strict=False))
+    lives = {pid: _lives(pid, ticks.get(pid), submission["time"]) for pid in pids}
     living = [pid for pid, is_there in lives.items() if is_there]
     return None if not living and None in lives.values() else living
 

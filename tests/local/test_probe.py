@@ -74,13 +74,6 @@ def test_ranges_of_an_input_are_read_as_one_in_every_format(tmp_path, suffix):
             reader.read(0, 15)
 
 
-def test_a_run_json_of_before_there_were_ranges_is_all_of_its_files(tmp_path):
-    spec = scan(list(files(tmp_path, "txt")), tmp_path / "input.idx", stride=4)
-    value = spec.to_json()
-    del value["ranges"]
-    assert InputSpec.from_json(value) == spec
-
-
 # What is foretold
 
 
