@@ -472,3 +472,10 @@ def test_a_task_that_was_killed_just_before_the_run_was_over_is_not_running(ende
     ended_run.record_submission({"submission": 1, "state": "ended"})
     [task] = [each for each in read_status(ended_run, [], now=NOW + 100)["attempts"] if each["attempt"] == "4711_2.0"]
     assert (task["silent"], task["failure"]) == (True, "lost")
+
+
+def test_a_task_that_is_requeued_as_its_node_died_is_one_task_of_those_the_merge_waits_for(ended_run):
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None)
+    queues = [MERGE], [job("4711_2", "PENDING"), MERGE]
+    words = [merge_words({**read_status(ended_run, queue, now=NOW + 900), "state": "merging"}) for queue in queues]
+    assert words == ["3 of 3 tasks ended; waiting for the merge", "2 of 3 tasks ended; waiting for the merge"]

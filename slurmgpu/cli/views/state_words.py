@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.queued import array_task
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import clock, count_of, rate_of, span_of
 from slurmgpu.util.ansi import without_escapes
@@ -76,7 +77,12 @@ def merge_words(status: Status) -> str:
     if status["state"] != "merging":
         return ""
     newest = max((attempt["submission"] for attempt in status["attempts"]), default=0)
-    tasks = [task for task in tasks_of(status) if task["submission"] == newest]
+    again = {array_task(job) for job in status["queue"] or () if job["n_tasks"]}
+    tasks = [
+        task
+        for task in tasks_of(status)
+        if task["submission"] == newest and not (task["silent"] and task["attempt"].rpartition(".")[0] in again)
+    ]
     n_ended = sum(task["state"] == "ended" or task["silent"] for task in tasks)
     jobs = [job for job in status["queue"] or () if not job["n_tasks"]]
     at_work = any(job["state"] == "RUNNING" for job in jobs)
