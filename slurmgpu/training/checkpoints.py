@@ -29,7 +29,7 @@ from slurmgpu.util.atomic_files import fsync_dir, write_json
 log = logging.getLogger(__name__)
 
 FORMAT = "slurmgpu checkpoint"
-VERSION = 1
+VERSION = 2
 NAME = re.compile(r"step-(\d{10,})")
 SHARED, SHARDED, SUMS = "shared.pt", "sharded", "checkpoint.json"
 REPLACED = ".replaced"
