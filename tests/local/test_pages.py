@@ -129,6 +129,16 @@ def test_who_has_only_the_page_finds_why_an_item_failed(faulty):
     assert text.index("slurmgpu resubmit") < text.index("What failed")
 
 
+def test_a_message_of_several_lines_is_shown_as_code(tmp_path):
+    """Of a command it is the end of what it wrote to stderr, such as a traceback."""
+    lines = 'item_error: exit code 1\n  File "score.py", line 3\nKeyError: 0'
+    run, value = pretended(tmp_path, errors=[(3, lines), (5, "item_error: too long")])
+    draw(run, value, tmp_path)
+    text = html.unescape((tmp_path / "page.html").read_text())
+    assert '<pre class="message" tabindex="0">exit code 1\n  File "score.py", line 3\nKeyError: 0</pre>' in text
+    assert '<p class="message">too long</p>' in text
+
+
 def section(text, heading):
     return html.unescape(text).partition(f"<h2>{heading}</h2>")[2].partition("</section>")[0]
 
