@@ -145,12 +145,12 @@ def show_plan(
     console.print(table)
 
 
-def show_resubmitted(run_dir: str, missing: str, submission: Mapping[str, Any], notes: Sequence[str]) -> None:
+def show_resubmitted(run_dir: str, computes: str, submission: Mapping[str, Any], notes: Sequence[str]) -> None:
     """Print what `resubmit --dry-run` would submit."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
-    for name, text in (("run", run_dir), ("computes", missing), ("tasks", _tasks(submission))):
+    for name, text in (("run", run_dir), ("computes", computes), ("tasks", _tasks(submission))):
         table.add_row(name, escape(text))
     for note in notes:
         table.add_row("note", escape(hide_in(note)))

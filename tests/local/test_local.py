@@ -1054,7 +1054,7 @@ def test_a_dry_run_of_a_resubmission_says_what_it_computes_and_changes_no_file(p
     (folder / "workloads.py").write_text((folder / "workloads.py").read_text() + "\nEDITED = 1\n")
     before = contents(folder / "run")
     said = slurmgpu("resubmit", "run", "--failed", "--dry-run", cwd=folder, expect=0).stdout
-    assert re.search(r"computes +8 missing items in 1 shard\s", said)
+    assert re.search(r"computes +8 missing items in 1 shard and 1 item again in 1 shard\s", said)
     assert "1 failed item is computed again, in 1 shard" in said
     assert "The code has changed since submission 1" in said
     value = json.loads(slurmgpu("resubmit", "run", "--dry-run", "--json", cwd=folder, expect=0).stdout)

@@ -112,9 +112,13 @@ def show_resubmission(run: Run, drafted: Resubmission, *, as_json: bool) -> int:
     if as_json:
         result_json(value)
     else:
-        missing = f"{count_of(n_items, 'missing item')} in {count_of(len(drafted.missing), 'shard')}"
+        computes = []
+        if n_items:
+            computes.append(f"{count_of(n_items, 'missing item')} in {count_of(len(drafted.missing), 'shard')}")
+        if again := drafted.again.shards:
+            computes.append(f"{count_of(drafted.again.n_items, 'item')} again in {count_of(len(again), 'shard')}")
         secrets = [SECRETS] if HIDDEN in json.dumps(hidden(value), ensure_ascii=False) else []
-        show_resubmitted(str(run.folder), missing, asdict(seen.submission), [*seen.notes, *secrets])
+        show_resubmitted(str(run.folder), " and ".join(computes), asdict(seen.submission), [*seen.notes, *secrets])
         show_scripts(seen.scripts)
         _show_limits(seen, run.plan.auto_resubmit)
     return _code_of(seen)
