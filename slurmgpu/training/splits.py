@@ -86,7 +86,7 @@ class Splits:
         return self._datasets[split]
 
     def check_unchanged(self, before: Mapping[str, int]) -> None:
-        """UnfitCheckpointError if sizes differ from those in the checkpoint."""
+        """CheckpointMismatchError if sizes differ from those in the checkpoint."""
         for split in SPLITS:
             if self.sizes[split] != before[split]:
                 raise CheckpointMismatchError(
