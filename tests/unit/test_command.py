@@ -727,8 +727,10 @@ def test_an_argument_of_code_is_what_it_is(tmp_path, monkeypatch):
 def test_a_script_that_looks_for_a_field_at_the_top_of_a_line_is_told_of_in_jsonl(tmp_path, monkeypatch):
     code = "import json, sys; json.loads(open(sys.argv[1]).readline())['text']"
     command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "-c", code, "{in}", "{out}"])
-    with pytest.raises(CallFailedError, match=r"KeyError: 'text'. \{in\} has the fields .* Write \{in:jsonl\} to have"):
+    told = r"KeyError: 'text'. \{in\} has the fields .* Write \{in:jsonl\} to have"
+    with pytest.raises(CallFailedError, match=told) as raised:
         command(items("a", "b"))
+    assert raised.value.__cause__ is not raised.value
 
 
 def test_each_call_has_a_port_of_its_own_unless_one_is_set(one, monkeypatch):

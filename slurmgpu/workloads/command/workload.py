@@ -268,17 +268,17 @@ class Command:
             try:
                 rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
             except CallFailedError as error:
-                raise self._placed(error, items[0].data) from error
+                self._say_where(error, items[0].data)
+                raise
         return [rows[item.index] for item in items]
 
-    def _placed(self, error: CallFailedError, data: Mapping[str, object]) -> CallFailedError:
-        """The error; of a program that looks for a field at the top of a line of `{in}`, it says where to find it."""
+    def _say_where(self, error: CallFailedError, data: Mapping[str, object]) -> None:
+        """Add the place of a field to the error of a program that looks for it at the top of a line of `{in}`."""
         first, _, rest = str(error).partition("\n")
         found = re.search(r"KeyError: '([^']+)'", first)
         if found and found[1] in data and IN in self._line and self._line.items == IN_FORMATS[0]:
             where = '{in} has the fields of an item under "data". Write {in:jsonl} to have them at the top of its line'
             error.args = (f"{first}. {where}\n{rest}".rstrip(),)
-        return error
 
     def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
         """The result of `call`. An item that is alone, and kills its process, is tried again.
