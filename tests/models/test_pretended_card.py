@@ -12,8 +12,11 @@ from torch.utils.data import TensorDataset
 from slurmgpu.influence import layered, per_example
 from slurmgpu.influence.influences import Checkpoint
 from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.heads.engine import HeadEngine
+from slurmgpu.llm.heads.head import HeadInput, read_head
 from slurmgpu.llm.interface import noise
-from slurmgpu.llm.interface.engine import Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.llm.transformers_engine import continuous
 from slurmgpu.training.loop import Training
@@ -26,6 +29,7 @@ from tests.gpu.influence import TOY, _graph, _influences
 from tests.models.test_embed import save_encoder
 from tests.support.influences import Little, examples, influences
 from tests.support.pretended_card import Card, on_card
+from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,6 +126,24 @@ def test_an_engine_on_a_card_has_the_cpus_answers_and_waits_once_for_a_token(car
             assert found == answers(cpus, asked(n_tokens, **sampling))
     assert ours._static._decodings.uses_slots == cuda_graphs
     assert [n_waits[1] - n_waits[0], n_waits[3] - n_waits[2]] == [8, 8]
+
+
+def test_likelihoods_and_heads_on_a_card_are_the_cpus(card, llama, tmp_path):
+    def likelihoods(device):
+        passages = [Passage(i, Prompt(text)) for i, text in enumerate(TEXTS * 2)]
+        return {each.id: each.logprobs for each in engine(llama, device).likelihoods(passages)}
+
+    def scores(device):
+        options = EngineOptions(find_model(str(make_head(tmp_path / device[:4]))), precision="fp32", batch_tokens=32)
+        made = HeadEngine(options, Place(device, gpus=int(device != "cpu")), read_head(options.model, steps=False))
+        return {each.id: each.logits for each in made.score([HeadInput(i, Prompt(t)) for i, t in enumerate(TEXTS * 2)])}
+
+    for found in (likelihoods, scores):
+        ours, cpus = found("cuda:0"), found("cpu")
+        assert ours.keys() == cpus.keys() == {*range(8)}
+        for number, values in cpus.items():
+            assert values.size
+            assert ours[number] == pytest.approx(values, abs=1e-4)
 
 
 def test_continuous_batches_on_a_card_have_the_cpus_answers(card, llama, monkeypatch):
