@@ -31,6 +31,7 @@ from tests.support.influences import Little, examples, influences
 from tests.support.pretended_card import Card, on_card
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import make_llama
+from tests.support.tiny_vision_models import make_llava, make_png
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,6 +145,18 @@ def test_likelihoods_and_heads_on_a_card_are_the_cpus(card, llama, tmp_path):
         for number, values in cpus.items():
             assert values.size
             assert ours[number] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_model_of_images_on_a_card_has_the_cpus_answers_and_scores(card, tmp_path):
+    prompts = [Prompt(text, images=(make_png(number),)) for number, text in enumerate(("What?", "Why is it?"))]
+    requests = [Request(number, prompt, Sampling(max_tokens=6)) for number, prompt in enumerate(prompts)]
+    questions = [Question(number, prompt, ("yes", "no")) for number, prompt in enumerate(prompts)]
+    folder = make_llava(tmp_path)
+    ours, cpus = (engine(folder, device, images="image") for device in ("cuda:0", "cpu"))
+    assert answers(ours, requests) == answers(cpus, requests)
+    expected = {each.id: each.logprobs for each in cpus.score(questions)}
+    for each in ours.score(questions):
+        assert each.logprobs == pytest.approx(expected[each.id], abs=1e-4)
 
 
 def test_continuous_batches_on_a_card_have_the_cpus_answers(card, llama, monkeypatch):
