@@ -20,6 +20,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import slurmgpu
 from slurmgpu.code import snapshots
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _imported: dict[str, str] = {}
 """Digests of the imported files of the user, from planning or from a snapshot."""
+_stats: dict[str, Mapping[str, Any]] = {}
+"""The time and size of source files as they were imported, since `watch_imports`."""
 _noted: dict[Path, set[str]] = {}
 """Names of the modules of the user that plans imported, by the folder of the run files."""
 _active: list[Finder] = []
@@ -334,10 +337,24 @@ def has_imported() -> bool:
     return bool(_imported)
 
 
-def note_imported(names: Iterable[str], folder: Path, began: float) -> list[str]:
-    """Record the digests of modules of the user that were imported since `began`; the names of Python files.
+def watch_imports() -> None:
+    """From now on keep the time and size that each source file has as it is imported, for `note_imported`."""
+    plain = SourceFileLoader.path_stats
+    if getattr(plain, "is_watch", False):
+        return
 
-    A file that was written since then may differ from what was imported, and counts as changed.
+    def path_stats(loader: SourceFileLoader, path: str) -> Mapping[str, Any]:
+        found = _stats[path] = plain(loader, path)
+        return found
+
+    path_stats.is_watch = True  # type: ignore[attr-defined]
+    SourceFileLoader.path_stats = path_stats  # type: ignore[assignment, method-assign]
+
+
+def note_imported(names: Iterable[str], folder: Path) -> list[str]:
+    """Record the digests of modules of the user that were imported; the names of Python files.
+
+    A file that is not what it was as it was imported counts as changed.
     With them come those that earlier plans of run files in `folder` imported, and that are imported still: Python does
     not import them a second time, and this plan may need them as well.
     """
@@ -348,11 +365,10 @@ def note_imported(names: Iterable[str], folder: Path, began: float) -> list[str]
         if path is not None and path.endswith(".py"):
             noted.add(name)
             with contextlib.suppress(OSError, SyntaxError, ValueError):
+                digest = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
                 status = retried(Path(path).stat, BRIEF_PATIENCE_S)
-                is_older = max(status.st_mtime, status.st_ctime) < began
-                _imported[path] = (
-                    tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) if is_older else ""
-                )
+                present = {"mtime": status.st_mtime, "size": status.st_size}
+                _imported[path] = digest if _stats.get(path, present) == present else ""
     return sorted(noted)
 
 

@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,9 +114,10 @@ def draft_run(
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         with namesakes_hidden(folder):
             importer.forget_changed()
-            before, began = set(sys.modules), time.time()
+            importer.watch_imports()
+            before = set(sys.modules)
             full_name, settings, workload = build_workload(config, folder, overrides)
-            imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder, began)
+            imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder)
             built = _built(asked, full_name, settings, workload)
             items = items_of(
                 config,

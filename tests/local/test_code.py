@@ -160,12 +160,17 @@ def test_a_file_beside_a_module_is_read_as_it_is(signed, slurmgpu):
     assert bytes(values(folder, "said/values")).decode() == 8 * "new words"
 
 
-def test_code_that_is_edited_while_it_is_imported_computes_as_the_snapshot_has_it(signed, slurmgpu):
+@pytest.mark.parametrize("ahead_s", [0, 5])
+def test_code_that_is_edited_while_it_is_imported_computes_as_the_snapshot_has_it(ahead_s, signed, slurmgpu, tmp_path):
+    """Also where the clock of this machine is ahead of that of the file system."""
     folder = signed("debug")
+    shifted = f"import time\n\nnow = time.time\ntime.time = lambda: now() + {ahead_s}\n"
+    (tmp_path / "shifted").mkdir()
+    (tmp_path / "shifted" / "sitecustomize.py").write_text(shifted)
     edit = "import pathlib\n\npath = pathlib.Path(__file__).parents[1] / 'signed.py'\n"
     edit += "path.write_text(path.read_text().replace('(1 + item', '(5 + item'))\n"
     (folder / "helpers" / "signs.py").write_text(edit + SIGNS)
-    slurmgpu("submit", cwd=folder, expect=0)
+    slurmgpu("submit", cwd=folder, expect=0, PYTHONPATH=tmp_path / "shifted")
     [kept] = (folder / "run" / "code").rglob("signed.py")
     assert "(5 + item" in kept.read_text()
     assert values(folder) == [5, 6, 7, 8, 9, 10, 11, 12]
