@@ -69,6 +69,10 @@ def _n_items(waiting: Sequence[ComputedShard]) -> int:
     return sum(len(one.computed.rows) for one in waiting)
 
 
+def _workload_failed(failure: Failure) -> WorkerFailedError:
+    return WorkerFailedError("workload_error", failure.message, failure.trace)
+
+
 @dataclass
 class Worker:
     """One worker process and the shards it computes; it takes no more of them once `stopping` is set.
@@ -156,8 +160,7 @@ class Worker:
                 key=plan.key,
                 doubts=self._doubts,
             )
-            is_one = self._parts is None and self.group.world_size == 1
-            if workload.prepare is not None and is_one and not self._resumes:
+            if workload.prepare is not None and self._is_plain:
                 self._look_ahead_with(computer, reader)
                 # 100,000 items make Python look for garbage among the million objects of PyTorch, for 0.2 s in which no
                 # thread starts the GPU's next work. What is loaded stays.
@@ -227,18 +230,20 @@ class Worker:
                 self._publish_all(waiting)
         self._publish_all(waiting, weighed=self._deadline.over() is None)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether one process computes whole items, and keeps nothing of one that it has begun."""
+        return self._parts is None and self.group.world_size == 1 and not self._resumes
+
     def _doubts(self, failure: Failure) -> bool:
         """Whether the first shard, or another after it, may be left for now, as none shows that the workload works."""
-        is_one = self._parts is None and self.group.world_size == 1 and not self._resumes
         shard, way = self._doubted or (None, failure.way)
-        if not is_one or shard == self._shard or way != failure.way:
-            return False
-        return not retried(self.run.shard_files, self.run.plan.lease_s)
+        return self._is_plain and shard != self._shard and way == failure.way and self._none_published()
 
     def _doubt(self, shard: int, failure: Failure) -> None:
         """Give back the first shard whose items fail alike; of a second one, the workload is at fault."""
         if self._doubted is not None:
-            raise WorkerFailedError("workload_error", failure.message, failure.trace)
+            raise _workload_failed(failure)
         self._doubted = shard, failure.way
         log.warning("shard %d: given back, as items of it fail alike: %s", shard, failure.first_line)
         self._claimer.draws = True
@@ -371,15 +376,15 @@ class Worker:
         What a task that has to end leaves is not `weighed`: it might be lost.
         """
         alike = self._failed_alike(waiting) if weighed else None
-        if (
-            alike is not None
-            and _n_items(waiting) >= FAILED_ALIKE
-            and not retried(self.run.shard_files, self.run.plan.lease_s)
-        ):
-            raise WorkerFailedError("workload_error", alike.message, alike.trace)
+        if alike is not None and _n_items(waiting) >= FAILED_ALIKE and self._none_published():
+            raise _workload_failed(alike)
         for one in waiting:
             self._publisher.begin(one)
         waiting.clear()
+
+    def _none_published(self) -> bool:
+        """Whether no shard of the run shows yet that the workload works."""
+        return not retried(self.run.shard_files, self.run.plan.lease_s)
 
     def _is_joined(self, shard: int) -> bool:
         """Whether another task holds the shard, and publishes it; the event says what this one computed of it."""
