@@ -52,8 +52,9 @@ def resubmit(
         liveness.refuse_alive(run, "resubmit", force=force)
         liveness.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
         drafted = _draft(run, resources, slurm, merging, failed, code, other_code, functions)
+        notes = [*drafted.notes]
         if tell is None:
-            drafted.notes.extend(drafted.changed)
+            notes += drafted.changed
         else:
             for note in drafted.changed:
                 tell(note)
@@ -63,7 +64,7 @@ def resubmit(
         if drafted.again.shards:
             write_recompute(run.folder, drafted.again)
             merge.forget_deaths(run, list(drafted.again.shards))
-        return drafted.submission, [*drafted.notes, *drafted.computed]
+        return drafted.submission, [*notes, *drafted.computed]
 
     return start(run, prepare, lambda: on_tick(run))
 
@@ -79,7 +80,7 @@ class Resubmission:
     submission: Submission
     missing: Sequence[int]
     again: Recompute
-    notes: list[str]
+    notes: Sequence[str]
     changed: Sequence[str]
     computed: Sequence[str]
 
