@@ -14,7 +14,7 @@ from slurmgpu.executors import liveness
 from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import Verdict, judge
-from slurmgpu.operations.probing import probe_draft
+from slurmgpu.operations.probe import probe_draft
 from slurmgpu.operations.resubmitting import packed, resubmit
 from slurmgpu.operations.submitting import Submitted, check_drafts, naming_submitted, submit_draft
 from slurmgpu.operations.waiting import follow_rows, incomplete, wait_for

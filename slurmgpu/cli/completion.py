@@ -17,7 +17,7 @@ from slurmgpu.util.users import expanded
 RUN = "run.json"
 """The file that marks a run directory."""
 PROBE = "-probe"
-"""The suffix of a probe's run directory: `executors.probe.SUFFIX`, without importing pydantic."""
+"""The suffix of a probe's run directory: `operations.probe.SUFFIX`, without importing pydantic."""
 FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@", "damage@")
 """The beginnings of the faults in `slurmgpu.faults`."""
 FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")

@@ -21,14 +21,13 @@ from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.executors.replacement import make_room
 from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
-from slurmgpu.operations import probing, submitting
+from slurmgpu.operations import probe, submitting
+from slurmgpu.operations.replacement import make_room
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.overrides import SET, Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -317,7 +316,7 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     """The types of the columns by the rows of the first batch, which a run of its own computes."""
     log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
     small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
-    run, report = probing.compute_probe(small, on_status=None)
+    run, report = probe.compute_probe(small, on_status=None)
     said = "so that the columns are not known, and nothing was submitted"
     if report["complete"] and report["n_errors"] == report["n_rows"]:
         first = report["errors"][0]

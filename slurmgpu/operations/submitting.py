@@ -14,9 +14,9 @@ from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import resubmission
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.executors.replacement import PLANNED, check_room, remove_left, room
 from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.faults import check_faults, parse_faults
+from slurmgpu.operations.replacement import PLANNED, check_room, remove_left, room
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.variants import Drafts, Variant
 from slurmgpu.report.build import is_complete

@@ -15,10 +15,10 @@ import typer
 
 from slurmgpu.cli import completion
 from slurmgpu.cli.app import app
-from slurmgpu.executors.probe import SUFFIX
 from slurmgpu.faults import KINDS
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.merge.export import FORMATS
+from slurmgpu.operations.probe import SUFFIX
 from slurmgpu.run.failures import POLICIES
 from tests.support.pretend_runs import pretend_run
 

@@ -10,9 +10,8 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import replacement
-from slurmgpu.executors.probe import draft_probe
-from slurmgpu.operations import submitting
+from slurmgpu.operations import replacement, submitting
+from slurmgpu.operations.probe import draft_probe
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.results.published import RunRows
@@ -212,7 +211,7 @@ def test_a_replacement_that_was_killed_leaves_nothing_once_another_look_is_made(
     target = look().folder
     code = f"""
 import os, pathlib
-from slurmgpu.executors.replacement import room
+from slurmgpu.operations.replacement import room
 with room(pathlib.Path({str(target)!r}), "look"):
     os._exit(9)
 """

@@ -9,9 +9,9 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.probe import draft_probe, spread
 from slurmgpu.inputs import InputSpec, Reader, scan
-from slurmgpu.operations import probing
+from slurmgpu.operations import probe
+from slurmgpu.operations.probe import draft_probe, spread
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.forecast import Observed, forecast, mean_within, observe
 from slurmgpu.run.submissions import Submission
@@ -317,14 +317,14 @@ def test_a_probe_on_slurm_is_one_task_and_the_array_follows_it(project, slurmgpu
 def test_ctrl_c_before_the_jobs_are_told_cancels_them_as_well(project, cluster, monkeypatch):
     folder = project(80, held_from=0)
     cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "the end of other tests' jobs")
-    submit_draft = probing.submit_draft
+    submit_draft = probe.submit_draft
 
     def queue_and_be_interrupted(*args):
         submit_draft(*args)
         assert cluster.run("squeue", "-h")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(probing, "submit_draft", queue_and_be_interrupted)
+    monkeypatch.setattr(probe, "submit_draft", queue_and_be_interrupted)
     with pytest.raises(KeyboardInterrupt):
         package.probe(folder / "slurmgpu.toml", 8, gpus=2, array=True, device="cpu")
     cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "an empty queue")

@@ -11,8 +11,7 @@ import slurmgpu as package
 from slurmgpu import api
 from slurmgpu.cli.commands import submitted, sweep
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import replacement
-from slurmgpu.operations import submitting
+from slurmgpu.operations import replacement, submitting
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run

@@ -17,8 +17,8 @@ from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft, show_resubmission
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import probe as probes
-from slurmgpu.operations import probing, resubmitting, submitting
+from slurmgpu.operations import resubmitting, submitting
+from slurmgpu.operations.probe import draft_probe, probe_draft
 from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -99,12 +99,12 @@ def _refuse_for_sweep(options: Mapping[str, Any]) -> None:
 
 def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     """Run the probe; the forecast, which is printed unless it becomes part of the JSON."""
-    small = probes.draft_probe(draft, n_items)
+    small = draft_probe(draft, n_items)
     n_probed, n_all = small.plan.n_items, draft.plan.n_items
     twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
     with following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
-        estimate = probing.probe_draft(draft, n_items, follow.run, follow.status)
+        estimate = probe_draft(draft, n_items, follow.run, follow.status)
     if estimate["failure"]:
         forecasts.show_failure(estimate)
     elif not as_json:

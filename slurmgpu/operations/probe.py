@@ -1,21 +1,31 @@
-"""The probe: a separate run beside the run, of some whole batches of its items, computed by one task."""
+"""Probes: some whole batches of a draft's items, computed by one task in a run of their own beside the run."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import liveness
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.spec import PROMISED
+from slurmgpu.operations.replacement import room
+from slurmgpu.operations.submitting import submission_of, submit_draft
+from slurmgpu.operations.waiting import wait_for
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.run_file import parse_resources
+from slurmgpu.progress import following
 from slurmgpu.report.build import Report
+from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
+from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of
+from slurmgpu.util.early_signals import INTERRUPTS
 
 SUFFIX = "-probe"
 SHOWN_ERRORS = 3
@@ -37,6 +47,59 @@ class Failed:
 def probe_dir(run_dir: Path) -> Path:
     """The directory of a run's probe."""
     return run_dir.with_name(f"{run_dir.name}{SUFFIX}")
+
+
+def probe_draft(
+    draft: Draft,
+    n_items: int,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    on_status: Callable[[Status], None] = lambda status: None,
+) -> dict[str, Any]:
+    """Probe a draft; the keys of `slurmgpu submit --probe --json`. An exception cancels the probe."""
+    small = draft_probe(draft, n_items)
+    submission = submission_of(draft)
+    run, report = compute_probe(small, on_tick, on_status)
+    head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
+    failed, seen = why_failed(run, report), observe(run.attempts())
+    if failed is not None or seen is None:
+        failed = failed or Failed("lost", "no record of a task has its batches", str(run.logs))
+        return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
+    found = forecast(
+        draft.plan, submission, seen, resumes=draft.resumes, queues=executor_named(submission.executor).queues
+    )
+    return {**found, **head, "failure": None, "errors": report["errors"][:SHOWN_ERRORS]}
+
+
+def compute_probe(
+    small: Draft,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    on_status: Callable[[Status], None] | None = None,
+) -> tuple[Run, Report]:
+    """The run of a small draft beside a run, which takes the place of an earlier one, and its report.
+
+    Without `on_status` the progress is shown as by `RunHandle.wait`. An exception cancels the run.
+    """
+    submission = submission_of(small)
+    executor = executor_named(submission.executor)
+    executor.check(submission, small.plan.container)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(room(small.run_dir))
+        run = None
+        try:
+            submitted = submit_draft(small, None, on_tick)
+            stack.close()
+            run = submitted.run
+            report = submitted.outcome.report if submitted.outcome else None
+            if report is None:
+                with following(run, None) if on_status is None else contextlib.nullcontext(on_status) as tick:
+                    report = wait_for(run, tick)
+            return run, report
+        except BaseException as error:
+            if isinstance(error, INTERRUPTS) and small.run_dir.exists():
+                run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
+            if run is not None and executor.queues:
+                liveness.cancel(run)
+            raise
 
 
 def draft_probe(draft: Draft, n_items: int) -> Draft:
