@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import liveness
+from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import Verdict, judge
@@ -138,7 +138,7 @@ class RunHandle:
 
     def cancel(self) -> str:
         """Stop the run's tasks and its merge, and say what was stopped."""
-        return liveness.cancel(self.run)
+        return live_tasks.cancel(self.run)
 
 
 def open_run(folder: str | Path) -> RunHandle:

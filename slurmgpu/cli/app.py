@@ -219,14 +219,14 @@ def cancel(folder: options.RunArgument) -> None:
     Of a sweep, those of all its runs. Published rows stay; resubmit continues from there.
     """
     from slurmgpu.cli.console import result
-    from slurmgpu.executors import liveness
+    from slurmgpu.executors import live_tasks
 
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
 
         raise typer.Exit(sweep.cancel(runs))
     run = options.open_run(folder)
-    done = liveness.cancel(run)
+    done = live_tasks.cancel(run)
     result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "no task of this run is alive.")
 
 

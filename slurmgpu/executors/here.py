@@ -17,11 +17,11 @@ from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer
-from slurmgpu.run.liveness import are_seen_here, patience, processes_here
+from slurmgpu.run.liveness import patience, processes_here
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import Submission, job_here, slots_of
 from slurmgpu.util import gpus
-from slurmgpu.util.pids import numbering, parent_of, processes
+from slurmgpu.util.pids import are_numbered_here, numbering, parent_of, processes
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Here(Executor):
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
         """Ask the processes of the run's slots to end, and tasks whose slots were killed."""
-        if elsewhere := next((line for line in lines if not are_seen_here(line)), None):
+        if elsewhere := next((line for line in lines if not are_numbered_here(line)), None):
             raise SlurmGPUError(f"This run works on {elsewhere['host']}; cancel it there, outside a container.")
         done, is_open, living = [], {line["submission"] for line in lines}, _heard_of(run)
         for line in run.submissions():  # also one that has ended: a task may have outlived it
@@ -80,9 +80,9 @@ def tasks_here(run: Run, executor: str, submission: int) -> list[int]:
 def _heard_of(run: Run) -> dict[str, list[int]]:
     """The pids of the living tasks of a run by their jobs, from one look at its heartbeats."""
     found: dict[str, list[int]] = {}
-    for sign in Observer(run.folder, patience(run.plan.lease_s)).look():
-        if sign.lives:
-            found.setdefault(str(sign.told.get("job")), []).append(sign.told["pid"])
+    for task in Observer(run.folder, patience(run.plan.lease_s)).look():
+        if task.lives:
+            found.setdefault(str(task.told.get("job")), []).append(task.told["pid"])
     return found
 
 

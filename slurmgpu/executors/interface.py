@@ -17,7 +17,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import Lives
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
-from slurmgpu.run.heartbeats import Sign
+from slurmgpu.run.heartbeats import ObservedTask
 from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm.limits import Limit, bound_gpu_hours
 
@@ -56,7 +56,7 @@ class Sight:
     at_work: str | None = None
     hides: bool = False
     elsewhere: Sequence[str] = ()
-    has_ended: Callable[[Sign], bool] = lambda sign: False
+    has_ended: Callable[[ObservedTask], bool] = lambda task: False
 
 
 @dataclass

@@ -20,7 +20,7 @@ from slurmgpu.report.attempts import Lives
 from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
-from slurmgpu.run.heartbeats import Sign
+from slurmgpu.run.heartbeats import ObservedTask
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, facts, limits, queue
@@ -123,7 +123,7 @@ class Slurm(Executor):
         cluster = queue.own_cluster()
         return Sight(
             elsewhere=_elsewhere(lines, cluster),
-            has_ended=lambda sign: _is_over(sign, cluster, queued),
+            has_ended=lambda task: _is_over(task, cluster, queued),
         )
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
@@ -303,9 +303,9 @@ def _surely_of(run: Run, jobs: Sequence[queue.QueuedJob]) -> list[queue.QueuedJo
     return found
 
 
-def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob]) -> bool:
+def _is_over(task: ObservedTask, cluster: str | None, queued: Sequence[queue.QueuedJob]) -> bool:
     """Whether a task is known to have ended: its job, of this user and cluster, is not in the queue."""
-    told = sign.told
+    told = task.told
     if told.get("cluster") is None or told["cluster"] != cluster or told.get("uid") != os.getuid():
         return False
     # Tasks of the local executor are not in the queue, even if they run in an allocation.

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import on_end, tracker_process
 from slurmgpu.executors.interface import Executor, Started
-from slurmgpu.executors.liveness import alive, forget_dead_tasks, others_alive, refuse_alive
+from slurmgpu.executors.live_tasks import alive, forget_dead_tasks, others_alive, refuse_alive
 from slurmgpu.executors.registry import executor_named, lives_of
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import liveness
+from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.operations.replacement import room
@@ -98,7 +98,7 @@ def compute_probe(
             if isinstance(error, INTERRUPTS) and small.run_dir.exists():
                 run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
             if run is not None and executor.queues:
-                liveness.cancel(run)
+                live_tasks.cancel(run)
             raise
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.liveness import refuse_alive
+from slurmgpu.executors.live_tasks import refuse_alive
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import RUN_LOCK, is_left_by_dead, run_lock
 from slurmgpu.run.owners import name_of

@@ -13,7 +13,7 @@ from slurmgpu.code.functions import Packed
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
-from slurmgpu.executors import liveness, resubmission
+from slurmgpu.executors import live_tasks, resubmission
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.merge import merge
@@ -49,8 +49,8 @@ def resubmit(
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
-        liveness.refuse_alive(run, "resubmit", force=force)
-        liveness.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
+        live_tasks.refuse_alive(run, "resubmit", force=force)
+        live_tasks.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
         drafted = _draft(run, resources, slurm, merging, failed, code, other_code, functions)
         notes = [*drafted.notes]
         if tell is None:
@@ -97,7 +97,7 @@ def foresee(
     other_code: bool,
 ) -> Resubmission:
     """What `resubmit` would submit; it writes nothing, and refuses what that refuses."""
-    liveness.refuse_alive(run, "resubmit", force=force)
+    live_tasks.refuse_alive(run, "resubmit", force=force)
     return _draft(run, resources, slurm, merging, failed, code, other_code, None, writes=False)
 
 

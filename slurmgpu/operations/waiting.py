@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
-from slurmgpu.executors import liveness
+from slurmgpu.executors import live_tasks
 from slurmgpu.report.build import Report, last_report
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.results.published import Row as RunRow
@@ -95,7 +95,7 @@ def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S
         if is_over(run.submissions()) or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
-                alive = liveness.alive(run) is not None
+                alive = live_tasks.alive(run) is not None
             except NoAnswerError as error:
                 log.warning("%s", error)
         if alive:

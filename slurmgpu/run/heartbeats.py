@@ -100,8 +100,8 @@ def _write(path: Path, value: Heartbeat) -> None:
 
 
 @dataclass(frozen=True)
-class Sign:
-    """One heartbeat as an observer knows it; `lives` is None until that is known."""
+class ObservedTask:
+    """The task of a heartbeat as an observer sees it; `lives` is None until that is known."""
 
     name: str
     told: Heartbeat
@@ -122,21 +122,21 @@ class Observer:
     _seen: dict[str, tuple[bytes, float, bool, Heartbeat]] = field(default_factory=dict)
     _looked: float = 0.0
 
-    def look(self) -> list[Sign]:
-        """A sign for each task of this run directory, not of one that it was copied from, that has not ended itself."""
+    def look(self) -> list[ObservedTask]:
+        """The tasks of this run directory, not of one that it was copied from, that have not ended by themselves."""
         now = time.monotonic()
         if now - self._looked > LONGEST_GAP_S:
             self._seen.clear()
         self._looked = now
         names = [name for name in list_fresh(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
         place = place_of(self.folder) if names else {}
-        signs = (self._look_at(name, now) for name in sorted(names))
-        return [sign for sign in signs if sign is not None and is_at(place, sign.told)]
+        tasks = (self._look_at(name, now) for name in sorted(names))
+        return [task for task in tasks if task is not None and is_at(place, task.told)]
 
-    def forget(self, signs: Sequence[Sign]) -> None:
+    def forget(self, tasks: Sequence[ObservedTask]) -> None:
         """Remove the files of dead tasks, unless they have changed; a task that is alive makes its file again."""
-        for sign in signs:
-            path = self._tasks / f"{sign.name}{SUFFIX}"
+        for task in tasks:
+            path = self._tasks / f"{task.name}{SUFFIX}"
             with contextlib.suppress(OSError):
                 if read_bytes(path, max_bytes=4 * SIZE) == self._seen[path.name][0]:
                     remove(path)
@@ -145,7 +145,7 @@ class Observer:
     def _tasks(self) -> Path:
         return self.folder / "tasks"
 
-    def _look_at(self, name: str, now: float) -> Sign | None:
+    def _look_at(self, name: str, now: float) -> ObservedTask | None:
         try:
             content = read_bytes(self._tasks / name, max_bytes=4 * SIZE)
         except FileNotFoundError:
@@ -161,4 +161,4 @@ class Observer:
         known = lives(told)
         if known is None:
             known = False if is_silent else True if has_beaten else None
-        return Sign(name.removesuffix(SUFFIX), told, known)
+        return ObservedTask(name.removesuffix(SUFFIX), told, known)

@@ -56,7 +56,7 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
 
     None also if none is seen, and some may be hidden: see `pids`.
     """
-    if "pids" not in submission or not are_seen_here(submission):
+    if "pids" not in submission or not are_numbered_here(submission):
         return None
     pids = submission["pids"]
     ticks = dict(zip(pids, submission.get("ticks", ()), strict=False))
@@ -72,11 +72,6 @@ def is_orphaned(run: Run, number: int) -> bool:
         return False
     living = processes_here(line)
     return living is not None and line["pids"][0] not in living
-
-
-def are_seen_here(submission: SubmissionLine) -> bool:
-    """Whether the processes of a submission are on this machine, not on another one of the same name."""
-    return are_numbered_here(submission)
 
 
 def _lives(pid: int, began: int | None, submitted: float) -> bool | None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import liveness
+from slurmgpu.executors import live_tasks
 from slurmgpu.operations import resubmitting
 from slurmgpu.run import heartbeats
 from slurmgpu.run.directory import Run
@@ -32,8 +32,8 @@ def run(tmp_path, monkeypatch):
     """A run whose last submission has ended, as far as is written."""
     run = pretend_run(tmp_path / "run", 0, n_tasks=1, executor="local")
     run.record_submission({"submission": 1, "state": "ended"})
-    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
-    liveness._OBSERVERS.clear()
+    monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 0.4)
+    live_tasks._OBSERVERS.clear()
     return run
 
 
@@ -54,8 +54,8 @@ def test_a_heartbeat_is_there_from_the_first_second_goes_on_and_ends_with_its_pr
         wait_until(lambda: json.loads(path.read_text())["beat"] > first["beat"] + 2, "beats")
         path.unlink()
         wait_until(path.exists, "a file made again")
-        [sign] = Observer(tmp_path, 30.0).look()
-        assert sign.lives
+        [task] = Observer(tmp_path, 30.0).look()
+        assert task.lives
     assert not path.exists()
 
 
@@ -65,8 +65,8 @@ def test_two_clusters_that_give_the_same_id_have_a_heartbeat_each(tmp_path, monk
     with beating(tmp_path, "7_0.0", "7"):
         monkeypatch.setenv("SLURM_CLUSTER_NAME", "the/re")
         with beating(tmp_path, "7_0.0", "7"):
-            assert [sign.name for sign in Observer(tmp_path, 30.0).look()] == ["7_0.0@here", "7_0.0@the-re"]
-        assert [sign.name for sign in Observer(tmp_path, 30.0).look()] == ["7_0.0@here"]
+            assert [task.name for task in Observer(tmp_path, 30.0).look()] == ["7_0.0@here", "7_0.0@the-re"]
+        assert [task.name for task in Observer(tmp_path, 30.0).look()] == ["7_0.0@here"]
 
 
 def test_what_cannot_be_written_costs_the_sign_alone(tmp_path):
@@ -76,21 +76,23 @@ def test_what_cannot_be_written_costs_the_sign_alone(tmp_path):
 
 def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run, monkeypatch):
     beat(run, 1)
-    monkeypatch.setattr(liveness, "patience", lambda lease_s: 60.0)
+    monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 60.0)
     with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
         try:
-            what = liveness.alive(run)
+            what = live_tasks.alive(run)
         finally:
             process.kill()
     assert what.startswith("task 7_0.0 of bob on ")
     assert what.endswith(" is alive")
-    liveness._OBSERVERS.clear()
-    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
-    wait_until(lambda: liveness.alive(run) is None, "its silence")
+    live_tasks._OBSERVERS.clear()
+    monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 0.4)
+    wait_until(lambda: live_tasks.alive(run) is None, "its silence")
     with monkeypatch.context() as waiting:
-        waiting.setattr(liveness.time, "sleep", lambda seconds: pytest.fail("who was silent for long is watched again"))
-        assert liveness.alive(run) is None
-    liveness.forget_dead_tasks(run)
+        waiting.setattr(
+            live_tasks.time, "sleep", lambda seconds: pytest.fail("who was silent for long is watched again")
+        )
+        assert live_tasks.alive(run) is None
+    live_tasks.forget_dead_tasks(run)
     assert not (run.tasks / "7_0.0.alive").exists()
 
 
@@ -113,34 +115,34 @@ def test_a_heartbeat_that_is_empty_for_a_moment_is_still_its_tasks(run):
     beat(run, 1)
     observer.look()
     (run.tasks / "7_0.0.alive").write_bytes(b"")
-    [sign] = observer.look()
-    assert sign.lives
-    assert sign.in_words.startswith("task 7_0.0 of bob on ")
+    [task] = observer.look()
+    assert task.lives
+    assert task.in_words.startswith("task 7_0.0 of bob on ")
 
 
 def test_what_a_dead_process_of_this_machine_left_and_a_copys_files_are_not_watched(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(liveness, "patience", lambda lease_s: 3600.0)
+    monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 3600.0)
     beat(run, 1, **{**own_id(), "pid": 4194304})
-    assert liveness.alive(run) is None
+    assert live_tasks.alive(run) is None
     beat(run, 1, **own_id())
-    assert "is alive" in liveness.alive(run)  # also if it is stopped
-    liveness._OBSERVERS.clear()
+    assert "is alive" in live_tasks.alive(run)  # also if it is stopped
+    live_tasks._OBSERVERS.clear()
     beat(run, 1, folder="/elsewhere", inode=1)
-    assert liveness.alive(run) is None
+    assert live_tasks.alive(run) is None
 
 
 def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeypatch):
-    monkeypatch.setattr(liveness, "patience", lambda lease_s: 3600.0)
+    monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 3600.0)
     first = run.submissions()[0]
     run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
     monkeypatch.setattr(queue, "own_cluster", lambda: "here")
     monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
     beat(run, 1, cluster="here", uid=os.getuid())
-    assert liveness.alive(run) is None
-    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
-    liveness._OBSERVERS.clear()
+    assert live_tasks.alive(run) is None
+    monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 0.4)
+    live_tasks._OBSERVERS.clear()
     beat(run, 1, cluster="there", uid=os.getuid())
-    assert liveness.alive(run) is None
+    assert live_tasks.alive(run) is None
 
 
 def queued_on(run, monkeypatch, **line):
@@ -155,23 +157,23 @@ def queued_on(run, monkeypatch, **line):
 def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
     with pytest.raises(SlurmGPUError, match=r"may wait in the queue of the cluster there, .* --force"):
-        liveness.refuse_alive(run, "resubmit")
-    liveness.refuse_alive(run, "resubmit", force=True)
-    assert liveness.alive(run, "8") is None
+        live_tasks.refuse_alive(run, "resubmit")
+    live_tasks.refuse_alive(run, "resubmit", force=True)
+    assert live_tasks.alive(run, "8") is None
     run.record_submission({"submission": 2, "cancelled": True})
-    liveness.refuse_alive(run, "resubmit")
+    live_tasks.refuse_alive(run, "resubmit")
 
 
 def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     beat(run, 1, cluster="here", **own_id())  # of its own array, which is over: Slurm has started the merge
-    assert liveness.others_alive(run, "7") is None
+    assert live_tasks.others_alive(run, "7") is None
     # The same number on another cluster is another job.
     beat(run, 1, cluster="there")
     with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
-        assert liveness.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
+        assert live_tasks.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
         process.kill()
-    wait_until(lambda: liveness.others_alive(run, "7") is None, "the heartbeat to stand still")
+    wait_until(lambda: live_tasks.others_alive(run, "7") is None, "the heartbeat to stand still")
 
 
 def test_a_silent_task_is_waited_for_once_by_a_resubmission_that_merges_as_well(run):
@@ -189,8 +191,8 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
     run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
     monkeypatch.setattr(queue, "own_jobs", silent)
     with pytest.raises(SlurmGPUError, match=r"It is not known which jobs .* --force"):
-        liveness.refuse_alive(run, "merge")
-    liveness.refuse_alive(run, "merge", force=True)
+        live_tasks.refuse_alive(run, "merge")
+    live_tasks.refuse_alive(run, "merge", force=True)
 
 
 def test_force_merges_under_a_task_that_beats(run, slurmgpu):

@@ -304,7 +304,7 @@ def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     written = write_report(run)
     read, reading, looks = [], Run.attempt, iter(["its merge", "its merge", None])
     monkeypatch.setattr(Run, "attempt", lambda run, name: read.append(name) or reading(run, name))
-    monkeypatch.setattr(waiting.liveness, "alive", lambda run: next(looks))
+    monkeypatch.setattr(waiting.live_tasks, "alive", lambda run: next(looks))
     told = []
     assert waiting.wait_for(run, told.append)["written"] == written["written"]
     assert len(told) == 3

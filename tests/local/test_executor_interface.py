@@ -10,7 +10,7 @@ import pytest
 
 from slurmgpu.api import RunHandle
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.liveness import alive
+from slurmgpu.executors.live_tasks import alive
 from slurmgpu.executors.registry import executor_named, lives_of
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run

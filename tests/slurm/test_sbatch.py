@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import liveness, manual_jobs
+from slurmgpu.executors import live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
@@ -472,7 +472,7 @@ def cancelling(tmp_path, monkeypatch):
         monkeypatch.setattr(queue, "own_cluster", lambda: "here")
         monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): list(jobs))
         monkeypatch.setattr(commands, "cancel", lambda *ids: stopped.extend(ids))
-        liveness.cancel(run)
+        live_tasks.cancel(run)
         return stopped, run.submissions()[-1].get("cancelled", False)
 
     return cancel

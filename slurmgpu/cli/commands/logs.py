@@ -188,11 +188,11 @@ def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
 
 def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
     """Raise SlurmGPUError on a run without submissions; not if the command `waits` and Slurm has its jobs."""
-    from slurmgpu.executors import liveness
+    from slurmgpu.executors import live_tasks
 
     if run.submissions() or run.attempts():
         return
-    queued = liveness.alive(run)
+    queued = live_tasks.alive(run)
     if queued is None:
         raise SlurmGPUError(
             f"{run.folder} is planned but not submitted. Submit it by `slurmgpu resubmit {run.typed}`, "
@@ -204,10 +204,10 @@ def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
 
 def is_at_rest(run: Run) -> bool:
     """Whether nothing computes missing items: the last submission has ended, or nothing is alive without one."""
-    from slurmgpu.executors import liveness
+    from slurmgpu.executors import live_tasks
 
     lines = run.submissions()
-    return is_over(lines) if lines else liveness.alive(run) is None
+    return is_over(lines) if lines else live_tasks.alive(run) is None
 
 
 def show_logs(

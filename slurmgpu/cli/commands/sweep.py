@@ -18,7 +18,7 @@ from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
 from slurmgpu.cli.views.state_words import plain
 from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
-from slurmgpu.executors import liveness
+from slurmgpu.executors import live_tasks
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.inputs import sweeps
 from slurmgpu.operations import submitting, waiting
@@ -285,7 +285,7 @@ def cancel(folders: Sequence[Path]) -> int:
     code = EXIT_COMPLETE
     for folder in filter(was_submitted, folders):
         try:
-            done = liveness.cancel(Run.open(folder))
+            done = live_tasks.cancel(Run.open(folder))
         except SlurmGPUError as error:
             say(f"{folder.name}: {error}")
             code = EXIT_BAD_USAGE

@@ -111,10 +111,10 @@ class LogFollower:
 
     def _is_dead(self) -> bool:
         """Whether no task of the run is alive although it has not recorded its end."""
-        from slurmgpu.executors import liveness
+        from slurmgpu.executors import live_tasks
 
         try:
-            return liveness.alive(self.run) is None
+            return live_tasks.alive(self.run) is None
         except NoAnswerError:
             return False
 

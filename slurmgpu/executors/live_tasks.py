@@ -45,10 +45,10 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
     is_hidden = any(sight.hides for sight in sights)
     leases, begun, is_told = Watch(run.plan.lease_s), time.monotonic(), False
     while True:
-        signs = [sign for sign in observer.look() if not any(s.has_ended(sign) for s in sights)]
-        if living := [sign for sign in signs if sign.lives]:
+        tasks = [task for task in observer.look() if not any(sight.has_ended(task) for sight in sights)]
+        if living := [task for task in tasks if task.lives]:
             return f"{living[0].in_words} is alive"
-        doubts = [sign.in_words for sign in signs if sign.lives is None]
+        doubts = [task.in_words for task in tasks if task.lives is None]
         if elsewhere and waiting_merge is None and not doubts:
             return f"jobs of it may wait in the queue of the cluster {elsewhere[0]}, which is not seen here"
         if time.monotonic() - begun <= patience_s:
@@ -78,11 +78,11 @@ def others_alive(run: Run, own_array: str | None) -> str | None:
     """A task that lives and is not of this array of this cluster, in words; None once all others are silent."""
     cluster, observer = os.environ.get("SLURM_CLUSTER_NAME"), _observer(run)
     while True:
-        signs = observer.look()
-        others = [s for s in signs if s.told.get("cluster") != cluster or s.told.get("job") != own_array]
-        if living := [sign for sign in others if sign.lives]:
+        tasks = observer.look()
+        others = [task for task in tasks if task.told.get("cluster") != cluster or task.told.get("job") != own_array]
+        if living := [task for task in others if task.lives]:
             return f"{living[0].in_words} is alive"
-        if not any(sign.lives is None for sign in others):
+        if not any(task.lives is None for task in others):
             return None
         time.sleep(1.0)
 
@@ -90,7 +90,7 @@ def others_alive(run: Run, own_array: str | None) -> str | None:
 def forget_dead_tasks(run: Run) -> None:
     """Remove the heartbeats of tasks that were killed, after a merge: no observer need watch them again."""
     observer = _observer(run)
-    observer.forget([sign for sign in observer.look() if sign.lives is False])
+    observer.forget([task for task in observer.look() if task.lives is False])
 
 
 def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
