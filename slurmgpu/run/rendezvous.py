@@ -205,14 +205,6 @@ def own_hosts() -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def free_port() -> int:
-    """A port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _write_secret(path: Path, value: Mapping[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)

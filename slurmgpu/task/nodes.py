@@ -20,9 +20,10 @@ from typing import Any
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
-from slurmgpu.run.rendezvous import Line, Rendezvous, free_port, own_hosts
+from slurmgpu.run.rendezvous import Line, Rendezvous, own_hosts
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess, start_program
+from slurmgpu.util.sockets import free_port
 from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.groups import GROUP_SECRET
 

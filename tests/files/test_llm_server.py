@@ -29,7 +29,7 @@ from slurmgpu.llm.server_engine import engine as server_engine
 from slurmgpu.llm.server_engine import http_client, liveness
 from slurmgpu.llm.server_engine import process as server_process
 from slurmgpu.llm.settings import engine_options
-from slurmgpu.util import socket_paths
+from slurmgpu.util import sockets
 from slurmgpu.util.process_tree import living
 from slurmgpu.workload import Share
 from slurmgpu.workloads.classify.workload import Classify
@@ -390,10 +390,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, opened):
     long = tmp_path / ("x" * 80)
     long.mkdir()
-    monkeypatch.setattr(socket_paths.tempfile, "tempdir", str(long))
+    monkeypatch.setattr(sockets.tempfile, "tempdir", str(long))
     assert answers(opened(), "one")[0].text == "one"
-    monkeypatch.setattr(socket_paths.tempfile, "tempdir", "/short")
-    assert socket_paths.socket_folder() == "/short"
+    monkeypatch.setattr(sockets.tempfile, "tempdir", "/short")
+    assert sockets.socket_folder() == "/short"
 
 
 # Settings

@@ -15,7 +15,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.on_end import run_on_end
 from slurmgpu.run.directory import Run
 from slurmgpu.run.private import refuse_hidden
-from slurmgpu.run.rendezvous import free_port
+from slurmgpu.util.sockets import free_port
 from slurmgpu.worker.groups import Group
 from slurmgpu.worker.tunnels import Entrance, Exit
 from tests.support.held_ranks import hold

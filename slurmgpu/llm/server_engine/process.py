@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from slurmgpu.util import pids
 from slurmgpu.util.guard import OWN_GROUP, Guard
 from slurmgpu.util.process_tree import TreeWatch, living
 from slurmgpu.util.shared_memory import remove, used_by
-from slurmgpu.util.socket_paths import socket_folder
+from slurmgpu.util.sockets import free_port, socket_folder
 
 log = logging.getLogger(__name__)
 
@@ -188,13 +187,6 @@ def filled(text: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", value)
     return text
-
-
-def free_port() -> int:
-    """A port of the loopback device that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _search_path() -> str:

@@ -43,7 +43,7 @@ from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
 from slurmgpu.llm.vllm_engine.limits import LORA_RANKS, memory_share, vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.socket_paths import socket_folder
+from slurmgpu.util.sockets import socket_folder
 
 log = logging.getLogger(__name__)
 

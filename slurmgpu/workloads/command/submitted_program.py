@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from slurmgpu.code import importer
+from slurmgpu.util.sockets import free_port
 from slurmgpu.workloads.command.placeholders import CommandLine
 from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, entry_script, file_of_module, module_of
 
@@ -44,7 +44,8 @@ class SubmittedProgram:
 
     def environment(self) -> dict[str, str]:
         """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
-        environ = {"MASTER_PORT": str(_free_port()), **self._environ}
+        # The default port of `torch.distributed`, 29500, may be another call's of the node.
+        environ = {"MASTER_PORT": str(free_port()), **self._environ}
         folders = importer.python_path_as_submitted() if self._runs_copies or self._is_entry else []
         if folders:
             given = environ.get("PYTHONPATH")
@@ -75,11 +76,3 @@ def inherited_environment() -> dict[str, str]:
         del environ["PYTHONPATH"]
         environ |= {"PYTHONPATH": rest} if rest else {}
     return environ
-
-
-def _free_port() -> int:
-    """A port for `torch.distributed`, whose own default, 29500, is another call's of the node."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-        return port
