@@ -492,9 +492,10 @@ def test_a_row_is_found_among_what_else_is_printed_which_goes_to_the_log(one, ca
         10_000 * '{"m": 1,\n',
         10_000 * "void f()\n{\n  g();\n}\n",
         10_000 * '{"m":\n',
+        1_000 * '{"m":\n',  # as deep as Python 3.11 reads
         '{"m": [{' + 10_000 * "\n},\n{" + "}]}\n",
     ],
-    ids=["begun", "functions", "nested", "closed"],
+    ids=["begun", "functions", "nested", "deep", "closed"],
 )
 def test_lines_that_begin_objects_are_read_once(text):
     found = printed_row.PrintedRow({"n": Array("int32")}, sinks.ToLog(""))

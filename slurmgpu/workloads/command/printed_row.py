@@ -13,6 +13,8 @@ from slurmgpu.workloads.command.sinks import MAX_BYTES, Lines, OutputError, ToLo
 _JSON = json.JSONDecoder()
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 """A string of JSON, which ends on its line."""
+_MAX_DEPTH = 500
+"""Open brackets that every Python reads: the depth at which its JSON gives up depends on its version."""
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
 _BEHIND = re.compile(rb"[^{]\{\s*\".*\}\Z")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
@@ -102,16 +104,21 @@ class PrintedRow:
         self._open.append(line)
         self._n_bytes += len(line) + 1
         if self._n_bytes > MAX_BYTES:
-            lines, self._open = self._open, []
-            for each in lines:
-                self._take_other(each)
+            self._take_open_as_other()
             raise OutputError(f"an object on stdout has more than {MAX_BYTES >> 20} MiB")
         bare = _STRING.sub(b"", text)
         self._depth += sum(map(bare.count, (b"{", b"["))) - sum(map(bare.count, (b"}", b"]")))
+        if self._depth > _MAX_DEPTH:
+            self._take_open_as_other()
         # Read where it must end, and while it is open seldom enough to cost no more than the lines themselves.
-        if self._depth <= 0 or self._n_bytes >= 2 * self._n_read:
+        elif self._depth <= 0 or self._n_bytes >= 2 * self._n_read:
             self._n_read = self._n_bytes
             self._read()
+
+    def _take_open_as_other(self) -> None:
+        lines, self._open = self._open, []
+        for each in lines:
+            self._take_other(each)
 
     def _read(self, *, is_end: bool = False) -> None:
         """Take the object that the open lines are, once it ends; up to where they are no JSON they are other lines.
