@@ -170,6 +170,8 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{text}"], "columns": {}}, "columns is empty"),
         ({"run": ["wc", "{text}"], "columns": {"index": "int64"}}, "'index' is written by slurmgpu itself"),
         ({"run": ["wc", "{in}", "{out:npz}"], "columns": {"a": "int32[]"}}, "no place for the column 'a'"),
+        ({"run": ["wc", "{text}"], "match": "id"}, "match = 'id', and a call is for one item"),
+        ({"run": ["wc"], "stream": True, "match": "id"}, "match = 'id', and a call is for a stream"),
         ({"run": ["wc", "{text}"], "timeout_s": 0}, "timeout_s is 0"),
         ({"run": ["wc", "{text}"], "timeout_s": float("nan")}, "timeout_s is nan"),
         ({"run": ["wc", "{text}"], "timeout_s": float("inf")}, "timeout_s is inf"),
@@ -1068,6 +1070,7 @@ def test_a_missing_row_and_an_error_are_their_items_alone(score):
         ("write([row(items[0]), row(items[0])])", "line 2 of {out} has the index 0 a second time"),
         ("write([{'index': 9, 'n': 1}])", "line 1 of {out} has the index 9, which is none of the items of this call"),
         ("write([{'n': 1}])", "line 1 of {out} has no index"),
+        ("write([{'index': None, 'n': 1}])", "and no two items share: --set match=FIELD"),
         ("write([{'index': '0', 'n': 1}])", "line 1 of {out} has '0' as index"),
         ("write([{'index': True, 'n': 1}])", "line 1 of {out} has True as index"),
         ("write([[1]])", "line 1 of {out} is '[1]'; expected a JSON object"),
@@ -1240,6 +1243,121 @@ def test_a_script_that_reads_json_lines_and_writes_them_back_with_a_field_more_i
     assert first == {"n": 3, "seen": ["index", "text", "x", "data", "/in.jsonl"], "x": {"y": [None]}}
     assert second == {"n": 1, "seen": ["index", "text", "x", "/in.jsonl"], "x": 1.5}
     assert str(third).startswith("it has a field 'index', and in {in:jsonl} what has that name is the item's own. Use")
+
+
+LIST = """
+import json, sys
+rows = json.load(open(sys.argv[1]))
+seen = [list(row) for row in rows]
+json.dump([{**row, "n": len(row["text"]), "seen": seen} for row in reversed(rows)], open(sys.argv[2], "w"), indent=1)
+"""
+
+
+def test_a_script_that_reads_a_list_and_writes_it_back_with_a_field_more_is_taken_in(tmp_path, monkeypatch):
+    (tmp_path / "list.py").write_text(LIST)
+    run = [sys.executable, "-S", "list.py", "{in:json}", "{out:json}"]
+    command = loaded(tmp_path, monkeypatch, run=run, columns={"n": "int32", "seen": "json"})
+    seen = [["index", "text"], ["index", "text"]]
+    assert command(items("a", "ßß")) == [{"n": 1, "seen": seen}, {"n": 2, "seen": seen}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"index": 0, "n": 1}', "{out} is no JSON: "),
+        ('{"index": 0, "n": 1}', "{out} is JSON, but no list of objects"),
+        ('[{"index": 0, "n": 1}, 2]', "{out} is JSON, but no list of objects"),
+        ('[{"index": 0, "n": 1}, {"n": 2}]', "object 2 of {out} has no index"),
+        ("[]", "wrote no row"),
+    ],
+)
+def test_json_that_is_no_list_of_rows_fails_its_slice(score, text, said):
+    assert said in failing(score(f"open(path, 'w').write({text!r})", form="{out:json}"), items("a", "b"))
+
+
+BY_ID = """
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+open("calls", "a").write(f"{len(rows)} ")
+with open(sys.argv[2], "w") as file:
+    for number, row in enumerate(reversed(rows)):
+        print(json.dumps({"index": number, "id": row["id"], "n": len(row["text"])}), file=file)
+"""
+
+
+@pytest.fixture
+def by_id(tmp_path, monkeypatch):
+    """A workload of slices, whose script writes the `id` of each item, in another order, and an index of its own."""
+
+    def make(code=BY_ID, **settings):
+        (tmp_path / "by_id.py").write_text(code)
+        run = [sys.executable, "-S", "by_id.py", "{in:jsonl}", "{out}"]
+        return loaded(tmp_path, monkeypatch, run=run, match="id", **settings)
+
+    return make
+
+
+def test_rows_are_matched_by_a_field_that_the_script_echoes(by_id):
+    asked = [Item(40 + n, {"id": name, "text": "a" * n}) for n, name in enumerate(["q0", 7, "8", True, [1]])]
+    command = by_id()
+    assert command.fields == ("id",)
+    assert command(asked) == [{"n": n} for n in range(5)]
+
+
+def test_with_match_a_line_has_what_the_item_has_also_a_field_index(by_id):
+    code = BY_ID.replace('"n": len(row["text"])', '"n": row.get("index", -1), "text": row["text"]')
+    asked = [Item(40, {"id": "a", "text": "", "index": 3}), Item(41, {"id": "b", "text": ""})]
+    assert by_id(code)(asked) == [{"n": 3}, {"n": -1}]
+    keeps = {"n": "int32", "id": "text", "text": "text"}
+    assert by_id(code, columns=keeps)(asked)[0] == {"n": 3, "id": "a", "text": ""}
+
+
+def test_items_that_share_what_rows_are_matched_by_are_in_different_calls(by_id, tmp_path, caplog):
+    asked = [Item(40 + n, {"id": name, "text": "a" * n}) for n, name in enumerate(["a", "b", "a", "c", "a", "7", 7])]
+    assert by_id()(asked) == [{"n": n} for n in range(7)]
+    assert (tmp_path / "calls").read_text() == "4 2 1 "
+    assert "items share their 'id', by which rows match them: called 3 times" in caplog.text
+
+
+def test_an_item_without_what_rows_are_matched_by_fails_alone(by_id):
+    first, second, third = by_id()([Item(0, {"text": ""}), Item(1, {"id": None}), Item(2, {"id": "a", "text": "a"})])
+    assert str(first) == str(second) == "it has no field 'id', by which rows match it"
+    assert third == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"index": 0, "n": 1}, "line 1 of {out} has no 'id', by which match finds its item"),
+        ({"id": None, "n": 1}, "line 1 of {out} has no 'id'"),
+        ({"id": "q9", "n": 1}, "line 1 of {out} has 'q9' as 'id', which is that of no item of this call"),
+        ({"id": "a ", "n": 1}, "line 1 of {out} has 'a ' as 'id'"),
+        ({"id": float("nan"), "n": 1}, "line 1 of {out} has 'nan' as 'id'"),
+        ({"id": "a", "n": 1}, "line 2 of {out} has the index 0 a second time"),
+    ],
+)
+def test_a_row_that_matches_no_item_fails_its_slice(by_id, row, said):
+    code = f"import sys; open(sys.argv[2], 'w').write({json.dumps(row) + chr(10)!r} * 2)"
+    assert said in failing(by_id(code), [Item(0, {"id": "a"}), Item(1, {"id": "b"})])
+
+
+def test_a_row_without_index_is_told_of_the_field_that_it_could_be_matched_by(tmp_path, monkeypatch):
+    (tmp_path / "by_id.py").write_text(BY_ID.replace('"index": number, ', ""))
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "by_id.py", "{in:jsonl}", "{out}"])
+    assert "--set match=id" in failing(command, [Item(0, {"id": "a", "text": ""}), Item(1, {"id": "b", "text": ""})])
+
+
+def test_a_table_and_arrays_are_matched_by_a_field_as_well(tmp_path, monkeypatch):
+    (tmp_path / "table.py").write_text(
+        "import csv, sys\nrows = list(csv.DictReader(open(sys.argv[1])))\nfile = csv.writer(open(sys.argv[2], 'w'))\n"
+        "file.writerow(['id', 'n'])\nfile.writerows([row['id'], len(row['text'])] for row in rows)\n"
+    )
+    asked = [Item(5, {"id": 12, "text": "abc"}), Item(6, {"id": "x,y", "text": ""})]
+    run = [sys.executable, "-S", "table.py", "{in:csv}", "{out:csv}"]
+    assert loaded(tmp_path, monkeypatch, run=run, match="id")(asked) == [{"n": 3}, {"n": 0}]
+    code = "import numpy, sys; numpy.savez(sys.argv[1], id=numpy.array(sys.argv[2:]), n=[1, 2])"
+    run = [sys.executable, "-c", code.replace("[2:]", "[4:]"), "{out:npz}", "{start}", "{end}", "x,y", "12"]
+    assert loaded(tmp_path, monkeypatch, run=run, match="id")(asked) == [{"n": 2}, {"n": 1}]
 
 
 def test_an_integer_in_csv_is_what_it_is_in_json(score):

@@ -83,7 +83,8 @@ def run(
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
     slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each. For a program that reads the fields as JSON
-    lines or a table, and writes them back with the columns, {in:jsonl} or {in:csv} has the index beside the fields.
+    lines, a list or a table, and writes them back with the columns, {in:jsonl}, {in:json} or {in:csv} has the index
+    beside the fields. For one whose rows have a field of their item in place of the index, --set match=FIELD names it.
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result

@@ -1,4 +1,4 @@
-"""The items of a call in the file that stands for `{in}`: lines with their data, or fields as JSON lines or CSV."""
+"""The items of a call in the file that stands for `{in}`: lines with their data, or fields as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ OF_ROWS = ("index", "error")
 """Names that are about the item itself, and so are no fields' where these stand beside them."""
 
 
-def request_of(index: int, seed: int, data: Mapping[str, object], form: str) -> bytes:
+def request_of(index: int, seed: int, data: Mapping[str, object], form: str, *, has_index: bool) -> bytes:
     """The line of an item with its data; ItemError if JSON cannot hold that, or `form` not its fields."""
-    if form != "items" and (taken := next((name for name in OF_ROWS if name in data), None)):
+    taken = next((name for name in OF_ROWS if name in data and (has_index or name != "index")), None)
+    if form != "items" and taken is not None:
         raise ItemError(
             f"it has a field {taken!r}, and in {{in:{form}}} what has that name is the item's own. Use {{in}}, whose "
             f"lines have the fields under data."
@@ -29,26 +30,34 @@ def request_of(index: int, seed: int, data: Mapping[str, object], form: str) -> 
         raise ItemError(f"the item's data cannot be JSON: {error}") from error
 
 
-def write_items(path: Path, form: str, requests: Mapping[int, bytes]) -> frozenset[str]:
-    """Write the items of a call; the names of fields that a program may write back beside the columns."""
+def write_items(path: Path, form: str, requests: Mapping[int, bytes], *, has_index: bool) -> frozenset[str]:
+    """Write the items of a call; the names of fields that a program may write back beside the columns.
+
+    Their index stands before their fields if the form `has_index`, as rows need it.
+    """
     if form == "items":
         path.write_bytes(b"".join(requests.values()))
         return frozenset()
     items = [json.loads(line) for line in requests.values()]
-    names = list(dict.fromkeys(name for item in items for name in item["data"]))
+    records = [{**({"index": item["index"]} if has_index else {}), **item["data"]} for item in items]
+    given = frozenset(name for item in items for name in item["data"])
     if form == "jsonl":
-        path.write_text("".join(as_json({"index": item["index"], **item["data"]}) + "\n" for item in items), "ascii")
-        return frozenset(names)
+        path.write_text("".join(as_json(record) + "\n" for record in records), "ascii")
+        return given
+    if form == "json":
+        path.write_text(as_json(records), "ascii")
+        return given
+    names = list(dict.fromkeys(name for record in records for name in record))
     written = io.StringIO(newline="")
     writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(["index", *names])
-    writer.writerows([item["index"], *(_field(item["data"].get(name)) for name in names)] for item in items)
+    writer.writerow(names)
+    writer.writerows([_field(record.get(name)) for name in names] for record in records)
     try:
         content = written.getvalue().encode("utf-8", "surrogateescape")  # a path may have any bytes
     except UnicodeEncodeError:
         content = written.getvalue().encode("utf-8", "backslashreplace")
     path.write_bytes(content)
-    return frozenset(names)
+    return given
 
 
 def _field(value: Any) -> str:

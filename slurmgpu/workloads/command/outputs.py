@@ -1,4 +1,4 @@
-"""The output of a call as rows by index: JSON lines, CSV or npz."""
+"""The output of a call as rows by index: JSON lines, a JSON list, CSV or npz."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError, Retry, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.workloads.command.placeholders import as_json
 from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
@@ -58,6 +59,47 @@ class Collected:
         self.rows[index] = {name: value for name, value in row.items() if name != "index"}
 
 
+class Match:
+    """Finds the item of a row by the value that both have in the field `field`; no two of the items share it."""
+
+    def __init__(self, field: str, requests: Mapping[int, bytes]) -> None:
+        self.field = field
+        self._indices = {name: index for index, name in _names(requests, field)}
+
+    def numbered(self, row: Values, where: str) -> Values:
+        """The row with its item's index, whatever it had as `index`; OutputError if its value is of no item."""
+        if row.get(self.field) is None:
+            raise OutputError(f"{where} has no {self.field!r}, by which match finds its item")
+        name = _name(row[self.field])
+        if name not in self._indices:
+            raise OutputError(f"{where} has {name!r:.80} as {self.field!r}, which is that of no item of this call")
+        return {**row, "index": self._indices[name]}
+
+
+def without_namesakes(requests: Mapping[int, bytes], field: str) -> list[dict[int, bytes]]:
+    """The items in as few calls as possible in which no two have the same value of `field`."""
+    calls: list[dict[int, bytes]] = []
+    n_earlier = Counter[str]()
+    for index, name in _names(requests, field):
+        if n_earlier[name] == len(calls):
+            calls.append({})
+        calls[n_earlier[name]][index] = requests[index]
+        n_earlier[name] += 1
+    return calls
+
+
+def _names(requests: Mapping[int, bytes], field: str) -> Iterator[tuple[int, str]]:
+    return ((index, _name(json.loads(line)["data"][field])) for index, line in requests.items())
+
+
+def _name(value: Any) -> str:
+    """A value as text: CSV has no others."""
+    try:
+        return value if isinstance(value, str) else as_json(value)
+    except (TypeError, ValueError):  # NaN, complex numbers: no item has these
+        return repr(value)
+
+
 def row_of(values: Values) -> Values | ItemError | Retry:
     """A row, or the error that stands in its place; with `retry`, true or seconds, one that may pass."""
     if values.get("error"):
@@ -88,23 +130,38 @@ def read_output(
     *,
     is_one: bool,
     given: Collection[str],
+    match: Match | None,
 ) -> dict[int, Values]:
     """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format.
 
-    A program may write back what it got: of the fields that it was `given`, and of the column without a name that
-    pandas writes, only declared columns are taken.
+    A program may write back what it got: of the fields that it was `given`, of that by which rows `match` items, and
+    of the column without a name that pandas writes, only declared columns are taken.
     """
     collected = Collected(wanted, is_one=is_one)
-    passed = {*given, ""} - columns.keys() if given else frozenset[str]()
+    known = {*given, match.field} if match else set(given)
+    passed = {*known, ""} - {"index", *columns} if known else frozenset[str]()
     try:
         if path.is_file():
             for number, row in enumerate(_READERS[form](path, columns), 1):
+                where = f"{_UNITS[form]} {number} of {{out}}"
+                if match is not None:
+                    row = match.numbered(row, where)
+                elif row.get("index") is None and not is_one:
+                    raise OutputError(f"{where} has no index. {_how_to_match(row, given)}")
                 if passed:
                     row = {name: value for name, value in row.items() if name not in passed}
-                collected.add(row, f"{_UNITS[form]} {number} of {{out}}")
+                collected.add(row, where)
     except PermissionError as error:
         raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error
     return collected.rows
+
+
+def _how_to_match(row: Values, given: Collection[str]) -> str:
+    name = next((name for name in row if name in given), "FIELD")
+    return (
+        f"Write that of its item, which {{in}} has, into each row, or name a field that rows and items have, and no "
+        f"two items share: --set match={name}"
+    )
 
 
 def check_format(form: str, columns: Mapping[str, Column]) -> None:
@@ -122,6 +179,16 @@ def _read_jsonl(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
             if line.strip():
                 number += 1
                 yield parse_object(line, f"line {number} of {{out}}")
+
+
+def _read_json(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise OutputError(f"{{out}} is no JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise OutputError("{out} is JSON, but no list of objects. Write a list with an object for each item")
+    yield from rows
 
 
 def _read_csv(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
@@ -210,10 +277,11 @@ def _scalar(value: Any) -> Any:
 
 _READERS: Mapping[str, Callable[[Path, Mapping[str, Column]], Iterator[Values]]] = {
     "jsonl": _read_jsonl,
+    "json": _read_json,
     "csv": _read_csv,
     "npz": _read_npz,
 }
-_UNITS = {"jsonl": "line", "csv": "record", "npz": "row"}
+_UNITS = {"jsonl": "line", "json": "object", "csv": "record", "npz": "row"}
 
 
 def in_order(indices: Sequence[int], rows: Mapping[int, Values]) -> list[Values | ItemError | Retry]:

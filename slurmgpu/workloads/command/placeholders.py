@@ -14,10 +14,10 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
-FORMATS = ("jsonl", "csv", "npz")
+FORMATS = ("jsonl", "json", "csv", "npz")
 """The formats of `{out}`; the first is the default."""
-IN_FORMATS = ("items", "jsonl", "csv")
-"""Formats of `{in}`: lines with index, seed and data; JSON lines, or a table, of the index and the fields."""
+IN_FORMATS = ("items", "jsonl", "json", "csv")
+"""Formats of `{in}`: lines with index, seed and data; JSON lines, a list, or a table, of the index and the fields."""
 
 MAX_ARGUMENT_BYTES = 128 * 1024
 """The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""

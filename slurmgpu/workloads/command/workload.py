@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +34,15 @@ from slurmgpu.util.pipes import has_outlived
 from slurmgpu.util.signals import is_self_inflicted
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.items_file import request_of, write_items
-from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, read_output
+from slurmgpu.workloads.command.outputs import (
+    Collected,
+    Match,
+    Values,
+    check_format,
+    in_order,
+    read_output,
+    without_namesakes,
+)
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed_row import PrintedRow, is_metric
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
@@ -84,7 +92,8 @@ class Command:
 
     `run` is the program and its arguments; no shell reads them. With `{in}` or `{start}` and `{end}`, and `{out}`, it
     is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
-    started once, and answers JSON lines. `columns` has a type for each column. A call, or the next answer of a
+    started once, and answers JSON lines. `columns` has a type for each column. The rows of a slice have the index of
+    their item, or its field `match`. A call, or the next answer of a
     stream, may take `timeout_s` seconds. `env` is put over the environment of the worker. `values` are the user's own,
     which `run` names as it names fields. A program that `resumes` keeps the progress of its item: once the task has to
     end it gets SIGTERM, and time, and is called again.
@@ -102,6 +111,7 @@ class Command:
         run: list[str],
         columns: dict[str, str],
         stream: bool = False,
+        match: str | None = None,
         timeout_s: float | None = None,
         env: dict[str, str] | None = None,
         values: dict[str, str | bool | int | float] | None = None,
@@ -121,13 +131,20 @@ class Command:
                 f"command: resumes = true, and a call is for {of}. It is for calls of one item, whose progress the "
                 f"program keeps: name a field of the items in run, as in {{text}}, or leave it out."
             )
+        if match is not None and self._mode != SLICE:
+            of = "a stream" if self._mode == STREAM else "one item"
+            raise SlurmGPUError(
+                f"command: match = {match!r}, and a call is for {of}. It is for slices, as by {{in}} and {{out}}: "
+                "leave it out."
+            )
         self.resumes = self.takes_one = resumes
+        self._match = match
         self._program = run[0]
         self._timeout_s, self._env = timeout_s, env or {}
         self._stream: Stream | None = None
         self.columns = columns_of(columns, "command")
         self.batch_size = BATCH_SIZES[self._mode]
-        self.fields = self._line.fields
+        self.fields = (*self._line.fields, *([] if match is None else [match]))
         self.advice = {name: _write(text) for name, text in self._line.meant_as_text.items()}
         if self._line.out is not None:
             check_format(self._line.out, self.columns)
@@ -318,14 +335,26 @@ class Command:
         return _by_index(requests, self._stream.ask(requests, mark_of(min(requests), max(requests))))
 
     def _slices(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
-        """The rows of a call; of one for each stretch without a gap where `{start}` and `{end}` name it."""
-        if START not in self._line:
-            return _by_index(requests, self._slice(Call(requests)))
+        """The rows of the items of a slice; by one call, if these need no further one."""
         rows: dict[int, Answer] = {}
-        for _, group in groupby(enumerate(sorted(requests)), lambda pair: pair[1] - pair[0]):
-            stretch = {index: requests[index] for _, index in group}
-            rows |= _by_index(stretch, self._slice(Call(stretch)))
+        for call in self._calls(requests):
+            rows |= _by_index(call, self._slice(Call(call)))
         return rows
+
+    def _calls(self, requests: Mapping[int, bytes]) -> Iterator[Mapping[int, bytes]]:
+        """The items of each call: one for each stretch without a gap where `{start}` and `{end}` name it.
+
+        Items that share the value by which rows match them are in different calls.
+        """
+        calls: Sequence[Mapping[int, bytes]] = [requests]
+        if self._match is not None and len(calls := without_namesakes(requests, self._match)) > 1:
+            log.warning("items share their %r, by which rows match them: called %d times", self._match, len(calls))
+        for call in calls:
+            if START not in self._line:
+                yield call
+                continue
+            for _, group in groupby(enumerate(sorted(call)), lambda pair: pair[1] - pair[0]):
+                yield {index: call[index] for _, index in group}
 
     def _one(self, item: Item) -> Answer:
         """The row of one item; an exit code that is not 0 is its error."""
@@ -341,7 +370,9 @@ class Command:
 
     def _request(self, item: Item) -> bytes:
         """The line of an item in `{in}`, and on a stream's standard input."""
-        return request_of(item.index, item.seed, item.data, self._line.items)
+        if self._match is not None and item.data.get(self._match) is None:
+            raise ItemError(f"it has no field {self._match!r}, by which rows match it")
+        return request_of(item.index, item.seed, item.data, self._line.items, has_index=self._match is None)
 
     def _slice(self, call: Call) -> dict[int, Values]:
         """The rows that a call of the program writes, by index; at least one.
@@ -395,9 +426,11 @@ class Command:
     def _write_files(self, call: Call, folder: str) -> tuple[dict[str, str], frozenset[str]]:
         """Write the files that the program reads; the placeholders' texts, and fields that it may write back."""
         line, requests = self._line, call.requests
-        in_path = Path(folder, "in.csv" if line.items == "csv" else "in.jsonl")
+        in_path = Path(folder, f"in.{'jsonl' if line.items == IN_FORMATS[0] else line.items}")
         out_path = Path(folder, f"out.{line.out}")
-        given = write_items(in_path, line.items, requests) if IN in line else frozenset()
+        given = frozenset[str]()
+        if IN in line:
+            given = write_items(in_path, line.items, requests, has_index=self._match is None)
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
         for number, name in enumerate(line.in_files):
             path = Path(folder, f"{number}.{re.sub(r'[^a-zA-Z0-9._-]', '_', name)}")
@@ -424,7 +457,10 @@ class Command:
                     row.pop("error")
                 return _only_row(row, requests)
             is_one = self._mode == ONE
-            rows = read_output(Path(values[OUT]), line.out, self.columns, requests, is_one=is_one, given=given)
+            match = None if self._match is None else Match(self._match, requests)
+            rows = read_output(
+                Path(values[OUT]), line.out, self.columns, requests, is_one=is_one, given=given, match=match
+            )
         except OutputError as error:
             raise child.misprinted(error) from error
         if not rows:
