@@ -21,6 +21,7 @@ from slurmgpu.run.liveness import patience, processes_here
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import Submission, job_here, slots_of
 from slurmgpu.util import gpus
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.pids import are_numbered_here, numbering, parent_of, processes
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
             ) from error
     if len(ids) < n_slots * per_slot:
         raise SlurmGPUError(
-            f"Asked for {gpus.number_of(n_slots * per_slot)}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
+            f"Asked for {count_of(n_slots * per_slot, 'GPU')}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
             f"Ask for fewer with --gpus, in Python gpus."
         )
     return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]

@@ -27,7 +27,8 @@ from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
-from slurmgpu.util import early_signals, gpus, process_wide
+from slurmgpu.util import early_signals, process_wide
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.prctl import outlive_parent
 
@@ -163,7 +164,7 @@ def work(
     `end_time` tells when the walltime ends, once that is known. `spare` becomes the first worker.
     """
     # Also so that every task's log says its offset from UTC, which Submitit's lines lack.
-    held = gpus.number_of(attempt.n_gpus)
+    held = count_of(attempt.n_gpus, "GPU")
     log.info("attempt %s of %s: %s, device %s", attempt.name, run.folder, held, attempt.device)
     if attempt.n_nodes > 1 and (rank := node_rank()):
         return follow(run, attempt, rank, node_name())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import Resources
-from slurmgpu.util.gpus import number_of
+from slurmgpu.util.amounts import count_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
         n_concurrent, per_task = 1, gpus
     if nodes > 1 and (per_task == 0 or per_task % nodes):
         raise SlurmGPUError(
-            f"nodes_per_task = {nodes}, but a task has {number_of(per_task)}: expected a multiple of {nodes}, "
+            f"nodes_per_task = {nodes}, but a task has {count_of(per_task, 'GPU')}: expected a multiple of {nodes}, "
             f"the same number on each node. Correct gpus or gpus_per_task."
         )
     if nodes > 1 and resources.processes == "one":

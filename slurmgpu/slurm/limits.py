@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm.commands import array_limits
 from slurmgpu.slurm.facts import Facts, Row
-from slurmgpu.util.gpus import number_of
+from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
 GPU = "gres/gpu"
@@ -250,8 +250,8 @@ def _of_rule(asked: Submission, held: Held) -> Limit:
         return Limit(name, value, str(n_jobs), REFUSED if n_jobs > most else "")
     if rule.kind == "task" or asked.gpus_per_task > most:
         then = never if asked.gpus_per_task > most else ""
-        return Limit(name, number_of(most), f"{asked.gpus_per_task} for a task", then)
-    return replace(_at_once(asked, name, most, reason), value=number_of(most))
+        return Limit(name, count_of(most, "GPU"), f"{asked.gpus_per_task} for a task", then)
+    return replace(_at_once(asked, name, most, reason), value=count_of(most, "GPU"))
 
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slurmgpu.errors import GPUFaultError
+from slurmgpu.util.amounts import count_of
 
 MIN_FREE = 0.1
 """The share of a GPU's memory that must be free before a workload is loaded."""
@@ -55,11 +56,6 @@ NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE: a driver without a GPU."""
 
 
-def number_of(n_gpus: int) -> str:
-    """A number of GPUs in words: "1 GPU", "4 GPUs"."""
-    return f"{n_gpus} GPU{'' if n_gpus == 1 else 's'}"
-
-
 def visible_ids() -> list[str] | None:
     """The GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, and CUDA shows all.
 
@@ -77,7 +73,7 @@ def check_visible(n_expected: int) -> None:
     ids = visible_ids()
     if ids is not None and len(ids) < n_expected:
         shown = ",".join(ids) or "none"
-        raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
+        raise GPUFaultError(f"asked for {count_of(n_expected, 'GPU')}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
 
 
 def count() -> int:
@@ -107,7 +103,7 @@ def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
     count = ctypes.c_int()
     _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
     if count.value < n_expected:
-        raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA finds {count.value}")
+        raise GPUFaultError(f"asked for {count_of(n_expected, 'GPU')}, CUDA finds {count.value}")
     version = ctypes.c_int()
     _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
     supported = f"{version.value // 1000}.{version.value % 1000 // 10}"
