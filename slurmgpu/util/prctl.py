@@ -15,14 +15,14 @@ def prctl(option: int, value: int | bytes) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value!r})")
 
 
-def end_with(parent: int) -> None:
-    """Let the kernel send SIGTERM to this process, a fork of the process `parent`, when that ends, however it ends.
+def end_with(parent: int, signum: int = signal.SIGTERM) -> None:
+    """Let the kernel send this signal to this process, a fork of the process `parent`, when that ends, however it does.
 
     More exactly, when the thread that forked ends; a fork of this process gets no such signal.
     """
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it has ended before
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signum)
 
 
 def outlive_parent() -> None:

@@ -97,6 +97,11 @@ def living(root: int) -> set[int]:
     return _members(found, root)
 
 
+def children_of(parent: int) -> list[int]:
+    """The child processes of a process, also those that have ended and are not waited for yet."""
+    return [pid for pid in _listed() if (process := _read(pid)) is not None and process.parent == parent]
+
+
 def _listed() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
 

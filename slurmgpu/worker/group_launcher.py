@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -24,15 +23,15 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from slurmgpu.run.failures import describe_exit
+from slurmgpu.util.forks import fork
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import EXIT_ABANDONED, report_briefly, watch_stdin
 from slurmgpu.util.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, prctl
+from slurmgpu.util.process_tree import children_of
 from slurmgpu.worker.groups import BLOCKED_SIGNALS, GROUP_SECRET, LAUNCHER
 from slurmgpu.worker.tunnels import Entrance, Exit
 
@@ -67,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f'processes = "per-gpu" needs PyTorch in the Python of the worker, {sys.executable}: {error}'
         report_briefly({"event": "failed", "class": "workload_error", "message": message, "traceback": ""})
         return 1
-    gc.freeze()  # no collection writes to pages that the ranks share
     ranks: list[_Rank] = []
     for local_rank in range(n_ranks):  # before there is any socket that they would have as well
         if (rank := _fork(ranks)) is None:
@@ -119,11 +117,7 @@ def _launch(ranks: Sequence[_Rank], arguments: argparse.Namespace) -> int:
 def _fork(others: Sequence[_Rank]) -> _Rank | None:
     """Start a rank in its own session; None in the rank itself, once the launcher has told it the port."""
     ours, told = os.pipe()
-    with warnings.catch_warnings():
-        # Of threads: ours waits for the end of the task, OpenBLAS prepares its own for forks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
+    if pid := fork():
         os.close(ours)
         return _Rank(pid, told)
     os.setsid()
@@ -217,25 +211,13 @@ def _abandon() -> None:
 def _end_children() -> None:
     """Kill the ranks and their children, which this process adopted when the ranks died."""
     deadline = time.monotonic() + DEATH_S
-    while (children := _children(os.getpid())) and time.monotonic() < deadline:
+    while (children := children_of(os.getpid())) and time.monotonic() < deadline:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):  # reaped by another thread
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.005)
-
-
-def _children(parent: int) -> list[int]:
-    """Child processes, including zombies: proc(5)."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):  # it has just ended
-                fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[1]) == parent:
-                    found.append(int(name))
-    return found
 
 
 if __name__ == "__main__":

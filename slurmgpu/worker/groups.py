@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from slurmgpu.util.pipes import EXIT_ABANDONED
-from slurmgpu.util.prctl import PR_SET_PDEATHSIG, prctl
+from slurmgpu.util.prctl import end_with
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Group:
         launcher, secret = environ.pop(LAUNCHER, None), environ.pop(GROUP_SECRET, "")
         if launcher is None:
             return cls()  # RANK etc. may have another meaning here
-        _die_with(int(launcher))
+        end_with(int(launcher), signal.SIGKILL)
         address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), address, secret)
 
@@ -199,10 +199,3 @@ class SigningUnpickler:
         if not hmac.compare_digest(signature, sign(self._secret, "pickle", content)):
             raise RuntimeError("a collective of torch.distributed got an object that no rank of this group has sent")
         return pickle.loads(content)
-
-
-def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when the launcher dies, even by SIGKILL."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(EXIT_ABANDONED)  # it died before the prctl call

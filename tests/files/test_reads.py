@@ -21,7 +21,6 @@ EXCEPTIONS = {
     **dict.fromkeys(
         (
             "util/cgroups.py",
-            "worker/group_launcher.py",
             "util/pids.py",
             "util/pipes.py",
             "run/liveness.py",
