@@ -270,6 +270,8 @@ def merge_behind(run: Run, submission: int) -> int:
         )
     over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
+        # Slurm requeues a job whose end slurmctld has missed: that run's end was told already.
+        had_ended = any(line["submission"] == submission and line["state"] == "ended" for line in run.submissions())
         _refuse_lost(run, submission)
         report = merge.merge(run, lives_of(run, settled=True), lock.check)
         forget_dead_tasks(run)
@@ -298,7 +300,7 @@ def merge_behind(run: Run, submission: int) -> int:
             if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
                 run.record_submission({"submission": line["submission"], "state": "ended"})
         if over:  # also if Slurm has refused the next one
-            _tell_end(run, report)
+            _tell_end(run, report, is_told=had_ended)
     return 0 if report["complete"] else 3
 
 
@@ -326,8 +328,9 @@ def _once_answered(do: Callable[[], T]) -> T:
         pause = min(2 * pause, MAX_PAUSE_S)
 
 
-def _tell_end(run: Run, report: Report) -> None:
-    on_end.run_on_end(run, report)
+def _tell_end(run: Run, report: Report, *, is_told: bool = False) -> None:
+    if not is_told:
+        on_end.run_on_end(run, report)
     tracker_process.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
 
 

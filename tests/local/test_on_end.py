@@ -121,6 +121,19 @@ def test_a_run_that_is_submitted_again_automatically_is_told_of_once_at_its_end(
     assert (folder / "told.txt").read_text() == "complete\n" * 2
 
 
+def test_a_merge_job_that_slurm_runs_again_behind_its_end_tells_nobody_again(project, slurmgpu):
+    folder = project(8, on_end=TELL)
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    assert (folder / "told.txt").read_text() == "complete\n"
+    assert submission.merge_behind(run, 1) == 0
+    assert (folder / "told.txt").read_text() == "complete\n"
+    # One that was killed before it recorded the end tells.
+    run.record_submission({**run.last_submission(), "state": "queued"})
+    assert submission.merge_behind(run, 1) == 0
+    assert (folder / "told.txt").read_text() == "complete\n" * 2
+
+
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monkeypatch):
     run, value = ended(tmp_path)
     told = tmp_path / "child"
