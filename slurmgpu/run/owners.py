@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
+from slurmgpu.util.process_wide import own_umask
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried, why_not_own
 from slurmgpu.util.users import expanded
 
@@ -97,7 +98,7 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
     The owner is not checked, who can change the modes.
     """
     owner = retried(run.folder.stat).st_uid
-    if os.geteuid() == owner or (obstacle := _obstacle(run, computes=computes, merges=merges)) is None:
+    if os.geteuid() == owner or (obstacle := _obstacle(run, owner, computes=computes, merges=merges)) is None:
         return
     name, copy = name_of(owner), shlex.quote(f"MY-{run.name}")
     raise SlurmGPUError(
@@ -116,7 +117,7 @@ def refuse_other_users(run: Run, line: Mapping[str, Any]) -> None:
         )
 
 
-def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:
+def _obstacle(run: Run, owner: int, *, computes: bool, merges: bool) -> str | None:
     changed = [run.folder, run.claims.folder, run.shards, run.tasks]
     added = [run.logs, run.folder / "telemetry"] if computes else []
     for folder in (*changed, *added):
@@ -125,8 +126,8 @@ def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:
     if merges and _keeps_others(run.folder):
         for name in ("merged.h5", "report.json", "report.html", "recompute.json"):
             path = run.folder / name
-            if exists(path) and (owner := retried(path.lstat).st_uid) != os.geteuid():
-                return f"{path} is {name_of(owner)}'s to replace, as its folder has the sticky bit"
+            if exists(path) and (holder := retried(path.lstat).st_uid) != os.geteuid():
+                return f"{path} is {name_of(holder)}'s to replace, as its folder has the sticky bit"
     for folder in changed[1:]:
         if _keeps_others(folder):
             return f"you cannot remove what others have put into {folder}, as it has the sticky bit"
@@ -134,7 +135,21 @@ def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:
     told = computes or any(line["state"] != "ended" for line in run.submissions())
     if told and exists(path) and not may(path, os.W_OK):
         return f"you may not write {path}"
+    if _hides_from(owner, run.shards):
+        return (
+            f"{name_of(owner)} could not read what you write there with the umask {own_umask():04o}; `umask 0022` first"
+        )
     return None
+
+
+def _hides_from(owner: int, folder: Path) -> bool:
+    """Whether a user other than root cannot read what this process writes in a folder, because of the umask."""
+    umask = own_umask()
+    if owner == 0 or not umask & stat.S_IROTH:
+        return False
+    status = retried(folder.stat)
+    group = status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
+    return bool(umask & stat.S_IRGRP) or group not in users.groups_of(owner)
 
 
 def _keeps_others(folder: Path) -> bool:

@@ -23,3 +23,11 @@ def one_thread() -> Iterator[None]:
     """Let no other thread into such a block: each puts back what it found, which is another's change otherwise."""
     with _lock:
         yield
+
+
+def own_umask() -> int:
+    """The umask of this process, which is only told when it is set."""
+    with one_thread():
+        umask = os.umask(0o077)
+        os.umask(umask)
+    return umask

@@ -15,6 +15,15 @@ def name_of(uid: int) -> str | None:
         return None
 
 
+def groups_of(uid: int) -> list[int]:
+    """The groups of a user; none if it has no name here."""
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return []
+    return os.getgrouplist(user.pw_name, user.pw_gid)
+
+
 def own_name() -> str:
     """The user of this process, also for Slurm. LOGNAME and USER may be another's: `su` and `sudo -E` keep them."""
     return name_of(os.getuid()) or str(os.getuid())

@@ -208,6 +208,25 @@ def test_where_all_may_be_written_a_colleague_computes_and_merges(colleagues):
     assert (folder / "run" / "merged.h5").stat().st_uid == ALICE.pw_uid
 
 
+@pytest.mark.parametrize(("umask", "has_group"), [(0o077, True), (0o027, False)])
+def test_who_would_hide_rows_from_the_owner_by_a_umask_is_told_so_before_anything_is_done(colleagues, umask, has_group):
+    folder = colleagues.project("group", lacking=True)
+    open_to_the_group(folder)
+    if not has_group:
+        for path in (folder / "run").rglob("*/"):
+            os.chown(path, ALICE.pw_uid, TEAM)
+            path.chmod(0o777)  # a file there has its maker's own group
+    before = content(folder)
+    for command in (("merge", "run"), ("resubmit", "--trust", *COMPUTE, "run"), ("task", "--trust", "run")):
+        said = colleagues.slurmgpu(BOB, *command, cwd=folder, umask=umask, expect=2, **IN_A_JOB).stderr
+        assert f"games could not read what you write there with the umask {umask:04o}; `umask 0022` first" in said
+    assert content(folder) == before
+    colleagues.slurmgpu(BOB, "resubmit", "--trust", *COMPUTE, "run", cwd=folder, expect=0)
+    lack(folder, 0)
+    colleagues.slurmgpu(ALICE, "resubmit", "--trust", *COMPUTE, "run", cwd=folder, umask=0o077, expect=0)
+    check_rows(folder, 24)
+
+
 def test_a_task_by_hand_of_a_colleague_computes_where_all_may_be_written(colleagues):
     folder = colleagues.project("group", lacking=True)
     open_to_the_group(folder)
