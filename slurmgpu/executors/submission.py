@@ -67,11 +67,12 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     another process submits or merges; without, it is refused.
     """
     owners.refuse_unwritable(run, "submit it", computes=True, merges=True)
-    owners.refuse_foreign(run, "submit it", [run.folder / "submissions.jsonl"])
-    if not protect(run.folder):  # its mode was changed since
-        owners.refuse_foreign(run, "submit it", [run.logs])  # jobs unpickle what is in it
+    # Jobs unpickle what is in logs/, which the owner protects below.
+    unprotected = [] if owners.is_owner(run) else [run.logs]
+    owners.refuse_foreign(run, "submit it", [run.folder / "submissions.jsonl", *unprotected])
     with heeded(), run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)
+        protect(run.folder)  # not earlier: tasks of others may be at work, which it would keep from writing
         executor = executor_named(submission.executor)
         submission, fitted = executor.fit(submission, run.plan.container)
         place = executor.place(run, submission)

@@ -45,6 +45,11 @@ def name_of(uid: int) -> str:
     return users.name_of(uid) or f"the user with the number {uid}"
 
 
+def is_owner(run: Run) -> bool:
+    """Whether the run directory is this user's."""
+    return retried(run.folder.stat).st_uid == os.geteuid()
+
+
 def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:
     """Why another user may have written a run's files, as a sentence; None if not, or if these are trusted.
 

@@ -227,6 +227,17 @@ def test_who_would_hide_rows_from_the_owner_by_a_umask_is_told_so_before_anythin
     check_rows(folder, 24)
 
 
+def test_an_owner_who_is_refused_takes_no_permission_from_colleagues_who_are_at_work(colleagues):
+    folder = colleagues.project("group", lacking=True)
+    open_to_the_group(folder)
+    before = content(folder)
+    said = colleagues.slurmgpu(ALICE, "resubmit", "--trust", "--code", "abcdef", *COMPUTE, "run", cwd=folder, expect=2)
+    assert "abcdef" in said.stderr
+    assert content(folder) == before
+    assert not stat.S_IMODE((folder / "run").stat().st_mode) & stat.S_ISVTX
+    assert stat.S_IMODE((folder / "run" / "logs").stat().st_mode) == 0o2770
+
+
 def test_a_task_by_hand_of_a_colleague_computes_where_all_may_be_written(colleagues):
     folder = colleagues.project("group", lacking=True)
     open_to_the_group(folder)
