@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -11,11 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers import INSIDE
+from slurmgpu.containers.command import exec_command, package_binds
+from slurmgpu.containers.folders import leave_task_folders
+from slurmgpu.containers.node import prepare
+from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Attempt, node_name
-from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.launcher import START, Launcher
 from slurmgpu.worker.surroundings import Found
 
 TIMEOUT_S = 300
@@ -47,10 +53,34 @@ def check_here(plan: Plan, n_gpus: int, device: str) -> NodeCheck:
             command, environ = launcher.command("slurmgpu.worker.surroundings", str(n_gpus if device != "cpu" else 0))
         except ContainerError as error:
             return NodeCheck({}, [str(error)])
-        return hear(command, environ, launcher.runtime, launcher.explain, launcher.if_slow)
+        return _check(command, environ, launcher.runtime, launcher.explain, launcher.if_slow)
 
 
-def hear(
+def check_image(container: Container, *, n_gpus: int) -> NodeCheck:
+    """Start an image's Python once, as a task does, and report what it sees."""
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-check-") as folder, contextlib.ExitStack() as stack:
+        own = Bind(folder, folder)
+        stack.callback(leave_task_folders)
+        try:
+            prepared = prepare(container, [own], os.environ)
+        except ContainerError as error:
+            return NodeCheck({}, [str(error)])
+        command, environ = exec_command(
+            container,
+            ["-c", START, "slurmgpu.worker.surroundings", str(n_gpus)],
+            image=prepared.image,
+            binds=[*prepared.binds, *package_binds(())],
+            gpus=n_gpus > 0,
+            folder=Path(folder),
+            environ=os.environ,
+            extra_env={"PYTHONPATH": INSIDE},
+            scratch=prepared.scratch,
+        )
+        runtime = runtime_named(container.runtime)
+        return _check(command, environ, prepared.runtime_version, runtime.explain, runtime.if_slow)
+
+
+def _check(
     command: Sequence[str],
     environ: Mapping[str, str],
     runtime: str | None,

@@ -16,10 +16,10 @@ import pytest
 
 from slurmgpu.containers.apptainer import SQUASHFS, Apptainer
 from slurmgpu.containers.apptainer_complaints import why_build_failed
+from slurmgpu.containers.image_build import definition, find_runtime
 from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import Bind
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.task.image_build import definition, find_runtime
 from tests.cluster.fixture import leave_out
 from tests.support.images import NOBODY
 

@@ -55,7 +55,7 @@ def build(
     (pytorch/pytorch@sha256:…) makes builds repeatable.
     """
     from slurmgpu.cli.console import say
-    from slurmgpu.task.image_build import build_image
+    from slurmgpu.containers.image_build import build_image
 
     if cpu and vllm:
         raise SlurmGPUError("--cpu and --vllm name two images; give only one of them.")
@@ -85,8 +85,9 @@ def check(
 
 def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
     from slurmgpu.cli.commands.check import describe_image, print_line, print_node
+    from slurmgpu.containers.image_build import find_runtime, find_runtime_of
     from slurmgpu.containers.settings import Container
-    from slurmgpu.task.image_build import find_runtime, find_runtime_of, look_inside
+    from slurmgpu.task.preflight import check_image
 
     try:
         runtime, identity = find_runtime_of(image)
@@ -96,7 +97,7 @@ def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
     print_line(True, "image", describe_image(image, identity))
     find_runtime()  # SlurmGPUError on a machine without any
     container = Container(str(image.absolute()), runtime.name, python, tuple(binds), identity=identity)
-    return print_node(look_inside(container, n_gpus=n_gpus), "inside")
+    return print_node(check_image(container, n_gpus=n_gpus), "inside")
 
 
 def _binds(texts: list[str] | None) -> list[Bind]:

@@ -1,26 +1,18 @@
-"""Build an image from one of the definition files, and check an image as a task would."""
+"""Build an image from one of the definition files, by the first container runtime on PATH that does."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.containers import INSIDE
-from slurmgpu.containers.command import exec_command, package_binds
-from slurmgpu.containers.folders import leave_task_folders
-from slurmgpu.containers.node import prepare
 from slurmgpu.containers.registry import DEFAULT, RUNTIMES, runtime_named
 from slurmgpu.containers.runtime import Runtime
-from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
+from slurmgpu.containers.settings import Bind, ContainerError, Identity
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.task.launcher import START
-from slurmgpu.task.preflight import NodeCheck, hear
 from slurmgpu.util.atomic_files import own_name
 
 
@@ -112,30 +104,6 @@ def _existing(bind: Bind) -> Bind:
     if not Path(whole.src).exists():
         raise SlurmGPUError(f"--bind names {whole.src}, which does not exist on this machine. Correct it.")
     return whole
-
-
-def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
-    """Start the image's Python once on this machine, as a task does, and report what it sees."""
-    with tempfile.TemporaryDirectory(prefix="slurmgpu-check-") as folder, contextlib.ExitStack() as stack:
-        own = Bind(folder, folder)
-        stack.callback(leave_task_folders)
-        try:
-            prepared = prepare(container, [own], os.environ)
-        except ContainerError as error:
-            return NodeCheck({}, [str(error)])
-        command, environ = exec_command(
-            container,
-            ["-c", START, "slurmgpu.worker.surroundings", str(n_gpus)],
-            image=prepared.image,
-            binds=[*prepared.binds, *package_binds(())],
-            gpus=n_gpus > 0,
-            folder=Path(folder),
-            environ=os.environ,
-            extra_env={"PYTHONPATH": INSIDE},
-            scratch=prepared.scratch,
-        )
-        runtime = runtime_named(container.runtime)
-        return hear(command, environ, prepared.runtime_version, runtime.explain, runtime.if_slow)
 
 
 def _follow(command: Sequence[str], log: Path, runtime: Runtime, progress: Callable[[str, bool], None]) -> int:
