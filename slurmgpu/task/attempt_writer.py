@@ -40,8 +40,8 @@ def _clocks() -> tuple[float, float]:
     return time.time(), time.monotonic()
 
 
-class Recording:
-    """Keeps the record of an attempt up to date and writes it; `usage` returns what it has used so far."""
+class AttemptWriter:
+    """Keeps an attempt's record up to date and writes it; `usage` returns what the attempt has used so far."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Recording:
         log.error("%s: %s", failure, message)
         self.record["failure"], self.record["message"], self.record["traceback"] = failure, message, trace
 
-    def hear(self, event: Mapping[str, Any]) -> None:
+    def add_event(self, event: Mapping[str, Any]) -> None:
         """Record an event of the worker."""
         self._clock()  # what the event tells is by the clock as it is set now
         record = self.record

@@ -26,7 +26,7 @@ from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
 from slurmgpu.run.metric_log import MetricWriter
 from slurmgpu.run.records import Attempt, Record, Unread
 from slurmgpu.shards.names import partials_of
-from slurmgpu.task.attempt_writer import END_PATIENCE_S, Recording
+from slurmgpu.task.attempt_writer import END_PATIENCE_S, AttemptWriter
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
@@ -83,8 +83,8 @@ class Task:
         self._launcher, self._spare = Launcher(run, attempt), spare
         self._worker_pid: int | None = None
         self._sampler = sampler_of(run, attempt, lambda: self._worker_pid)
-        self.recording = Recording(run, attempt, self._sampler.usage)
-        self.record = self.recording.record
+        self.writer = AttemptWriter(run, attempt, self._sampler.usage)
+        self.record = self.writer.record
         self._metrics = MetricWriter(run.folder, attempt)
         if attempt.end_time is not None:
             self._end_at(attempt.end_time)
@@ -102,7 +102,7 @@ class Task:
 
     def run_worker(self) -> int:
         """Work with a worker process until no shard is left for this task; its exit code."""
-        signals = StopSignals(self.recording.write_if_due)  # also while it waits long, as for an image
+        signals = StopSignals(self.writer.write_if_due)  # also while it waits long, as for an image
         with signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
             return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
 
@@ -117,7 +117,7 @@ class Task:
             raise
 
     def _guarded(self, work: Callable[[], int]) -> int:
-        self.recording.write()
+        self.writer.write()
         try:
             if self.attempt.uses_gpus:
                 gpus.check_visible(self.attempt.n_gpus)
@@ -145,7 +145,7 @@ class Task:
             self.record["bad_node"] = self.record["node"]
         if policy.says:
             message = f"{self.record['bad_node']} {policy.says}: {message}"
-        self.recording.fail(failure, message, trace)
+        self.writer.fail(failure, message, trace)
         return 1
 
     def _drop_earlier(self) -> None:
@@ -186,7 +186,7 @@ class Task:
         self._metrics.close(END_PATIENCE_S)
         if self._spare is not None:
             self._spare.drop()
-        self.recording.end()
+        self.writer.end()
         self._launcher.close()
         failure = self.record["failure"]
         own = POLICIES[failure].exit_code if failure else None
@@ -216,7 +216,7 @@ class Task:
             if self.run.plan.parts > 1:
                 claimer.joins = self._parts().shard_to_join
             found = claimer.look()
-            self.recording.wait(claimer.idle_s)
+            self.writer.wait(claimer.idle_s)
             if found != "work":
                 self._ended_early(found)  # nothing to load a model for
                 return 0
@@ -332,14 +332,14 @@ class Task:
 
     def handle(self, event: Mapping[str, Any]) -> None:
         """Handle one event of the worker, and keep leases and the record fresh."""
-        self.recording.hear(event)
+        self.writer.add_event(event)
         match event["event"]:
             case "gpus":
                 self._sampler.use_gpus(event["uuids"])
             case "ready":
                 self._keeps_progress = event["resumes"]
                 self._sampler.mark_ready()
-                self.recording.write()
+                self.writer.write()
             case "claim" | "ahead":
                 self._left = None
                 self._held.setdefault(event["shard"], self._claim())
@@ -410,7 +410,7 @@ class Task:
         self._held.pop(shard, None)
         claim = self.run.claims.observe(shard)
         # An attempt that has taken it over continues from what was kept at that time.
-        self.recording.leave(is_kept=claim is UNREADABLE or (claim is not None and claim.is_of(self._claim())))
+        self.writer.leave(is_kept=claim is UNREADABLE or (claim is not None and claim.is_of(self._claim())))
 
     def _let_go(self, shard: int) -> None:
         """The shard is published, or another attempt's; its claim is left as it is."""
@@ -423,7 +423,7 @@ class Task:
             failed = [shard for shard, claim in self._held.items() if not self._renew(shard, claim)]
             if not failed:
                 self._renewed = now
-        self.recording.write_if_due()
+        self.writer.write_if_due()
 
     def _renew(self, shard: int, claim: Claim) -> bool:
         """Renew a lease; False if that has failed and is tried again soon."""
@@ -441,12 +441,12 @@ class Task:
     def _add_death(self, returncode: int, was_oom: bool) -> bool:
         """Record why a worker died; whether to start another one."""
         death, why_no_more = self._deaths.add_death(returncode, was_oom, self._held)
-        self.recording.add_death(death)
+        self.writer.add_death(death)
         if why_no_more is not None:
             self._fail(death["class"], why_no_more)
             return False
-        self.recording.enter("starting")
-        self.recording.write()
+        self.writer.enter("starting")
+        self.writer.write()
         return True
 
     def _stopped(self, signum: int) -> int:

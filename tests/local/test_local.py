@@ -16,7 +16,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.records import Attempt
 from slurmgpu.shards.shard_file import read_directory
-from slurmgpu.task.attempt_writer import Recording
+from slurmgpu.task.attempt_writer import AttemptWriter
 from slurmgpu.task.supervisor import Task
 from slurmgpu.util.pids import is_there
 from tests.support import failing
@@ -941,7 +941,7 @@ def test_a_requeued_task_drops_what_it_held_before_among_many_claims(tmp_path):
     for shard in range(500):
         name = "7_0" if shard in (250, 251) else f"7_{shard + 1}"
         run.claims.take(shard, Claim(name, f"{name}.0", "here", 1))
-    before = Recording(run, Attempt("7", 0))
+    before = AttemptWriter(run, Attempt("7", 0))
     before.record["shard"] = 248  # written before the last ones were claimed
     before.write()
     assert not Task(run, Attempt("7", 0))._drop_earlier()

@@ -5,7 +5,7 @@ import pytest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.report.ledger import counting, spent
 from slurmgpu.run.records import Attempt, read_record
-from slurmgpu.task.attempt_writer import Recording, until_next
+from slurmgpu.task.attempt_writer import AttemptWriter, until_next
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.supervisor import Task
 from tests.support.pretend_runs import pretend_run
@@ -21,14 +21,14 @@ def attempt(tmp_path):
 
     def live(*story):
         now = [0.0]
-        recording = Recording(run, Attempt("7", 0, end_time=99.0), clocks=lambda: (now[0], now[0]))
+        writer = AttemptWriter(run, Attempt("7", 0, end_time=99.0), clocks=lambda: (now[0], now[0]))
         for at, what, *more in story:
             now[0] = float(at)
             if what in ("add_death", "leave", "end"):
-                getattr(recording, what)(*more)
+                getattr(writer, what)(*more)
             else:
-                recording.hear({"event": what, **(more[0] if more else {})})
-        recording.write()
+                writer.add_event({"event": what, **(more[0] if more else {})})
+        writer.write()
         return read_record((run.tasks / "7_0.0.json").read_bytes())
 
     return live
@@ -57,7 +57,7 @@ def test_who_waits_for_its_image_is_seen_to_live(tmp_path, monkeypatch):
     written = []
 
     def prepare(self, pause):
-        task.recording._due = 0.0
+        task.writer._due = 0.0
         (run.tasks / "7_0.0.json").unlink()
         pause(0)
         written.extend(run.tasks.glob("7_0.0.json"))
@@ -167,12 +167,12 @@ def test_a_clock_that_is_set_moves_earlier_times_and_changes_no_duration(tmp_pat
     run = pretend_run(tmp_path / "run", 0, n_tasks=1)
     steady, ahead = [0.0], [1e9]
     clocks = lambda: (ahead[0] + steady[0], steady[0])  # noqa: E731
-    recording = Recording(run, Attempt("7", 0, end_time=1e9 + 99.0), clocks=clocks)
-    recording.record["end_time"] = 1e9 + 99.0
+    writer = AttemptWriter(run, Attempt("7", 0, end_time=1e9 + 99.0), clocks=clocks)
+    writer.record["end_time"] = 1e9 + 99.0
 
     def live(at, what, **more):
         steady[0] = float(at)
-        recording.hear({"event": what, **more})
+        writer.add_event({"event": what, **more})
 
     def publish(shard, at, took):
         told = {"shard": shard, "items": 8, "errors": {}, "won": True}
@@ -182,11 +182,11 @@ def test_a_clock_that_is_set_moves_earlier_times_and_changes_no_duration(tmp_pat
     live(2, "ready", **READY)
     live(2, "claim", shard=2)
     publish(2, 5, took=3)
-    recording.add_death(DIES)
+    writer.add_death(DIES)
     live(6, "claim", shard=3)
     ahead[0] += step_s  # and the shard's events are by the new clock
     publish(3, 16, took=10)
-    recording.end()
+    writer.end()
     record = read_record((run.tasks / "7_0.0.json").read_bytes())
     begun = 1e9 + step_s
     assert (record["started"], record["ended"], record["end_time"]) == (begun, begun + 16, begun + 99)
