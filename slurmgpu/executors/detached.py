@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission as submitting
-from slurmgpu.executors.job_entry import safe_path
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.packages import own_python_path
+from slurmgpu.util.process_wide import safe_path
 from slurmgpu.util.shared_files import open_to_append
 
 LOG = "submit.log"

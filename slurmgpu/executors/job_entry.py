@@ -7,9 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
@@ -27,7 +26,7 @@ from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
-from slurmgpu.util import early_signals, process_wide
+from slurmgpu.util import early_signals
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.prctl import outlive_parent
@@ -37,50 +36,6 @@ log = logging.getLogger(__name__)
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 BEGIN = "-u -m slurmgpu.executors.begin"
 """Submitit starts its jobs by this instead of Python alone: signals are remembered from the first instruction on."""
-
-
-@contextlib.contextmanager
-def owners_files(executor: type, starts: str) -> Iterator[None]:
-    """Make what Submitit writes readable by its owner alone: jobs run it, and `setup` may hold tokens.
-
-    `starts` is the last method of Submitit's executor before sbatch or the process is started: these get the umask of
-    the user, which holds for all that a run writes.
-    """
-    with process_wide.one_thread():
-        former, own = os.umask(0o077), executor.__dict__.get(starts)
-        method = getattr(executor, starts)
-
-        def start(*args: Any, **kwargs: Any) -> Any:
-            os.umask(former)
-            return method(*args, **kwargs)
-
-        setattr(executor, starts, start)
-        try:
-            yield
-        finally:
-            os.umask(former)
-            if own is None:
-                delattr(executor, starts)
-            else:
-                setattr(executor, starts, own)
-
-
-@contextlib.contextmanager
-def safe_path() -> Iterator[None]:
-    """Keep files of the current folder, such as a numbers.py, from shadowing modules in jobs that start in the block.
-
-    `python -m`, which starts them, puts that folder first on the path; Python 3.11 and later can be told not to.
-    """
-    with process_wide.one_thread():
-        before = os.environ.get("PYTHONSAFEPATH")
-        os.environ["PYTHONSAFEPATH"] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["PYTHONSAFEPATH"]
-            else:
-                os.environ["PYTHONSAFEPATH"] = before
 
 
 def _log_like_ours() -> None:

@@ -18,6 +18,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.launcher import OWN_ENVIRON, WORKER
 from slurmgpu.util.pids import processes
+from slurmgpu.util.process_wide import environment
 
 
 class Local(Here):
@@ -43,14 +44,9 @@ class Local(Here):
         """
         # Read when OpenBLAS and libhdf5 are loaded. The first is what a slot sets for its worker.
         own = {"OMP_NUM_THREADS": str(n_threads_of(n_slots)), **OWN_ENVIRON}
-        added = own.keys() - os.environ.keys()
-        os.environ.update({name: own[name] for name in added})
-        try:
+        with environment({name: value for name, value in own.items() if name not in os.environ}):
             importlib.import_module("slurmgpu.executors.local_slots")  # with Submitit
             importlib.import_module(WORKER)  # with NumPy and h5py
-        finally:
-            for name in added:
-                del os.environ[name]
 
     def fork_ahead(self, n_slots: int) -> Callable[[], NoReturn] | None:
         """Fork the slots."""

@@ -21,7 +21,7 @@ from submitit.local.local import LocalJob
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import SLOT, gpu_ids, n_threads_of, stop, surely_of, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
-from slurmgpu.executors.submitit_patches import patch_submitit
+from slurmgpu.executors.submitit_patches import owners_files, patch_submitit
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
@@ -31,6 +31,7 @@ from slurmgpu.util import standard_streams
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import ended_by_exception
 from slurmgpu.util.forks import Fork
+from slurmgpu.util.process_wide import safe_path
 from slurmgpu.util.shared_files import retried
 from slurmgpu.util.signals import name_of_signal
 
@@ -82,10 +83,10 @@ def start(run: Run, submission: Submission) -> list[Any]:
     slots = gpu_ids(submission)
     n_threads = n_threads_of(len(slots))
     number, device = submission.submission, submission.device
-    with job_entry.safe_path(), _ignoring_sigint():
+    with safe_path(), _ignoring_sigint():
         jobs = []
         for slot, ids in enumerate(slots):
-            with job_entry.owners_files(_Executor, "_submit_command"):
+            with owners_files(_Executor, "_submit_command"):
                 given = (run.folder, job, slot, number, ids, device, n_threads)
                 jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
             if isinstance(waiting := jobs[-1]._process, Fork):

@@ -18,7 +18,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from slurmgpu.errors import MayBeQueuedError, SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.executors.submitit_patches import patch_submitit
+from slurmgpu.executors.submitit_patches import owners_files, patch_submitit
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.run_path import refuse_odd_path
 from slurmgpu.run.directory import Run
@@ -26,6 +26,7 @@ from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.commands import ARRAY_JOB
 from slurmgpu.util.array_ids import array_of
+from slurmgpu.util.process_wide import safe_path
 
 SIGNAL_BEFORE_END_S = 30
 """Tasks stop taking shards by themselves; the signal is for a shard that takes longer than any before it."""
@@ -53,7 +54,7 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
     """Queue the array and its merge; their job ids. The array is cancelled if the merge job is refused."""
     refuse_odd_path(run.folder, not_in_paths)  # it may have been planned for another executor, or moved
     array = _array_executor(run.logs, run.plan.name, submission)
-    with commands.outside_job(), job_entry.safe_path():
+    with commands.outside_job(), safe_path():
         tasks = [run.folder] * submission.n_tasks
         numbers = [submission.submission] * len(tasks)
         jobs = _queue(run, "array", lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
@@ -106,7 +107,7 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -
         # Submitit also prints to stderr what it raises.
         with (
             contextlib.redirect_stderr(io.StringIO()),
-            job_entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
+            owners_files(submitit.SlurmExecutor, "_make_submission_command"),
         ):
             return submit_jobs()
     except (FailedSubmissionError, FailedJobError) as error:

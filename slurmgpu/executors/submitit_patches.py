@@ -1,9 +1,10 @@
-"""Patches of Submitit: its own files on a file system that fails for a moment, and the id in the answer of sbatch."""
+"""Patches of Submitit: how it writes and reads its own files, and the id in the answer of sbatch."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import submitit
 from submitit.core import utils
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util import process_wide
 from slurmgpu.util.shared_files import exists, replace, retried, status_of
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,32 @@ def patch_submitit() -> None:
     changed.copy_process_streams = _telling(utils.copy_process_streams)
     executor: Any = submitit.SlurmExecutor
     executor._get_job_id_from_submission_command = staticmethod(_sbatchs_line(executor))
+
+
+@contextlib.contextmanager
+def owners_files(executor: type, starts: str) -> Iterator[None]:
+    """Make what Submitit writes readable by its owner alone: jobs run it, and `setup` may hold tokens.
+
+    `starts` is the last method of Submitit's executor before sbatch or the process is started: these get the umask of
+    the user, which holds for all that a run writes.
+    """
+    with process_wide.one_thread():
+        former, own = os.umask(0o077), executor.__dict__.get(starts)
+        method = getattr(executor, starts)
+
+        def start(*args: Any, **kwargs: Any) -> Any:
+            os.umask(former)
+            return method(*args, **kwargs)
+
+        setattr(executor, starts, start)
+        try:
+            yield
+        finally:
+            os.umask(former)
+            if own is None:
+                delattr(executor, starts)
+            else:
+                setattr(executor, starts, own)
 
 
 def _steady(path_of: Callable[[Any], Path]) -> property:

@@ -146,11 +146,8 @@ def outside_job() -> Iterator[None]:
     """Hide the enclosing job, if any: its SLURM_* and SBATCH_* variables change what sbatch and srun do."""
     with process_wide.one_thread():
         names = [name for name in os.environ if name.startswith(INHERITED) and name not in KEPT]
-        hidden = {name: os.environ.pop(name) for name in names}
-        try:
+        with process_wide.environment(dict.fromkeys(names)):
             yield
-        finally:
-            os.environ.update(hidden)
 
 
 def accounting(job_ids: Sequence[str], since: Mapping[str, float] = MappingProxyType({})) -> dict[str, list[Life]]:

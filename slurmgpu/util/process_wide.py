@@ -1,11 +1,12 @@
-"""A lock for what a thread changes of the whole process: its environment, its umask, its working folder."""
+"""What a thread changes of the whole process in a block: its environment, and by the same lock all else."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 
 _lock = threading.RLock()
 
@@ -31,3 +32,31 @@ def own_umask() -> int:
         umask = os.umask(0o077)
         os.umask(umask)
     return umask
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of the environment in the block; None removes one."""
+    with one_thread():
+        former = {name: os.environ.get(name) for name in variables}
+        _set(variables)
+        try:
+            yield
+        finally:
+            _set(former)
+
+
+def safe_path() -> AbstractContextManager[None]:
+    """Keep files of the current folder, such as a numbers.py, from shadowing modules in Pythons started in the block.
+
+    `python -m`, which starts them, puts that folder first on the path; Python 3.11 and later can be told not to.
+    """
+    return environment({"PYTHONSAFEPATH": "1"})
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

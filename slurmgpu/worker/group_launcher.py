@@ -32,6 +32,7 @@ from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import EXIT_ABANDONED, report_briefly, watch_stdin
 from slurmgpu.util.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, prctl
 from slurmgpu.util.process_tree import children_of
+from slurmgpu.util.process_wide import environment
 from slurmgpu.worker.groups import BLOCKED_SIGNALS, GROUP_SECRET, LAUNCHER
 from slurmgpu.worker.tunnels import Entrance, Exit
 
@@ -161,15 +162,8 @@ def _work(local_rank: int, n_ranks: int, arguments: argparse.Namespace) -> None:
 
 def _import_torch() -> None:
     """Import PyTorch without the back ends of other packages, which may open their devices: each rank does that."""
-    own = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
+    with environment({AUTOLOAD: "0"}):
         import torch.distributed  # noqa: F401
-    finally:
-        if own is None:
-            del os.environ[AUTOLOAD]
-        else:
-            os.environ[AUTOLOAD] = own
 
 
 def _load_back_ends() -> None:

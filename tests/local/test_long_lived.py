@@ -12,9 +12,10 @@ import pytest
 import slurmgpu
 from slurmgpu.code import importer
 from slurmgpu.code.loaded import namesakes_hidden
-from slurmgpu.executors import job_entry
+from slurmgpu.executors import submitit_patches
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.slurm import commands
+from slurmgpu.util import process_wide
 
 HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False}}
 OVERLAP_S = 0.3
@@ -38,9 +39,9 @@ def state():
 @pytest.mark.parametrize(
     "block",
     [
-        job_entry.safe_path,
+        process_wide.safe_path,
         commands.outside_job,
-        lambda: job_entry.owners_files(Starts, "start"),
+        lambda: submitit_patches.owners_files(Starts, "start"),
         lambda: namesakes_hidden(Path("a")),
     ],
     ids=["safe_path", "outside_job", "owners_files", "namesakes_hidden"],
