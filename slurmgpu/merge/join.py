@@ -99,26 +99,33 @@ class _Copied(NamedTuple):
 
 
 @dataclass
-class _Bad:
-    reasons: dict[Path, str] = field(default_factory=dict)
-    sources: dict[int, str] = field(default_factory=dict)
+class _Damage:
+    """What is wrong with files, by their paths, and with shards."""
+
+    of_files: dict[Path, str] = field(default_factory=dict)
+    of_shards: dict[int, str] = field(default_factory=dict)
 
     def note(self, source: Source, why: object) -> list[Source]:
         """Record what is wrong with a source, None if it is gone; the source with its next older file, if any."""
         if isinstance(why, str):
-            self.reasons[source.path] = why
-            self.sources[source.shard] = why
+            self.of_files[source.path] = self.of_shards[source.shard] = why
         if not source.older:
             return []
         return [source._replace(path=source.older[0], older=source.older[1:])]
 
+    def review(self, review: Review, copied: Mapping[int, _Copied]) -> list[Source]:
+        """The sources that a review adds; it may have replaced files that were damaged."""
+        found = list(review({shard: each.errors for shard, each in copied.items()}, self.of_files))
+        for source in found:
+            self.of_files.pop(source.path, None)
+        return found
+
 
 def join(
-    parts: Sequence[Source | tuple[int, Path, int, int]],
+    sources: Sequence[Source],
     columns: Mapping[str, Column],
     *,
-    fingerprint: str,
-    extends: Sequence[str] = (),
+    fingerprints: Sequence[str],
     n_items: int,
     target: Path,
     attributes: Attributes,
@@ -126,36 +133,33 @@ def join(
     review: Review = lambda copied, damaged: (),
     check: Callable[[], None] = lambda: None,
 ) -> Joined:
-    """Write the rows of `parts` (shard, path, start, stop; in input order) to `target`, which is replaced atomically.
+    """Write the rows of `sources`, which are in input order, to `target`, which is replaced atomically.
 
-    Shards carry `fingerprint`, or one of those in `extends`. A shard that is damaged in two readings, or of another
-    plan, is left out and named; a missing one is left out. A failed read is retried for `patience_s`. Then, and on any
-    other error such as a full disk, the OSError is raised and an older `target` stays. An output file that is removed
-    meanwhile is written again.
+    The file carries the first of the fingerprints, and each shard one of them. A shard that is damaged in two readings,
+    or of another plan, is left out and named; a missing one is left out. A failed read is retried for `patience_s`.
+    Then, and on any other error such as a full disk, the OSError is raised and an older `target` stays. An output file
+    that is removed meanwhile is written again.
     `review` may add new shards; `check` is called right before the file replaces the target.
     """
     _remove_stale(target, patience_s, check)
     # A unique name: removing the files of dead joins removes no file of a live one.
     beside = target.with_name(f".{target.name}.{secrets.token_hex(16)}.partial")
-    source, bad = _Columns(columns, (fingerprint, *extends), patience_s), _Bad()
+    shards, damage = _Shards(columns, fingerprints, patience_s), _Damage()
     n_rounds = n_vanished = 0
     try:
         with ThreadPoolExecutor(_N_THREADS) as pool:
-            left = source.measure_all(pool, [Source(*part) for part in parts], bad)
+            left = shards.measure_all(pool, sources, damage)
             while True:
                 n_rows = sum(part.source.stop - part.source.start for part in left)
-                identity: Attributes = {"fingerprint": fingerprint, "n_items": n_items, "complete": n_rows == n_items}
+                about: Attributes = {"fingerprint": fingerprints[0], "n_items": n_items, "complete": n_rows == n_items}
                 try:
                     with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
-                        merged = _Merged(file.fileno(), source, left, {**identity, **attributes})
-                        copied, again = merged.copy_all(pool, left, bad)
-                        is_whole = False
-                        if len(copied) == len(left):
+                        merged = _Merged(file.fileno(), shards, left, {**about, **attributes})
+                        copied, again = merged.copy_all(pool, left, damage)
+                        is_whole = len(copied) == len(left)
+                        if is_whole:
                             n_rounds += 1
-                            errors = {shard: each.errors for shard, each in copied.items()}
-                            again = list(review(errors, bad.reasons)) if n_rounds < _MAX_ROUNDS else []
-                            for replaced in again:
-                                bad.reasons.pop(replaced.path, None)
+                            again = damage.review(review, copied) if n_rounds < _MAX_ROUNDS else []
                             is_whole = not again and merged.finish(list(copied.values()))
                     if is_whole:
                         check()
@@ -169,18 +173,29 @@ def join(
                     log.warning("%s was removed by another process and is written again: %s", beside, error)
                     continue
                 kept = {part.source.shard: part for part in left if part.source.shard in copied}
-                kept |= {part.source.shard: part for part in source.measure_all(pool, again, bad)}
+                kept |= {part.source.shard: part for part in shards.measure_all(pool, again, damage)}
                 left = [part for _, part in sorted(kept.items())]
     except BaseException:
         remove(beside)
         raise
     fsync_dir(target.parent)
-    failed = [error for each in copied.values() for error in each.errors]
-    damaged = tuple(sorted((shard, why) for shard, why in bad.sources.items() if shard not in copied))
-    not_finite = _summed(each.not_finite for each in copied.values())
-    taken = {part.source.path for part in left}
-    aside = tuple((path, why) for path, why in bad.reasons.items() if path not in taken)
-    return Joined(n_rows, frozenset(copied), damaged, aside, failed, not_finite, merged.code)
+    return _outcome([part.source for part in left], copied, damage, merged.code)
+
+
+def _outcome(
+    sources: Sequence[Source], copied: Mapping[int, _Copied], damage: _Damage, code: tuple[Stretch, ...]
+) -> Joined:
+    """What was joined, from these sources, and what was left out."""
+    paths = {source.path for source in sources}
+    return Joined(
+        sum(source.stop - source.start for source in sources),
+        frozenset(copied),
+        tuple(sorted((shard, why) for shard, why in damage.of_shards.items() if shard not in copied)),
+        tuple((path, why) for path, why in damage.of_files.items() if path not in paths),
+        [error for each in copied.values() for error in each.errors],
+        _summed(each.not_finite for each in copied.values()),
+        code,
+    )
 
 
 def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) -> None:
@@ -223,8 +238,8 @@ def _summed(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, dict[str
     return dict(sorted(found.items()))
 
 
-class _Columns:
-    """The columns that all shards of a join share."""
+class _Shards:
+    """Reads the shards of a join, which share their columns."""
 
     def __init__(self, columns: Mapping[str, Column], fingerprints: Sequence[str], patience_s: float) -> None:
         self.columns = columns
@@ -237,7 +252,7 @@ class _Columns:
         self._shapes = Shapes(columns)
         self._kept_bytes = 0
 
-    def measure_all(self, pool: Executor, sources: Sequence[Source], bad: _Bad) -> list[_Part]:
+    def measure_all(self, pool: Executor, sources: Sequence[Source], damage: _Damage) -> list[_Part]:
         """The parts whose user blocks are intact, in order."""
         left = list(sources)
         parts: list[_Part] = []
@@ -248,7 +263,7 @@ class _Columns:
                 older
                 for source, why in zip(left, found, strict=True)
                 if not isinstance(why, _Part)
-                for older in bad.note(source, why)
+                for older in damage.note(source, why)
             ]
         return sorted(parts, key=lambda part: part.source.shard)
 
@@ -313,16 +328,16 @@ class _StoppedError(Exception):
 class _Merged:
     """A merged file while it is written: every piece has a fixed place, so pieces may come in any order."""
 
-    def __init__(self, fd: int, source: _Columns, parts: Sequence[_Part], attributes: Attributes) -> None:
-        self._fd, self._source = fd, source
+    def __init__(self, fd: int, shards: _Shards, parts: Sequence[_Part], attributes: Attributes) -> None:
+        self._fd, self._shards = fd, shards
         self._stopped = threading.Event()
-        self._table = _fill_table(source, parts)
+        self._table = _fill_table(shards, parts)
         n_bytes = self._table["n_bytes"]
-        n_values = dict(zip(source.paths, (n_bytes.sum(axis=0) // source.itemsizes).tolist(), strict=True))
+        n_values = dict(zip(shards.paths, (n_bytes.sum(axis=0) // shards.itemsizes).tolist(), strict=True))
         n_rows = sum(part.source.stop - part.source.start for part in parts)
-        regions = unplaced_regions(source.columns, n_rows, n_values)
+        regions = unplaced_regions(shards.columns, n_rows, n_values)
         self.code = tuple(compact(stretch for part in parts for stretch in part.code))
-        attributes = file_attributes(MERGED, source.columns, attributes)
+        attributes = file_attributes(MERGED, shards.columns, attributes)
         self._directory = new_directory(attributes, n_rows, regions, code=self.code)
         self._userblock_size = userblock_size(self._directory, n_table_bytes=self._table.nbytes)
         skeleton = make_skeleton(regions, self._directory["attributes"], self._userblock_size)
@@ -333,13 +348,15 @@ class _Merged:
         before = np.cumsum(n_bytes, axis=0) - n_bytes
         firsts = [region.offset + lead_bytes(region) for region in skeleton.regions]
         # A part's offsets are raised by the number of values before it; these are in the next dataset.
-        bases = np.roll(before // source.itemsizes, -1, axis=1)
-        shards = [part.source.shard for part in parts]
-        self._positions = dict(zip(shards, (before + firsts).tolist(), strict=True))
-        self._bases = dict(zip(shards, bases.tolist(), strict=True))
+        bases = np.roll(before // shards.itemsizes, -1, axis=1)
+        numbers = [part.source.shard for part in parts]
+        self._positions = dict(zip(numbers, (before + firsts).tolist(), strict=True))
+        self._bases = dict(zip(numbers, bases.tolist(), strict=True))
 
-    def copy_all(self, pool: Executor, parts: Sequence[_Part], bad: _Bad) -> tuple[dict[int, _Copied], list[Source]]:
-        """Copy all parts: what was copied, by shard, and older sources to try for the rest. `bad` says why."""
+    def copy_all(
+        self, pool: Executor, parts: Sequence[_Part], damage: _Damage
+    ) -> tuple[dict[int, _Copied], list[Source]]:
+        """Copy all parts: what was copied, by shard, and older sources to try for the rest. `damage` says why."""
         futures = {part.source.shard: pool.submit(self._copy_chunk, [part]) for part in parts if not part.is_small}
         small = [part for part in parts if part.is_small]
         found: dict[int, _Copied | str | None] = {}
@@ -361,7 +378,7 @@ class _Merged:
             if isinstance(each, _Copied):
                 copied[part.source.shard] = each
             else:
-                older += bad.note(part.source, each)
+                older += damage.note(part.source, each)
         return copied, older
 
     def _copy_chunk(self, parts: Sequence[_Part]) -> list[_Copied | str | None]:
@@ -376,10 +393,10 @@ class _Merged:
         if part.held is not None and not again:
             return self._copy_held(part, *part.held, buffer)
         buffer_bytes = _SMALL_BYTES if part.is_small else BUFFER_BYTES
-        with Reader(part.source.path, buffer_bytes, self._source.patience_s) as reader:
+        with Reader(part.source.path, buffer_bytes, self._shards.patience_s) as reader:
             if again:
                 reader.forget_cache()
-            found = self._source.examine(reader, part.source)
+            found = self._shards.examine(reader, part.source)
             if tuple(region.n_bytes for region in found.datasets) != part.sizes:
                 raise DamagedShardError("it was replaced while it was joined")
             if part.is_small and not again and (content := reader.whole()) is not None:
@@ -422,8 +439,8 @@ class _Merged:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            self._source.n_lost += 1
-            if not is_transient(error) or self._source.n_lost > _MAX_ROUNDS:
+            self._shards.n_lost += 1
+            if not is_transient(error) or self._shards.n_lost > _MAX_ROUNDS:
                 raise
             return False
         return True
@@ -456,10 +473,10 @@ def _checksums(writers: Mapping[str, PieceWriter]) -> list[int]:
     return [writer.crc32 for writer in writers.values()]
 
 
-def _fill_table(source: _Columns, parts: Sequence[_Part]) -> Table:
-    table = new_table(len(parts), len(source.regions))
+def _fill_table(shards: _Shards, parts: Sequence[_Part]) -> Table:
+    table = new_table(len(parts), len(shards.regions))
     for name in ("shard", "start", "stop"):
         table[name] = [getattr(part.source, name) for part in parts]
     sizes = np.array([part.sizes for part in parts], np.int64).reshape(table["n_bytes"].shape)
-    table["n_bytes"] = sizes - [lead_bytes(region) for region in source.regions]
+    table["n_bytes"] = sizes - [lead_bytes(region) for region in shards.regions]
     return table

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,24 +59,23 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
     """
     leftovers = _partials(run)
     _take_back(run, check)
-    plan, joining = run.plan, _Joining(run, check)
+    plan, sources = run.plan, _Sources(run, check)
     joined: Joined | None = None
 
     def about_to_replace() -> None:
         check()
-        joining.keep_damaged()
+        sources.keep_damaged()
 
-    if parts := joining.look():
+    if found := sources.look():
         joined = join(
-            parts,
-            joining.columns,
-            fingerprint=plan.fingerprint,
-            extends=plan.extends,
+            found,
+            sources.columns,
+            fingerprints=plan.fingerprints,
             n_items=plan.n_items,
             target=run.merged,
             attributes={"run": plan.name, "seed": plan.seed, "workload": plan.workload},
-            patience_s=joining.patience_s,
-            review=joining.review,
+            patience_s=sources.patience_s,
+            review=sources.review,
             check=about_to_replace,
         )
         for path, reason in checked(joined.aside, check):
@@ -99,7 +98,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
 
 
 @dataclass
-class _Joining:
+class _Sources:
     """The files to join: the newest revision of each shard, and rows that only the former merged.h5 has."""
 
     run: Run
@@ -151,7 +150,7 @@ class _Joining:
         return Source(shard, newest, *self.run.plan.bounds(shard), tuple(older))
 
     @contextlib.contextmanager
-    def _former(self) -> Any:
+    def _former(self) -> Iterator[FormerRows | None]:
         """The rows of the present merged.h5; None if it is missing or unreadable."""
         try:
             rows = FormerRows(self.run.merged, self.columns, self.run.plan.fingerprint, self.patience_s)

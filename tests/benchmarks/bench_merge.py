@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from slurmgpu.merge.join import join, verify_joined
+from slurmgpu.merge.join import Source, join, verify_joined
 from slurmgpu.shards.columns import Array, Column, Text, convert_row
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.shard_file import write_shard
@@ -145,8 +145,8 @@ def cat(parts: Sequence[Part], _: Columns, target: Path) -> None:
 
 
 def join_parts(parts: Sequence[Part], columns: Columns, target: Path) -> None:
-    n_items = parts[-1][-1]
-    join(parts, columns, fingerprint=FINGERPRINT, n_items=n_items, target=target, attributes={})
+    sources, n_items = [Source(*part) for part in parts], parts[-1][-1]
+    join(sources, columns, fingerprints=[FINGERPRINT], n_items=n_items, target=target, attributes={})
 
 
 def naive(parts: Sequence[Part], _: Columns, target: Path) -> None:

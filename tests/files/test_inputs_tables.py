@@ -15,7 +15,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, find, scan
-from slurmgpu.merge.join import join
+from slurmgpu.merge.join import Source, join
 from slurmgpu.shards.columns import Array, Ragged, Text
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.shard_file import write_shard
@@ -130,8 +130,8 @@ def write_results(path: Path, start: int, stop: int, n_items: int | None = None)
     rows[1] = ItemError("too long")
     shard = path.with_suffix(".shard")
     write_shard(shard, columns, start=start, rows=rows, fingerprint="f", notes={}, made_by={})
-    parts, n_items = [(0, shard, start, stop)], n_items or stop - start
-    join(parts, columns, fingerprint="f", n_items=n_items, target=path, attributes={})
+    parts, n_items = [Source(0, shard, start, stop)], n_items or stop - start
+    join(parts, columns, fingerprints=["f"], n_items=n_items, target=path, attributes={})
     expected = [
         {"index": i, "score": i / 2, "vector": [i, -i], "text": f"täxt {i}", "lengths": list(range(i % 3))}
         for i in range(start, stop)
@@ -185,9 +185,9 @@ def test_an_earlier_runs_file_is_verified_at_planning_and_as_it_is_read(tmp_path
     parts = []
     for shard in range(3):
         rows = [{"score": np.float32(i)} for i in range(4 * shard, 4 * shard + 4)]
-        parts.append((shard, tmp_path / f"{shard}.h5", 4 * shard, 4 * shard + 4))
-        write_shard(parts[-1][1], columns, start=4 * shard, rows=rows, fingerprint="f", notes={}, made_by={})
-    join(parts, columns, fingerprint="f", n_items=12, target=path, attributes={})
+        parts.append(Source(shard, tmp_path / f"{shard}.h5", 4 * shard, 4 * shard + 4))
+        write_shard(parts[-1].path, columns, start=4 * shard, rows=rows, fingerprint="f", notes={}, made_by={})
+    join(parts, columns, fingerprints=["f"], n_items=12, target=path, attributes={})
     (tmp_path / "run.json").write_text("{}")
     spec = scan([path], tmp_path / "index", stride=4)
     turn(path, "score of shard 1")

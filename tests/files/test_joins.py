@@ -408,11 +408,12 @@ import sys
 from pathlib import Path, PosixPath
 sys.path[:0] = {sys.path!r}
 from slurmgpu.shards.columns import Array
-from slurmgpu.merge.join import join
+from slurmgpu.merge.join import Source, join
 from tests.support.shard_files import peak_memory_bytes
 target = Path({str(tmp_path / "merged.h5")!r})
 columns = {{"x": Array("float16", (16 << 20,))}}
-join({parts!r}, columns, fingerprint={FINGERPRINT!r}, n_items=8, target=target, attributes={{}})
+parts = [Source(*part) for part in {parts!r}]
+join(parts, columns, fingerprints=[{FINGERPRINT!r}], n_items=8, target=target, attributes={{}})
 print(peak_memory_bytes())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

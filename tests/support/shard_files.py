@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError
-from slurmgpu.merge.join import join
+from slurmgpu.merge.join import Source, join
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.piece_table import pieces_of
@@ -75,9 +75,9 @@ def write_parts(folder, bounds, failed=()):
 
 def join_parts(parts, target, *, columns=COLUMNS, n_items=None, fingerprint=FINGERPRINT, attributes=None, **others):
     return join(
-        parts,
+        [Source(*part) for part in parts],
         columns,
-        fingerprint=fingerprint,
+        fingerprints=[fingerprint],
         n_items=sum(stop - start for *_, start, stop in parts) if n_items is None else n_items,
         target=target,
         attributes=attributes or {},
