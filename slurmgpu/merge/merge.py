@@ -115,9 +115,10 @@ class _Sources:
         """All published shards, listed again; rows that only merged.h5 has become shards again."""
         files = self.run.shard_files(fresh=True)
         with self._former() as former:
-            for shard in sorted(former.shards.keys() - files.keys()) if former else ():
-                if self._restore(former, shard):
-                    files[shard] = [0]
+            if former is not None:
+                for shard in sorted(former.shards.keys() - files.keys()):
+                    if self._restore(former, shard):
+                        files[shard] = [0]
         return [self._source(shard, revisions) for shard, revisions in sorted(files.items())]
 
     def review(self, copied: Mapping[int, Errors], damaged: Mapping[Path, str]) -> list[Source]:
@@ -128,7 +129,9 @@ class _Sources:
         suspects |= {numbers[0] for path in damaged if (numbers := Run.revision_of(path.name)) is not None}
         files = self.run.shard_files()
         with self._former() as former:
-            for shard in sorted(suspects & former.shards.keys()) if former else ():
+            if former is None:
+                return more
+            for shard in sorted(suspects & former.shards.keys()):
                 if shard not in copied:
                     source = self._replace(former, shard, damaged)
                 else:
