@@ -762,6 +762,27 @@ def test_run_says_what_is_wrong(slurmgpu, tmp_path, argv, said):
     assert said in done.stderr
 
 
+def test_run_takes_a_grid_in_place_of_an_input(slurmgpu, tmp_path):
+    grid = "-s", "sweep.lr=[0.1, 0.01]", "-s", "sweep.seed=[0, 1]", "--keep", "lr,seed", "--col", "n:float32"
+    slurmgpu(
+        "run",
+        *grid,
+        "--executor",
+        "debug",
+        "--gpus",
+        "0",
+        "--",
+        "bash",
+        "-c",
+        'echo "$1"',
+        "bash",
+        "{lr}{seed}",
+        cwd=tmp_path,
+    )
+    rows = slurmgpu("export", "runs/bash", "-o", "-", "--format", "csv", cwd=tmp_path).stdout.split()
+    assert rows[1:] == ["0,0.1,0.1,0,", "1,0.11,0.1,1,", "2,0.01,0.01,0,", "3,0.011,0.01,1,"]
+
+
 def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
     done = slurmgpu("run", "--gpus", "0", "--", "python", "train.py", cwd=tmp_path, expect=2)
     assert "--each FILE is missing: the input, whose items the program is run for." in done.stderr

@@ -80,6 +80,8 @@ def run(
     \b
       slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array -- python transcribe.py {audio}
       slurmgpu run --each a.jsonl --col n:int64 -- python count.py --in {in} --out {out}
+      slurmgpu run -s 'sweep.lr=[0.1, 0.01]' -s 'sweep.seed=[0, 1]' --keep lr,seed --col loss:float32
+        -- python train.py --lr {lr} --seed {seed}
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
     slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each. For a program that reads the fields as JSON
@@ -90,13 +92,14 @@ def run(
     from slurmgpu.cli.console import result
     from slurmgpu.run.frozen_plan import NO_RUN_FILE
 
-    if not each:
+    if not each and not any(re.match(r"(sweep|input)\b", text) for text in given["settings"] or ()):
         raise SlurmGPUError(
             "--each FILE is missing: the input, whose items the program is run for. For a training script a CSV file "
-            "with a configuration in each record will do: lr,name in its first line, then 1e-3,first and so on."
+            "with a configuration in each record will do: lr,name in its first line, then 1e-3,first and so on. Or a "
+            "grid in its place: -s 'sweep.lr=[1e-2, 1e-3]' -s 'sweep.seed=[0, 1]'."
         )
     kept = options.names(keep)
-    overrides = whole_run_file(each, col or (), context.meta[PROGRAM], given, batch_size, kept)
+    overrides = whole_run_file(each or (), col or (), context.meta[PROGRAM], given, batch_size, kept)
     if given["dry_run"] and not given["as_json"]:
         result(as_toml(overrides))
     asked = {name: given[name] for name in options.SUBMITTING}
@@ -119,7 +122,8 @@ def whole_run_file(
     # Of `python score.py`, the script names the run.
     name = next((Path(text).stem for text in program if _is_script(text)), Path(*program[:1]).stem)
     tables = Overrides()
-    tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
+    if each:
+        tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
     if keep:
         tables.put({"keep": list(keep)}, "--keep")
     tables["run_dir"] = str(given.get("run_dir") or _free(Path("runs", name or "run"), given))
