@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,11 @@ class Excerpt:
         line = self.lines[number]
         before = [other for other in self.lines[:number] if other.file == line.file]
         return bool(before) and before[-1].end != line.offset
+
+    def without(self, others: Collection[Line]) -> Excerpt:
+        """The excerpt without these lines, except the marked one."""
+        kept = [number for number, line in enumerate(self.lines) if number == self.mark or line not in others]
+        return Excerpt(tuple(self.lines[number] for number in kept), kept.index(self.mark))
 
     def texts(self) -> list[str]:
         """The lines as plain text, with "…" where lines are omitted."""

@@ -175,6 +175,16 @@ def test_every_failure_of_a_class_has_its_place(run, slurmgpu):
     assert f"{crashes[-1].file.path}:{crashes[-1].number}" in said
 
 
+def test_a_line_is_shown_once_where_the_failures_of_a_class_lie_near_each_other(run, slurmgpu):
+    said = slurmgpu("logs", run.folder, "--class", "item_error", expect=0).stdout
+    lines = re.findall(r"^.*\d{4}-\d\d-\d\dT.*$", said, re.MULTILINE)
+    around = [line for line in lines if ": item_error: " not in line]
+    assert around
+    assert sorted(set(around)) == sorted(around)
+    for index, fault in FAULTS.items():
+        assert (f"item {index} in attempt " in said) is (fault != "segfault")
+
+
 def test_a_tasks_log_has_what_all_its_processes_wrote_in_the_order_of_time(run, slurmgpu):
     name = next(record for record in run.attempts() if record["deaths"])["attempt"]
     # A reader in a third time zone: Submitit's lines do not say which theirs is.

@@ -13,6 +13,7 @@ from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_
 from slurmgpu.cli.views.state_words import plain
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import attempts_with_logs, merge_files
+from slurmgpu.logs.lines import Line
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
@@ -106,7 +107,7 @@ def print_failed(run: Run, n_lines: int | None) -> None:
 
 
 def _print_events(events: Iterable[Event], n_lines: int | None) -> int:
-    count = 0
+    count, shown = 0, set[Line]()
     for event in events:
         count += 1
         where = f"  {event.file.path}:{event.number}" if event.file else ""
@@ -114,7 +115,8 @@ def _print_events(events: Iterable[Event], n_lines: int | None) -> int:
         sys.stdout.write(f"{event.what}{whose}: {event.message.partition(chr(10))[0]}{where}\n")
         excerpt = event.excerpt(n_lines or N_LINES // 2) if count <= N_EXCERPTS else None
         if excerpt is not None:
-            show_excerpt(excerpt)
+            show_excerpt(excerpt.without(shown))
+            shown.update(excerpt.lines)
             sys.stdout.write("\n")
     return count
 
