@@ -25,6 +25,12 @@ class Job(TypedDict):
 Queue = Sequence[Job]
 
 
+def is_held(job: Job) -> bool:
+    """Whether a job waits to be released, by its user or an administrator, and until then has no start."""
+    reason = job["reason"].lower()  # "JobHeldUser", "job requeued in held state", "JobHoldMaxRequeue"
+    return job["state"] == "PENDING" and ("held" in reason or reason.startswith("jobhold"))
+
+
 def array_task(job: Job) -> str:
     """The array task of a job in the queue: `1234_7`."""
     return job["job_id"] if "_" in job["job_id"] else f"{job['job_id']}_0"
@@ -65,11 +71,11 @@ def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) ->
 def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, int]]:
     """The waiting jobs, each with the number of tasks that may start before another task of its array ends.
 
-    squeue gives one reason and one start time for all of them: those of the first.
+    Held jobs are left out. squeue gives one reason and one start time for all of them: those of the first.
     """
     at_work = {array_task(job) for job in queue if job["n_tasks"] and job["state"] != "PENDING"}
     n_running = Counter(map(array_of, at_work | {task_of(record) for record in living}))
-    waiting = [job for job in queue if _waits(job)]
+    waiting = [job for job in queue if _waits(job) and not is_held(job)]
     limits = {
         array_of(job["job_id"]): limit for job in waiting if (limit := indices_of(job["job_id"]).at_once) is not None
     }

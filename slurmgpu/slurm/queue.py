@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from slurmgpu.errors import NoAnswerError
-from slurmgpu.report.queued import Job
+from slurmgpu.report.queued import Job, is_held
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, JOB_KEYS, SubmissionLine, ended_jobs, is_slurms
 from slurmgpu.slurm import commands
@@ -50,7 +50,8 @@ class QueuedJob:
         """The job in the JSON of status."""
         n_tasks = 0 if is_merge else len(indices_of(self.job_id))  # "1234_[5-9,12%4]" has six
         told = {"job_id": self.job_id, "state": self.state, "reason": self.reason}
-        return cast(Job, {**told, "start": self.start, "n_tasks": n_tasks})
+        job = cast(Job, {**told, "start": self.start, "n_tasks": n_tasks})
+        return {**job, "start": None} if is_held(job) else job
 
     @property
     def array_job(self) -> str:

@@ -143,6 +143,29 @@ def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(ru
     assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("job_id", "reason", "released"),
+    [
+        ("4711_2", "job requeued in held state", "4711_2"),
+        ("4711_2", "launch_failed_requeued_held", "4711_2"),
+        ("4711_2", "JobHoldMaxRequeue", "4711_2"),
+        ("4711_[2-3%4]", "JobHeldUser", "4711"),
+        ("4711_[2-3]", "JobHeldAdmin", "4711"),
+        ("4711_2", "QOSUsageThreshold", None),
+    ],
+)
+def test_a_job_that_is_held_has_no_start_and_how_it_is_released_is_told(run, capsys, job_id, reason, released):
+    for name in ("4711_0.0", "4711_1.0", "4711_2.0"):
+        change(run, name, state="ended", shard=None, ended=NOW)
+    held = slurms_queue.QueuedJob(job_id, "PENDING", reason, "slurmgpu:run", "/", "x", start=NOW + 100).to_json(False)
+    status = read_status(run, [held, MERGE], now=NOW + 5)
+    show_status(status)
+    shown = capsys.readouterr().out
+    assert f"{job_id} ({reason}" in shown
+    assert (f"`scontrol release {released}`" in shown) == (status["pace"]["left_s"] is None) == (released is not None)
+    assert ("start estimated for" in shown) == (released is None)
+
+
 def test_a_run_that_was_just_submitted_again_waits_whatever_the_queue_said_before(ended_run):
     reader, queue = StatusReader(ended_run), [{**MERGE, "state": "RUNNING"}]
     assert reader.read(queue, now=NOW + 10)["state"] == "merging"

@@ -34,9 +34,11 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
+from slurmgpu.report.queued import is_held
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_of, wide_clock
+from slurmgpu.util.array_ids import array_of
 
 MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has all."""
@@ -89,7 +91,13 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
     for name in status["unreadable_records"]:
         result(f"record cannot be read at present: {name}")
     for job in status["queue"] or ():
-        if job["state"] == "PENDING":
+        if is_held(job):
+            free = array_of(job["job_id"]) if "[" in job["job_id"] else job["job_id"]
+            result(
+                f"held: {job['job_id']} ({job['reason']}); it starts after `scontrol release {free}`, which an "
+                f"administrator must type if Slurm refuses it"
+            )
+        elif job["state"] == "PENDING":
             start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
             result(f"queued: {job['job_id']} ({job['reason']}{start})")
         elif job["state"] in SUSPENDED:
