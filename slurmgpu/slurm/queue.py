@@ -199,8 +199,9 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
 
 
 def _was_lost(line: SubmissionLine) -> bool:
-    """Whether a submission to Slurm was begun so long ago that its process was killed before it recorded the jobs."""
-    return is_slurms(line) and line["state"] == "submitting" and time.time() - line.get("time", 0.0) > SUBMITTING_S
+    """Whether the process of a submission to Slurm will record no jobs: it was cancelled, or begun long ago."""
+    is_past = bool(line.get("cancelled")) or time.time() - line.get("time", 0.0) > SUBMITTING_S
+    return is_slurms(line) and line["state"] == "submitting" and is_past
 
 
 def _are_here(lines: Sequence[SubmissionLine]) -> bool:

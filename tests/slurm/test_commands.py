@@ -152,14 +152,16 @@ def test_of_an_array_that_has_no_merge_job_the_queue_says_when_it_has_ended(pret
     assert queue.queued_jobs(run) is None
 
 
-@pytest.mark.parametrize(("age_s", "queued"), [(1.0, None), (1000.0, [])])
-def test_a_submission_whose_process_was_killed_before_it_recorded_the_jobs_has_none(
-    pretending, tmp_path, age_s, queued
+@pytest.mark.parametrize(
+    ("age_s", "told", "queued"), [(1.0, {}, None), (1000.0, {}, []), (1.0, {"cancelled": True}, [])]
+)
+def test_a_submission_whose_process_ended_before_it_recorded_the_jobs_has_none(
+    pretending, tmp_path, age_s, told, queued
 ):
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     run.record_submission({"submission": 1, "state": "ended"})
     line = {key: value for key, value in run.last_submission().items() if key not in ("array_job", "merge_job")}
-    run.record_submission({**line, "submission": 2, "state": "submitting", "time": time.time() - age_s})
+    run.record_submission({**line, "submission": 2, "state": "submitting", "time": time.time() - age_s, **told})
     pretending("squeue", "true")
     assert queue.queued_jobs(run) == queued
 
