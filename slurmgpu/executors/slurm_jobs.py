@@ -96,10 +96,15 @@ def _take_back(run: Run, number: int, array_job: str, why: BaseException) -> Non
     except commands.SlurmUnavailableError as error:
         run.record_submission({"submission": number, "array_job": array_job})
         raise MayBeQueuedError(
-            f"The array job {array_job} is queued, and no job that merges its rows: {str(why).rstrip('.')}. It cannot "
+            f"The array job {array_job} is queued, and no job that merges its rows: {_first_sentence(why)}. It cannot "
             f"be cancelled now: {str(error).rstrip('.')}. Leave it, and once it has ended: `slurmgpu merge "
             f"{run.typed}`. Or, once Slurm answers: `slurmgpu cancel {run.typed}`, `slurmgpu resubmit {run.typed}`."
         ) from error
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What failed, without the advice behind it."""
+    return str(error).partition(". ")[0].rstrip(".")
 
 
 def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
@@ -126,8 +131,11 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -
                 f"{what}: {said}. It may have queued the job, which would find none of its files. Once Slurm answers, "
                 f"`slurmgpu cancel {run.typed}` removes such a job; `slurmgpu resubmit {run.typed}` submits the run."
             ) from error
+        remedy = _let_back_in(excluded)
+        if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
+            remedy += "Other jobs in the queue count as well: wait for their end, or submit fewer tasks. "
         raise SlurmGPUError(
-            f"Slurm refuses the {job} job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
+            f"Slurm refuses the {job} job: {said}. {remedy}Correct [slurm], [merge] or [resources]."
         ) from error
 
 

@@ -6,7 +6,8 @@ import time
 import pytest
 import submitit
 
-from slurmgpu.executors import slurm
+from slurmgpu.errors import MayBeQueuedError
+from slurmgpu.executors import slurm, slurm_jobs
 from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import attempts_of
 from slurmgpu.slurm import accounting, commands, facts, queue
@@ -164,6 +165,18 @@ def test_a_submission_whose_process_ended_before_it_recorded_the_jobs_has_none(
     run.record_submission({**line, "submission": 2, "state": "submitting", "time": time.time() - age_s, **told})
     pretending("squeue", "true")
     assert queue.queued_jobs(run) == queued
+
+
+def test_an_array_without_a_merge_job_that_cannot_be_cancelled_is_told_with_one_advice(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    pretending("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
+    why = commands.SlurmUnavailableError(
+        "Slurm takes no job at present: no answer. The job is not queued. Once it does"
+    )
+    with pytest.raises(MayBeQueuedError) as told:
+        slurm_jobs._take_back(run, 1, "4711", why)
+    assert "no job that merges its rows: Slurm takes no job at present: no answer. It cannot be" in str(told.value)
+    assert "is not queued" not in str(told.value)
 
 
 @pytest.mark.parametrize(

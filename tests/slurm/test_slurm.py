@@ -338,9 +338,15 @@ def test_fewer_tasks_are_queued_where_the_account_allows_no_more(project, slurmg
     cluster.run("sacctmgr", "--immediate", "add", "account", "course")
     cluster.run("sacctmgr", "--immediate", "add", "user", "root", "account=course", "MaxSubmitJobs=1")
     cluster.run(*set_limit, "MaxSubmitJobs=4")
+    other = cluster.run("sbatch", "--parsable", "--begin=now+1hour", "--output=/dev/null", "--wrap", "true").strip()
     try:
+        done = slurmgpu(*SUBMIT, "--gpus", "8", cwd=folder, expect=2)
+        assert "Other jobs in the queue count as well: wait for their end, or submit fewer tasks." in done.stderr
+        assert not (folder / "run").exists()
+        commands.cancel(other)
         done = slurmgpu(*WAIT, "--gpus", "8", cwd=folder, expect=0)
     finally:
+        commands.cancel(other)
         cluster.run(*set_limit, "MaxSubmitJobs=-1")
         cluster.run("sacctmgr", "--immediate", "delete", "user", "root", "account=course")
         cluster.run("sacctmgr", "--immediate", "delete", "account", "course")
