@@ -6,9 +6,10 @@ import codecs
 import contextlib
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -99,8 +100,21 @@ def bar_console() -> Console | None:
 
 
 def wide_console() -> Console:
-    """A Rich console on stdout; in a pipe, wide enough that no table breaks."""
-    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+    """A Rich console on stdout; in a pipe, wide enough that no table breaks, and no line ends with blanks."""
+    if sys.stdout.isatty():
+        return Console(highlight=False, emoji=False)
+    return Console(file=cast(TextIO, _Trimmed()), highlight=False, emoji=False, width=200)
+
+
+class _Trimmed:
+    """Standard output without the blanks with which Rich fills the lines of a table."""
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 def show_plan(

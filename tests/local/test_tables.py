@@ -135,6 +135,17 @@ def test_a_report_loses_nothing_on_80_columns(run, on_a_terminal):
     assert "\n  12345678_5.0: workload_error: ValueError: [/b] no\n" in text
 
 
+def test_no_line_of_a_table_ends_with_a_blank_in_a_pipe(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
+    status = read_status(run, now=BEGIN + 300.0)
+    status["attempts"][0]["progress"] = "a long text"  # the last column, which the second attempt leaves empty
+    show_status(status)
+    show_report(reported(run, errors=[(3, "item_error: no")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if line.endswith(" ")] == []
+
+
 def test_missing_shards_that_lie_side_by_side_are_one_line_and_a_damaged_one_has_its_own(run, capsys):
     report = json.loads((run / "run" / "report.json").read_text())
     holes = [{"shard": n, "start": 8 * n, "stop": 8 * n + 8, "damaged": None} for n in (0, 1, 2, 3, 5, 7, 8)]
