@@ -101,6 +101,7 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
     except TypeError as error:
         raise SlurmGPUError(
             f"{shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
+            + (" What load returns is its second argument; take it, also where you do not use it." if loads else "")
         ) from error
     except ValueError:
         pass  # some of C have no signature

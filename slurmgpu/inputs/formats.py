@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
-from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import suffix_of, without_suffix
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.util.plugins import Plugins
@@ -43,7 +43,16 @@ _OF_JSON = (
     "jq -c '.[]' items.json > items.jsonl."
 )
 _OF_EXCEL = " Write it as CSV, in Python pandas.read_excel(path).to_csv('items.csv', index=False)."
-_CONVERTED = {".tsv": _OF_TABS, ".tab": _OF_TABS, ".json": _OF_JSON, ".xlsx": _OF_EXCEL, ".xls": _OF_EXCEL}
+_OF_FASTA = (
+    ' Its records span lines: write it as CSV, awk \'{sub(/\\r$/, "")} /^>/ {printf "%s%s,", n++ ? "\\n" : '
+    '"id,sequence\\n", substr($1, 2); next} {printf "%s", $1} END {print ""}\' FILE > items.csv.'
+)
+_CONVERTED = {
+    **dict.fromkeys((".tsv", ".tab"), _OF_TABS),
+    ".json": _OF_JSON,
+    **dict.fromkeys((".xlsx", ".xls"), _OF_EXCEL),
+    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), _OF_FASTA),
+}
 """What is said about files whose suffix is like that of a format, which another name would not make them."""
 
 CHUNK_BYTES = 1 << 20
@@ -183,7 +192,7 @@ def format_of(paths: Sequence[Path]) -> Format:
             names = [name for name in _names() if named(name).recognises(Path(f"x.{name}"))]
             *others, last = (f".{name}" for name in names)
             suffix = without_suffix(path).suffix
-            advice = _CONVERTED.get(suffix.lower()) or did_you_mean(suffix.lower().removeprefix("."), names)
+            advice = _CONVERTED.get(suffix.lower(), " Write its items as .jsonl, an object in each line.")
             raise SlurmGPUError(
                 f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}.{advice} If each file "
                 f"is an item, write 'files:' before the path or the pattern.{_query_of(path, suffix)}"

@@ -434,7 +434,7 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
 RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md", "how-to/run-a-command.md"]
-RUNNING += ["how-to/sweep-over-runs.md", "how-to/map-a-function.md"]
+RUNNING += ["how-to/sweep-over-runs.md", "how-to/map-a-function.md", "how-to/bring-a-script.md"]
 # What these do is shown by day: in tests/files by test_inputs_files.py and test_inputs_tar.py, in tests/local by
 # test_groups.py, in tests/models by test_training_throughput.py and test_training_batch_size.py.
 BY_NIGHT = [by_night("how-to/map-a-folder.md")]

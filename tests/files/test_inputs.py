@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
     ],
 )
 def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[str], words: str) -> None:
-    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="", a_tsv="")
+    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="", a_tsv="", a_fa="", a_pdb="")
     (folder / "a.parquet.gz").write_bytes(b"")
     (folder / "parts.csv").mkdir()
     (folder / "deep").mkdir()
@@ -111,6 +112,15 @@ def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[s
     os.mkfifo(folder / "pipe.txt")
     with pytest.raises(SlurmGPUError, match=words):
         find(patterns, folder)
+
+
+def test_the_refusal_of_a_fasta_file_has_the_command_that_makes_it_an_input(folder: Path) -> None:
+    put(folder, a_fasta=">P1 first\r\nACD\r\nAA\r\n>P2\nDD")
+    with pytest.raises(SlurmGPUError) as caught:
+        find("*.fasta", folder)
+    [command] = re.findall(r"awk .* > items\.csv", str(caught.value))
+    subprocess.run(["bash", "-c", command.replace("FILE", "a.fasta")], cwd=folder, check=True)
+    assert read_all(folder, "items.csv") == [{"id": "P1", "sequence": "ACDAA"}, {"id": "P2", "sequence": "DD"}]
 
 
 # Planning
