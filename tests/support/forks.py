@@ -18,4 +18,5 @@ def fork_ranks(n, work, *arguments):
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(code)
-    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * n
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    assert not any(ends), f"the exit codes of the ranks: {ends}"
