@@ -9,6 +9,7 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers import metrics
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, json_field, search_last
+from slurmgpu.llm.prompts.jinja_templates import JinjaTemplate
 from slurmgpu.llm.prompts.templates import Prompts, Template
 
 DATA = {"text": "cats", "n": 3, "half": 0.5, "choices": ["a", "b"], "meta": {"title": "T", "ids": [7, 8]}, "no": None}
@@ -64,6 +65,11 @@ def test_an_item_without_what_a_template_takes_is_an_error_of_that_item(template
 
 
 # Prompts
+
+
+def test_the_fields_of_prompts_and_templates_cannot_be_changed():
+    for own in (Prompts("{text} {choices}", given={"choices": "a"}), JinjaTemplate("{{ text }}{{ range(3) }}")):
+        assert (type(own.fields), own.fields) == (frozenset, {"text"})
 
 
 def test_a_template_is_a_plain_prompt_that_may_have_a_system_prompt():

@@ -53,7 +53,7 @@ class JinjaTemplate:
             line = getattr(error, "lineno", None)
             where = "" if line is None else f" in line {line}"
             raise SlurmGPUError(f"{owner}: Jinja says{where}: {error.message}") from error
-        self._fields = frozenset(meta.find_undeclared_variables(parsed)) - environment.globals.keys()
+        self._fields = frozenset(meta.find_undeclared_variables(parsed)).difference(environment.globals)
 
     @property
     def fields(self) -> frozenset[str]:

@@ -151,7 +151,7 @@ class Prompts:
         found = frozenset(name for name in (self._messages, self._images) if name is not None)
         for template in (self._prompt, self._system):
             found |= frozenset() if template is None else template.fields
-        return found - self._given.keys()
+        return found.difference(self._given)
 
     @property
     def whole_fields(self) -> frozenset[str]:
