@@ -20,6 +20,7 @@ from slurmgpu.run.failures import LOADING, POLICIES
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.broken_process import is_used_up
+from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.worker.assignment import WorkerFailedError
@@ -34,8 +35,6 @@ PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
 """How long to wait before items are computed again, and by which factor longer the next time."""
 LONGEST_PAUSE_S = 300.0
 """The longest such wait, whatever the workload asks for: it may hold a GPU meanwhile."""
-SAMPLED = 8
-"""How many items of a first call that failed are computed alone before it is halved."""
 _PENDING = Failure("item_error", "not computed")
 
 
@@ -56,12 +55,14 @@ class TakenIn:
 class Computed:
     """A shard's rows in item order, converted or Failures, and how its batches changed.
 
-    `kept` are the stored values of the fields that failed items keep. `oom_batch` is the batch size that fitted into
-    memory, 0 if it was never short; `noted` are the workload's notes.
+    A sample has rows of some items only, which all failed alike. `kept` are the stored values of the fields that failed
+    items keep. `oom_batch` is the batch size that fitted into memory, 0 if it was never short. `noted` are the
+    workload's notes.
     """
 
     rows: dict[int, Mapping[str, Any] | Failure]
     kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    is_sample: bool = False
     oom_batch: int = 0
     narrowed: int = 0
     isolated: int = 0
@@ -86,22 +87,22 @@ def common_failure(shards: Sequence[Computed]) -> Failure | None:
     return failures[0] if all(failure.way == failures[0].way for failure in failures) else None
 
 
-class DoubtedError(Exception):
-    """Sampled items of the first call failed as the call did: another shard is to show whether all items do."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+class _SampledError(Exception):
+    """Enough items of this shard failed alike: those of another are to show whether all do."""
 
 
 @dataclass
 class _Shard:
-    """A shard while it is computed: what is done of it, and calls that are put off to its end, alone or not."""
+    """A shard while it is computed: what is done of it, and calls that are put off to its end, alone or not.
+
+    `alone` are the failures of calls of one item.
+    """
 
     taken_in: TakenIn
     done: Computed
     n_tries_left: int
     put_off: list[tuple[list[int], bool]] = field(default_factory=list)
+    alone: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
 
     def called(self, index: int) -> str:
         """An item in the log: by its index, and its name if it has one."""
@@ -122,8 +123,9 @@ class Computer:
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
     Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
 
-    Where the first call fails, and eight of its items fail alike, `doubts(failure)` is True if DoubtedError is to be
-    raised in place of halving it: a program that loads a model may need hours for that.
+    As long as all calls fail alike, and the worker `doubts()` that the workload works, a call is not halved, for which
+    a program that loads a model may need hours: its items are computed alone, in random order, until one does not fail
+    so. Once `is_enough(n_failed)`, the rest of the shard is left, and what is computed is a sample.
 
     If the workload prepares its items, `following()` is the first batch of the next shard, and `meanwhile()` is called
     before each call, when the items of the next one have begun to be prepared.
@@ -145,8 +147,10 @@ class Computer:
     key: str | None = None
     following: Callable[[], Sequence[Item]] = tuple
     meanwhile: Callable[[], None] = lambda: None
-    doubts: Callable[[Failure], bool] = lambda failure: False
+    doubts: Callable[[], bool] = lambda: False
+    is_enough: Callable[[int], bool] = lambda n_failed: False
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
+    _ways: set[tuple[str, ...] | None] = field(default_factory=set)
     _has_computed: bool = False
     _preparer: Preparer | None = field(init=False)
 
@@ -214,22 +218,27 @@ class Computer:
         for index, row in taken_in.rows.items():
             if row is not _PENDING and isinstance(row, Failure):
                 self._log(shard, index, row)
-        batches = taken_in.batches
+        try:
+            self._compute_all(taken_in.batches, history, shard)
+        except _SampledError:
+            return Computed(shard.alone, is_sample=True)
+        for index, kept in taken_in.kept.items():
+            if isinstance(done.rows[index], Failure):
+                done.kept[index] = self._stored(kept)
+        done.noted = dict(self.noted)
+        return done
+
+    def _compute_all(self, batches: Sequence[Sequence[Item]], history: History, shard: _Shard) -> None:
         is_isolated = [history.isolates([item.index for item in batch]) for batch in batches]
         for number, batch in enumerate(batches):
             if is_isolated[number]:
-                done.isolated += 1
+                shard.done.isolated += 1
                 self._compute_alone(batch, history, shard)
             else:
                 is_last = number + 1 == len(batches)
                 following = None if is_last else () if is_isolated[number + 1] else batches[number + 1]
                 self._compute_batch(batch, following, shard)
         self._try_again({item.index: item for batch in batches for item in batch}, shard)
-        for index, kept in taken_in.kept.items():
-            if isinstance(done.rows[index], Failure):
-                done.kept[index] = self._stored(kept)
-        done.noted = dict(self.noted)
-        return done
 
     def _stored(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         """Kept fields as they are stored, without those that a column cannot hold."""
@@ -298,6 +307,7 @@ class Computer:
         if failure is None:
             self._put_rows_off(items, shard, isolated=isolated)
             return
+        self._ways.add(failure.way)
         if self._preparer is not None:
             self._preparer.drop()  # its items may be cut in another way now
         if failure.retry_after is not None and shard.n_tries_left:
@@ -306,10 +316,10 @@ class Computer:
             return
         if len(items) == 1:
             self._log(shard, items[0].index, failure)
-            shard.done.rows[items[0].index] = failure
+            shard.done.rows[items[0].index] = shard.alone[items[0].index] = failure
+            if self.is_enough(len(shard.alone)) and self._fails_for_all(failure):
+                raise _SampledError
             return
-        if len(items) > SAMPLED and not self._has_computed and failure.kind == "item_error" and self.doubts(failure):
-            self._sample(items, failure, shard)
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
             free_memory()
@@ -318,17 +328,20 @@ class Computer:
             log.warning("%s of %d, items %d..%d; going on with %d", logged, len(items), first, last, half)
         else:
             shard.done.narrowed += 1
-        self._call_narrowing(items[:half], shard, isolated=isolated)
-        self._call_narrowing(items[half:], shard, isolated=isolated)
+        parts = [items[:half], items[half:]]
+        if self._fails_for_all(failure):
+            order = CHANCE.sample(items, len(items))
+            while order and self._fails_for_all(failure):
+                self._call_narrowing([order.pop()], shard, isolated=isolated)
+            left = {item.index for item in order}
+            parts = [[item for item in items if item.index in left]]
+        for part in filter(None, parts):
+            self._call_narrowing(part, shard, isolated=isolated)
 
-    def _sample(self, items: Sequence[Item], failure: Failure, shard: _Shard) -> None:
-        """Raise DoubtedError if items from all over a call fail alone as the call did; it is halved otherwise."""
-        for item in items[:: len(items) // SAMPLED][:SAMPLED]:
-            self.on_batch([item.index], False, ())
-            alone = self._call([item], (), shard)
-            if alone is None or alone.way is None or alone.way != failure.way:
-                return
-        raise DoubtedError(failure)
+    def _fails_for_all(self, failure: Failure) -> bool:
+        """Whether no item was computed yet, all failed as this one, and the worker doubts that any can be."""
+        is_alike = not self._has_computed and self._ways == {failure.way} != {None}
+        return is_alike and failure.kind == "item_error" and self.doubts()
 
     def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:
         """Note that these items are to be computed again, in one call as they failed."""

@@ -43,7 +43,7 @@ from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, Failure, check_debugger_left, settle
-from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, DoubtedError, common_failure
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.item_reader import ItemReader
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
@@ -56,8 +56,9 @@ from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")
 
-FAILED_ALIKE = 8
-"""The workload is at fault if so many items failed alike before any was computed: of two shards, if there are more."""
+FEW, MANY, LONG_S = 8, 90, 300.0
+"""The workload is at fault if MANY items failed alike before any was computed, or FEW once that has taken LONG_S: of
+two shards, if there are more. If 95 of 100 items fail alike, MANY do so in one of a hundred runs."""
 
 AHEAD_S = 2.0
 """A task claims and reads further shards while it computes one, if none took longer: others may be idle meanwhile."""
@@ -69,8 +70,9 @@ def _n_items(waiting: Sequence[ComputedShard]) -> int:
     return sum(len(one.computed.rows) for one in waiting)
 
 
-def _workload_failed(failure: Failure) -> WorkerFailedError:
-    return WorkerFailedError("workload_error", failure.message, failure.trace)
+def is_enough(n_items: int, seconds: float) -> bool:
+    """Whether it is enough that so many items failed alike within these seconds, and none was computed."""
+    return n_items >= MANY or (n_items >= FEW and seconds >= LONG_S)
 
 
 @dataclass
@@ -100,7 +102,9 @@ class Worker:
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
-    _doubted: tuple[int, tuple[str, ...] | None] | None = None
+    _waiting: list[ComputedShard] = field(default_factory=list)
+    _began: float = 0.0
+    _is_decided: bool = False
     _publisher: Publisher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +139,7 @@ class Worker:
             outside = self._log_outside()
             importer.look_at_read_files()
             self._resumes, self._takes_one = workload.resumes, workload.takes_one
+            self._is_decided = self._resumes  # an item takes too long for others to wait
             columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             self._publisher = Publisher(
                 self.run, self.assignment, columns, self.report, self._report_used, self.reports_in_threads
@@ -158,7 +163,8 @@ class Worker:
                 share=self.group.broadcast,
                 kept=plan.keep,
                 key=plan.key,
-                doubts=self._doubts,
+                doubts=lambda: self._is_plain and self._doubts(),
+                is_enough=lambda n_failed: n_failed >= FEW and self._is_enough(n_failed),
             )
             if workload.prepare is not None and self._is_plain:
                 self._look_ahead_with(computer, reader)
@@ -200,18 +206,15 @@ class Worker:
         return [*files, *bypassed]
 
     def _take_and_compute(self, computer: Computer, reader: ItemReader) -> None:
-        waiting: list[ComputedShard] = []
         for taken in self._shards():
             shard = taken.shard
             began = time.monotonic()
+            self._began = self._waiting[0].began if self._waiting else began
             if self._parts is not None:
                 self._parts.begin(shard, is_joined=self._shard != shard)
             try:
                 taken_in = taken.taken_in or computer.take_in(reader.read(taken.spans))
                 computed = computer.compute(taken_in, taken.history)
-            except DoubtedError as error:
-                self._doubt(shard, error.failure)
-                continue
             except Interrupted:
                 if self._is_joined(shard):
                     continue
@@ -223,32 +226,22 @@ class Worker:
             if self.group.leads:
                 # By the clock as it is set now: its task does not know whether it was set since.
                 started = time.time() - (time.monotonic() - began)
-                waiting.append(ComputedShard(shard, computed, started, began, self._code()))
+                self._waiting.append(ComputedShard(shard, computed, started, began, self._code()))
             # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
-            self._claimer.draws = not self._is_enough(waiting) and self._failed_alike(waiting) is not None
+            is_enough = len(self._waiting) > 1 and self._is_enough()
+            self._claimer.draws = not is_enough and self._failed_alike() is not None and self._doubts()
             if not self._claimer.draws:
-                self._publish_all(waiting)
-        self._publish_all(waiting, weighed=self._deadline.over() is None)
+                self._publish_all()
 
     @property
     def _is_plain(self) -> bool:
         """Whether one process computes whole items, and keeps nothing of one that it has begun."""
         return self._parts is None and self.group.world_size == 1 and not self._resumes
 
-    def _doubts(self, failure: Failure) -> bool:
-        """Whether the first shard, or another after it, may be left for now, as none shows that the workload works."""
-        shard, way = self._doubted or (None, failure.way)
-        return self._is_plain and shard != self._shard and way == failure.way and self._none_published()
-
-    def _doubt(self, shard: int, failure: Failure) -> None:
-        """Give back the first shard whose items fail alike; of a second one, the workload is at fault."""
-        if self._doubted is not None:
-            raise _workload_failed(failure)
-        self._doubted = shard, failure.way
-        log.warning("shard %d: given back, as items of it fail alike: %s", shard, failure.first_line)
-        self._claimer.draws = True
-        self._claimer.give_back(shard)
-        self.report({"event": "skipped", "shard": shard})
+    def _doubts(self) -> bool:
+        """Whether no shard shows yet that the workload works, neither one of this worker nor one of the run."""
+        self._is_decided = self._is_decided or bool(retried(self.run.shard_files, self.run.plan.lease_s))
+        return not self._is_decided
 
     def _code(self) -> str | None:
         """The digest of the code that has computed the last shard, None if that is unknown."""
@@ -256,13 +249,12 @@ class Worker:
         self._has_looked = True
         return self.assignment.code if is_known else None
 
-    def _is_enough(self, waiting: Sequence[ComputedShard]) -> bool:
-        """Whether it is enough that so many items failed alike, or one took too long to be computed."""
-        n_items = _n_items(waiting)
-        return (len(waiting) > 1 and n_items >= FAILED_ALIKE) or (self._resumes and n_items == 1)
+    def _is_enough(self, n_failed: int = 0) -> bool:
+        """Whether it is enough that so many items of the present shard fail like all of those that wait."""
+        return is_enough(n_failed + _n_items(self._waiting), time.monotonic() - self._began)
 
-    def _failed_alike(self, waiting: Sequence[ComputedShard]) -> Failure | None:
-        return common_failure([one.computed for one in waiting])
+    def _failed_alike(self) -> Failure | None:
+        return common_failure([one.computed for one in self._waiting])
 
     def _look_ahead_with(self, computer: Computer, reader: ItemReader) -> None:
         """Claim and read further shards while this computer computes, and write the files of the last in a thread."""
@@ -337,8 +329,7 @@ class Worker:
             return taken
         found: Taken | None = taken
         while found is not None:
-            self._claimer.give_back(found.shard)
-            self.report({"event": "skipped", "shard": found.shard})
+            self._give_back(found.shard)
             found = self._lookahead.pop()
         return None
 
@@ -370,21 +361,27 @@ class Worker:
             raise WorkerBrokenError(f"{alone.message}; {error}") from error
         return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
-    def _publish_all(self, waiting: list[ComputedShard], *, weighed: bool = True) -> None:
-        """Publish `waiting`, unless it is much that failed alike, and no shard yet shows that the workload works.
+    def _publish_all(self, *, weighed: bool = True) -> bool:
+        """Publish what waits, unless it is much that failed alike, and no shard yet shows that the workload works.
 
-        What a task that has to end leaves is not `weighed`: it might be lost.
+        Samples are given back, to be computed as a whole: True if there were any. What a task that has to end leaves is
+        not `weighed`: it might be lost.
         """
-        alike = self._failed_alike(waiting) if weighed else None
-        if alike is not None and _n_items(waiting) >= FAILED_ALIKE and self._none_published():
-            raise _workload_failed(alike)
+        alike = self._failed_alike() if weighed else None
+        waiting, self._waiting = self._waiting, []
+        if alike is not None and _n_items(waiting) >= FEW and self._doubts():
+            raise WorkerFailedError("workload_error", alike.message, alike.trace)
+        self._is_decided = self._is_decided or bool(waiting)
         for one in waiting:
-            self._publisher.begin(one)
-        waiting.clear()
+            if one.computed.is_sample:
+                self._give_back(one.shard)
+            else:
+                self._publisher.begin(one)
+        return any(one.computed.is_sample for one in waiting)
 
-    def _none_published(self) -> bool:
-        """Whether no shard of the run shows yet that the workload works."""
-        return not retried(self.run.shard_files, self.run.plan.lease_s)
+    def _give_back(self, shard: int) -> None:
+        self._claimer.give_back(shard)
+        self.report({"event": "skipped", "shard": shard})
 
     def _is_joined(self, shard: int) -> bool:
         """Whether another task holds the shard, and publishes it; the event says what this one computed of it."""
@@ -410,6 +407,8 @@ class Worker:
         found = over or once_more_if_full(self._claimer.next)
         if isinstance(found, int | Held):
             return found
+        if self._publish_all(weighed=self._deadline.over() is None):
+            return self.next_shard()
         self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
         return None
 

@@ -582,7 +582,7 @@ def test_a_program_that_always_fails_ends_the_task(slurmgpu, tmp_path):
 
 def test_a_program_that_fails_for_the_first_items_is_not_started_for_all(slurmgpu, tmp_path):
     given = {"executor": "local", "columns": {"other": "int32"}}
-    project = make(tmp_path / "project", "one.py", batch_size=1, texts=["a"] * 40, **given)
+    project = make(tmp_path / "project", "one.py", batch_size=1, texts=["a"] * 110, **given)
     file = project / "slurmgpu.toml"
     file.write_text(file.read_text().replace("shard_items = 8", "shard_items = 1"))
     slurmgpu("submit", cwd=project, expect=3)
@@ -591,7 +591,7 @@ def test_a_program_that_fails_for_the_first_items_is_not_started_for_all(slurmgp
     assert "column 'other' is missing" in attempt["message"]
     assert not list((project / "run" / "claims").iterdir())
     log = (project / "run" / "logs" / "local1_0.0.log").read_text()
-    assert log.count(": item_error: ") == 8
+    assert log.count(": item_error: ") == 90
 
 
 @pytest.fixture(scope="module")
@@ -821,26 +821,32 @@ def test_an_argument_that_is_no_utf_8_is_refused():
         whole_run_file(["a.jsonl"], ["n:int32"], ["x", "\udcff"], {})
 
 
-def slices_of(tmp_path, slurmgpu, code, expect):
-    """A run of 96 items in two slices; the report, and how often the program was started."""
-    project = make(tmp_path / "project", "slice.py", batch_size=48, texts=[str(i) for i in range(96)])
+def slices_of(tmp_path, slurmgpu, code, expect, size=48):
+    """A run of two slices; the report, and how often the program was started."""
+    project = make(tmp_path / "project", "slice.py", batch_size=size, texts=[str(i) for i in range(2 * size)])
     (project / "slice.py").write_text(f"open('started', 'a').write('x')\n{BODY}{code}{MODES['slice.py']}")
     file = project / "slurmgpu.toml"
-    file.write_text(file.read_text().replace("shard_items = 8", "shard_items = 48"))
+    file.write_text(file.read_text().replace("shard_items = 8", f"shard_items = {size}"))
     slurmgpu("submit", cwd=project, expect=expect)
     return report(project), len((project / "started").read_text())
 
 
 def test_a_program_that_fails_for_every_slice_is_not_started_for_every_item(slurmgpu, tmp_path):
-    outcome, n_started = slices_of(tmp_path, slurmgpu, "import nowhere", expect=3)
+    outcome, n_started = slices_of(tmp_path, slurmgpu, "import nowhere", expect=3, size=120)
     [attempt] = outcome["attempts"]
     assert (attempt["failure"], outcome["n_rows"]) == ("workload_error", 0)
     assert "No module named 'nowhere'" in attempt["message"]
-    assert n_started == 2 * (1 + 8)
+    assert n_started == 1 + 90 + 1 + 8
 
 
-def test_a_slice_whose_items_all_fail_is_computed_after_another_that_does_not(slurmgpu, tmp_path):
+def test_a_slice_whose_items_all_fail_is_published_after_another_that_does_not(slurmgpu, tmp_path):
     code = "if min(json.loads(line)['index'] for line in open(sys.argv[1])) < 48: sys.exit('bad slice')"
     outcome, n_started = slices_of(tmp_path, slurmgpu, code, expect=0)
     assert [error["index"] for error in outcome["errors"]] == list(range(48))
-    assert n_started == 1 + 8 + 1 + (2 * 48 - 1)
+    assert n_started == 1 + 48 + 1
+
+
+def test_a_program_that_fails_for_nearly_all_items_ends_no_task(slurmgpu, tmp_path):
+    code = "if any(json.loads(line)['index'] != 47 for line in open(sys.argv[1])): sys.exit('bad item')"
+    outcome, _ = slices_of(tmp_path, slurmgpu, code, expect=0)
+    assert [error["index"] for error in outcome["errors"]] == [*range(47), *range(48, 96)]

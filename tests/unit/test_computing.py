@@ -19,6 +19,7 @@ from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
 from slurmgpu.worker.item_copies import own_copies
+from slurmgpu.worker.worker import is_enough
 from slurmgpu.workload import Item
 
 COLUMNS = {"x": Array("float64")}
@@ -587,6 +588,50 @@ def test_a_common_way_of_failing_is_found_only_when_every_item_raised_at_one_pla
     assert common_failure([one, one]).message.startswith("ValueError: cannot do 0")
     assert common_failure([one, other]) is None
     assert common_failure([]) is None
+
+
+def in_doubt(workload):
+    return compute(workload, n=32, batch_size=16, doubts=lambda: True, is_enough=lambda n_failed: n_failed >= 8)
+
+
+def test_of_a_shard_whose_calls_all_fail_alike_enough_items_are_computed_alone():
+    workload = Recorder(raise_at(*range(32)))
+    computed = in_doubt(workload)
+    assert [len(batch) for batch in workload.batches] == [16, *[1] * 8]
+    assert computed.is_sample
+    assert {index for [index] in workload.batches[1:]} == failures(computed).keys() == computed.rows.keys()
+    assert common_failure([computed]).message.startswith("ValueError: cannot do")
+
+
+def test_items_that_are_computed_in_doubt_keep_their_rows():
+    workload = Recorder(raise_at(*(index for index in range(16) if index != 5)))
+    computed = compute(workload, n=16, batch_size=16, doubts=lambda: True)
+    assert failures(computed).keys() == {*range(16)} - {5}
+    assert not computed.is_sample
+    alone = [batch[0] for batch in workload.batches if len(batch) == 1]
+    assert sorted(alone) == [*range(16)]
+    n_before = alone.index(5)
+    rest = sorted(set(range(16)) - {*alone[: n_before + 1]})
+    assert workload.batches[: n_before + 2] == [[*range(16)], *([index] for index in alone[: n_before + 1])]
+    assert workload.batches[n_before + 2 : n_before + 3] == ([rest] if rest else [])
+
+
+def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
+    ways = {0: ValueError, 1: KeyError}
+
+    def function(items):
+        raise ways[items[0].index % 2](items[0].index)
+
+    computed = in_doubt(Recorder(function))
+    assert failures(computed).keys() == {*range(32)}
+
+
+@pytest.mark.parametrize(
+    ("n_items", "seconds", "expected"),
+    [(7, 1e9, False), (8, 299.0, False), (8, 300.0, True), (89, 0.0, False), (90, 0.0, True)],
+)
+def test_many_items_that_failed_alike_are_enough_and_few_where_that_took_long(n_items, seconds, expected):
+    assert is_enough(n_items, seconds) is expected
 
 
 def test_an_items_seed_depends_on_the_runs_seed_and_its_index_alone():
