@@ -119,8 +119,9 @@ def whole_run_file(
 
     if odd := [text for text in program if not is_utf8(text)]:
         raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
-    # Of `python score.py`, the script names the run.
-    name = next((Path(text).stem for text in program if _is_script(text)), Path(*program[:1]).stem)
+    # Of `python score.py`, also as the code of `bash -c`, the script names the run.
+    words = (word.strip("'\";") for text in program for word in text.split())
+    name = next((Path(word).stem for word in words if _is_script(word)), Path(*program[:1]).stem)
     tables = Overrides()
     if each:
         tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
@@ -195,5 +196,5 @@ def _value(value: Any) -> str:
 
 
 def _is_script(text: str) -> bool:
-    """Whether an argument is the path of a script, and not a line of code, an option or a placeholder."""
-    return text.endswith(SCRIPTS) and not text.startswith("-") and not re.search(r"[\s{}]", text)
+    """Whether a word is the path of a script, and not an option or a placeholder."""
+    return text.endswith(SCRIPTS) and not text.startswith("-") and not re.search(r"[{}]", text)
