@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.owners import is_trusted, name_of
+from slurmgpu.run.owners import is_trusted
 from slurmgpu.run.submissions import Code, CodeAbout, SubmissionLine
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
+from slurmgpu.util.users import name_in_words
 
 SNAPSHOT_FORMAT = "slurmgpu code"
 SNAPSHOT_VERSION = 1
@@ -190,7 +191,7 @@ def _expect_ours(run: Path, *paths: Path) -> None:
     for path in (run / FOLDER, *paths):
         status = retried(path.lstat)
         if status.st_uid not in owners:
-            raise ValueError(f"{path} belongs to {name_of(status.st_uid)}, neither to you nor to the run's owner")
+            raise ValueError(f"{path} belongs to {name_in_words(status.st_uid)}, neither to you nor to the run's owner")
         if status.st_mode & OTHERS_WRITE and not is_trusted(run):
             raise ValueError(f"others may write {path} (mode {stat.S_IMODE(status.st_mode):04o})")
 

@@ -13,9 +13,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.live_tasks import refuse_alive
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import RUN_LOCK, is_left_by_dead, run_lock
-from slurmgpu.run.owners import name_of
 from slurmgpu.util.atomic_files import own_name
 from slurmgpu.util.shared_files import exists, is_folder, list_names, remove, replace, retried
+from slurmgpu.util.users import name_in_words
 
 PLANNED = ".planned"
 """The file by which a run directory is known that is to be submitted by hand."""
@@ -33,7 +33,9 @@ def check_room(folder: Path, kind: str) -> Run | None:
     if not exists(folder):
         return None
     if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
-        raise SlurmGPUError(f"{folder}, where the {kind} would go, is {name_of(owner)}'s. Name another --run-dir.")
+        raise SlurmGPUError(
+            f"{folder}, where the {kind} would go, is {name_in_words(owner)}'s. Name another --run-dir."
+        )
     run = Run.open(folder) if exists(folder / "run.json") else None
     if run is None or not (run.plan.is_probe if kind == "probe" else run.plan.look == kind):
         raise SlurmGPUError(

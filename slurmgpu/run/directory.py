@@ -25,7 +25,6 @@ from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
 from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSION, Plan
 from slurmgpu.run.lock import hold
-from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submissions import ENDS, Place, SubmissionLine, as_seen_at, place_of
@@ -49,7 +48,7 @@ from slurmgpu.util.shared_files import (
     status_of,
 )
 from slurmgpu.util.typed_json import check_kinds
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import expanded, name_in_words
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +303,7 @@ class Run:
         path = self.folder / "submissions.jsonl"
         if exists(path) and not may(path, os.W_OK):
             if "executor" in value:
-                owner = name_of(path.stat().st_uid)
+                owner = name_in_words(path.stat().st_uid)
                 raise SlurmGPUError(f"{path} is {owner}'s alone to write: have {owner} submit this run.")
             log.warning("%s is another user's; this is not recorded: %s", path, value)
             return

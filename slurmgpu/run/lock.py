@@ -24,11 +24,10 @@ from typing import Literal, TypedDict, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
-from slurmgpu.run.owners import name_of
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import UnusableFileError, read_bytes, remove, replace, retried
-from slurmgpu.util.users import own_name
+from slurmgpu.util.users import name_in_words, own_name
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +280,7 @@ def _take_away(path: Path, holder: Holder, by: Literal["token"] | None = None) -
         if by is not None:
             raise
         # In a folder with the sticky bit the folder's owner may remove it as well.
-        owners = dict.fromkeys(name_of(each.stat().st_uid) for each in (path, path.parent))
+        owners = dict.fromkeys(name_in_words(each.stat().st_uid) for each in (path, path.parent))
         raise SlurmGPUError(
             f"{path} is the lock of a process that is dead, {_in_words(holder)}, and you may not remove it: "
             f"{error.strerror}. Have {' or '.join(owners)} remove it: rm {shlex.quote(str(path))}"

@@ -18,7 +18,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
 from slurmgpu.util.process_wide import own_umask
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried, why_not_own
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import expanded, name_in_words
 
 if TYPE_CHECKING:
     from slurmgpu.run.directory import Run
@@ -40,11 +40,6 @@ def is_trusted(folder: Path) -> bool:
     return bool(named) and expanded(named or "").resolve() == folder.resolve()
 
 
-def name_of(uid: int) -> str:
-    """The name of a user on this machine."""
-    return users.name_of(uid) or f"the user with the number {uid}"
-
-
 def is_owner(run: Run) -> bool:
     """Whether the run directory is this user's."""
     return retried(run.folder.stat).st_uid == os.geteuid()
@@ -62,7 +57,7 @@ def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:
     for path, status in found:
         if not is_own(status.st_uid, path.parent):
             return (
-                f"{path} is {name_of(status.st_uid)}'s: this would run what {name_of(status.st_uid)} has written as you"
+                f"{path} is {(name := name_in_words(status.st_uid))}'s: this would run what {name} has written as you"
             )
         if status.st_mode & OTHERS_WRITE:
             mode = stat.S_IMODE(status.st_mode)
@@ -105,7 +100,7 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
     owner = retried(run.folder.stat).st_uid
     if os.geteuid() == owner or (obstacle := _obstacle(run, owner, computes=computes, merges=merges)) is None:
         return
-    name, copy = name_of(owner), shlex.quote(f"MY-{run.name}")
+    name, copy = name_in_words(owner), shlex.quote(f"MY-{run.name}")
     raise SlurmGPUError(
         f"{run.folder} is {name}'s, and you cannot {to_do}: {obstacle}. "
         f"Have {name} do it, or do it in a copy of your own: cp -r {run.typed} {copy}"
@@ -115,7 +110,7 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
 def refuse_other_users(run: Run, line: Mapping[str, Any]) -> None:
     """Raise SlurmGPUError if a submission is another user's: only that user can cancel it."""
     if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
-        name = name_of(uid)
+        name = name_in_words(uid)
         raise SlurmGPUError(
             f"Submission {line['submission']} of {run.folder} is {name}'s, and so are its tasks: "
             f"have {name} type `slurmgpu cancel {run.typed}`."
@@ -132,7 +127,7 @@ def _obstacle(run: Run, owner: int, *, computes: bool, merges: bool) -> str | No
         for name in ("merged.h5", "report.json", "report.html", "recompute.json"):
             path = run.folder / name
             if exists(path) and (holder := retried(path.lstat).st_uid) != os.geteuid():
-                return f"{path} is {name_of(holder)}'s to replace, as its folder has the sticky bit"
+                return f"{path} is {name_in_words(holder)}'s to replace, as its folder has the sticky bit"
     for folder in changed[1:]:
         if _keeps_others(folder):
             return f"you cannot remove what others have put into {folder}, as it has the sticky bit"
@@ -142,7 +137,8 @@ def _obstacle(run: Run, owner: int, *, computes: bool, merges: bool) -> str | No
         return f"you may not write {path}"
     if _hides_from(owner, run.shards):
         return (
-            f"{name_of(owner)} could not read what you write there with the umask {own_umask():04o}; `umask 0022` first"
+            f"{name_in_words(owner)} could not read what you write there with the umask {own_umask():04o}; "
+            f"`umask 0022` first"
         )
     return None
 

@@ -24,6 +24,11 @@ def groups_of(uid: int) -> list[int]:
     return os.getgrouplist(user.pw_name, user.pw_gid)
 
 
+def name_in_words(uid: int) -> str:
+    """The name of a user for messages, also of one without a name here."""
+    return name_of(uid) or f"the user with the number {uid}"
+
+
 def own_name() -> str:
     """The user of this process, also for Slurm. LOGNAME and USER may be another's: `su` and `sudo -E` keep them."""
     return name_of(os.getuid()) or str(os.getuid())

@@ -21,7 +21,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import lock as locks
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
-from slurmgpu.util import pids
+from slurmgpu.util import pids, users
 from tests.cluster.fixture import leave_out
 from tests.support.command_line import CommandLine
 from tests.support.images import fork
@@ -541,8 +541,8 @@ def test_a_colleagues_probe_is_not_removed(colleagues):
 
 
 def test_a_user_without_a_name_is_called_by_number(tmp_path):
-    assert owners.name_of(os.getuid()) == pwd.getpwuid(os.getuid()).pw_name
-    assert owners.name_of(987654) == "the user with the number 987654"
+    assert users.name_in_words(os.getuid()) == pwd.getpwuid(os.getuid()).pw_name
+    assert users.name_in_words(987654) == "the user with the number 987654"
     run = planned_run(tmp_path / "run")
     if os.geteuid() == 0:
         os.chown(run.folder / "run.json", 987654, 987654)
