@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slurmgpu.run.counters import encode
 from slurmgpu.run.lock import checked
 from slurmgpu.util.atomic_files import own_name
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, exists, read_bytes, remove, retried
@@ -86,7 +87,7 @@ class Claims:
             fd = os.open(path, _IN_PLACE if created else os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             created = True
             with os.fdopen(fd, "wb") as file:
-                file.write(_encode(claim))
+                file.write(encode(vars(claim)))
 
         try:
             retried(write, self.patience_s)
@@ -204,7 +205,7 @@ class Claims:
     def _rewrite(self, shard: int, claim: Claim) -> None:
         # In place and without O_CREAT: a new file that is renamed over it could undo a take-over.
         with os.fdopen(os.open(self.path(shard), _IN_PLACE), "wb") as file:
-            file.write(_encode(claim))
+            file.write(encode(vars(claim)))
 
     def _stands(self, path: Path) -> Claim | None:
         """The current content of a claim that was stale; UNOWNED if it still cannot be read."""
@@ -278,11 +279,6 @@ class Watch:
         if now - since > self.lease_s:
             return "stale"
         return "alive" if renewed else "unknown"
-
-
-def _encode(claim: Claim) -> bytes:
-    # Always of one length: a shorter text written in place would leave the end of the longer one.
-    return json.dumps(vars(claim)).encode().ljust(1023) + b"\n"
 
 
 def _read(path: Path, patience_s: float) -> Claim | None:

@@ -1,4 +1,4 @@
-"""Files with a counter that their process increments while it lives: for heartbeats and the run's lock."""
+"""Files with a counter that their process increments while it lives: claims, heartbeats and the run's lock."""
 
 from __future__ import annotations
 
