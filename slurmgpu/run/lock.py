@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar, cast
+from typing import TypedDict, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
@@ -128,7 +128,7 @@ class Lock:
         content = _look(self.path)
         seen = None if content is None else _parse(content)
         if seen is not None and seen.get("token") == self.token:
-            _take_away(self.path, seen, by="token")
+            _take_away(self.path, seen, is_own=True)
 
 
 def checked(values: Iterable[_T], check: Callable[[], None]) -> Iterator[_T]:
@@ -265,8 +265,8 @@ def _link(mine: Path, path: Path, value: Holder) -> bool:
     return True
 
 
-def _take_away(path: Path, holder: Holder, by: Literal["token"] | None = None) -> bool:
-    """Remove the lock of `holder`, if its content is unchanged; with `by`, if its token is the same.
+def _take_away(path: Path, holder: Holder, *, is_own: bool = False) -> bool:
+    """Remove the lock of `holder`, if its content is unchanged; one that `is_own` may have been renewed since.
 
     It is renamed first: one of several processes that try succeeds.
     """
@@ -277,7 +277,7 @@ def _take_away(path: Path, holder: Holder, by: Literal["token"] | None = None) -
     except FileNotFoundError:
         return False  # another process was faster
     except PermissionError as error:
-        if by is not None:
+        if is_own:
             raise
         # In a folder with the sticky bit the folder's owner may remove it as well.
         owners = dict.fromkeys(name_in_words(each.stat().st_uid) for each in (path, path.parent))
@@ -285,7 +285,7 @@ def _take_away(path: Path, holder: Holder, by: Literal["token"] | None = None) -
             f"{path} is the lock of a process that is dead, {_in_words(holder)}, and you may not remove it: "
             f"{error.strerror}. Have {' or '.join(owners)} remove it: rm {shlex.quote(str(path))}"
         ) from error
-    taken = content == holder if by is None else content.get(by) == holder[by]
+    taken = content.get("token") == holder["token"] if is_own else content == holder
     if not taken:
         _put_back(mine, path, content)  # it has another holder, or was renewed, since it was read
     remove(mine)
