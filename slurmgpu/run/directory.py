@@ -27,7 +27,7 @@ from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSION, Plan
 from slurmgpu.run.lock import hold
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
-from slurmgpu.run.submissions import ENDS, Place, SubmissionLine, as_seen_at, place_of
+from slurmgpu.run.submissions import ENDS, DirectoryId, SubmissionLine, as_seen_in, directory_id
 from slurmgpu.shards.names import shard_name
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
@@ -279,9 +279,9 @@ class Run:
                 merged.setdefault(value["submission"], cast(SubmissionLine, {})).update(cast(SubmissionLine, value))
         # A submission whose first line is damaged cannot be used.
         found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
-        # The place does not matter for submissions that have ended: `list` reads it for few of many runs.
-        place: Place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
-        return [as_seen_at(line, place) for line in found]
+        # The directory does not matter for submissions that have ended: `list` reads it for few of many runs.
+        own: DirectoryId = directory_id(self.folder) if any(line["state"] not in ENDS for line in found) else {}
+        return [as_seen_in(line, own) for line in found]
 
     def as_submitted(self, line: SubmissionLine) -> SubmissionLine:
         """A submission with its private options if this user may read them, else with dots for them."""
@@ -299,7 +299,7 @@ class Run:
 
         One process at a time: on NFS two that append at once overwrite each other's line.
         """
-        place: Place = place_of(self.folder) if "executor" in value else {}
+        own: DirectoryId = directory_id(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
         if exists(path) and not may(path, os.W_OK):
             if "executor" in value:
@@ -309,7 +309,7 @@ class Run:
             return
         with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
             shown = private.keep(self.folder, str(value["submission"]), value)
-            line = json.dumps({**shown, **place}).encode() + b"\n"
+            line = json.dumps({**shown, **own}).encode() + b"\n"
             for _ in range(N_APPENDED):
                 retried(lambda: _append(path, line))
                 if line in read_bytes(path).splitlines(keepends=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from slurmgpu.run.counters import SIZE, counting, decode, encode
-from slurmgpu.run.submissions import Place, cluster_in_names, is_at, place_of
+from slurmgpu.run.submissions import DirectoryId, cluster_in_names, directory_id, was_written_in
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import list_fresh, read_bytes, remove
 from slurmgpu.util.users import own_name
@@ -29,7 +29,7 @@ LONGEST_GAP_S = 15.0
 SUFFIX = ".alive"
 
 
-class Heartbeat(Place, total=False):
+class Heartbeat(DirectoryId, total=False):
     """The content of a heartbeat; empty while it is written for the first time, or if it is damaged."""
 
     token: str
@@ -70,8 +70,7 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
         },
     )
     with contextlib.suppress(OSError):
-        place = place_of(folder)
-        value["folder"], value["inode"] = place["folder"], place["inode"]
+        value.update(cast(Heartbeat, directory_id(folder)))
     _write(path, value)
 
     def beat() -> None:
@@ -129,9 +128,9 @@ class Observer:
             self._seen.clear()
         self._looked = now
         names = [name for name in list_fresh(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
-        place = place_of(self.folder) if names else {}
+        own = directory_id(self.folder) if names else {}
         tasks = (self._look_at(name, now) for name in sorted(names))
-        return [task for task in tasks if task is not None and is_at(place, task.told)]
+        return [task for task in tasks if task is not None and was_written_in(own, task.told)]
 
     def forget(self, tasks: Sequence[ObservedTask]) -> None:
         """Remove the files of dead tasks, unless they have changed; a task that is alive makes its file again."""

@@ -67,7 +67,7 @@ class Jobs(TypedDict, total=False):
     merge_job: str
 
 
-class Place(TypedDict, total=False):
+class DirectoryId(TypedDict, total=False):
     """The path and inode that distinguish a run directory from its copies."""
 
     folder: str
@@ -78,7 +78,7 @@ class _Number(TypedDict):
     submission: int
 
 
-class SubmissionLine(_Number, Jobs, Place, total=False):
+class SubmissionLine(_Number, Jobs, DirectoryId, total=False):
     """A line of submissions.jsonl, or all lines of one submission merged: see docs/reference/files.md."""
 
     executor: str
@@ -191,7 +191,7 @@ def ended_jobs(lines: Sequence[SubmissionLine]) -> set[str | None]:
     return {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
 
 
-def place_of(folder: Path) -> Place:
+def directory_id(folder: Path) -> DirectoryId:
     """A run directory's path, which a move changes, and its inode, which a move does not change.
 
     Both are needed, as some file systems number their files again at each mount.
@@ -199,14 +199,14 @@ def place_of(folder: Path) -> Place:
     return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
 
 
-def is_at(place: Place, told: Mapping[str, object]) -> bool:
-    """Whether a file of a run directory was written at this place, not in a directory that it was copied from."""
-    return any(told.get(key, value) == value for key, value in place.items())
+def was_written_in(directory: DirectoryId, told: Mapping[str, object]) -> bool:
+    """Whether what a file tells was written in this run directory, not in one that it was copied from."""
+    return any(told.get(key, value) == value for key, value in directory.items())
 
 
-def as_seen_at(line: SubmissionLine, place: Place) -> SubmissionLine:
-    """A submission for the run directory at this place: ended, if its tasks are those of another directory."""
-    if line["state"] in ENDS or is_at(place, line):
+def as_seen_in(line: SubmissionLine, directory: DirectoryId) -> SubmissionLine:
+    """A submission as this run directory has it: ended, if its tasks are of a directory that this was copied from."""
+    if line["state"] in ENDS or was_written_in(directory, line):
         return line
     return {**line, "state": "ended", "copied": True}
 

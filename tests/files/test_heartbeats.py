@@ -16,7 +16,7 @@ from slurmgpu.operations import resubmitting
 from slurmgpu.run import heartbeats
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer, beating
-from slurmgpu.run.submissions import place_of
+from slurmgpu.run.submissions import directory_id
 from slurmgpu.slurm import commands, queue
 from slurmgpu.util.pids import own_id
 from tests.cluster.fixture import leave_out
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 def beat(run, number, **changes):
     """The heartbeat of a task as another process has written it."""
     told = {"token": "t", "beat": number, "attempt": "7_0.0", "job": "7", "uid": 4242, "user": "bob", "cluster": None}
-    told |= {**own_id(), **place_of(run.folder), **ELSEWHERE, **changes}
+    told |= {**own_id(), **directory_id(run.folder), **ELSEWHERE, **changes}
     (run.tasks / "7_0.0.alive").write_text(json.dumps(told).ljust(heartbeats.SIZE))
 
 
