@@ -225,7 +225,7 @@ def respect_limits(
     others, n_others = ("the merge job, one is this job", 2) if "SLURM_JOB_ID" in os.environ else ("the merge job", 1)
     for name, n_jobs in limits.most_jobs(asked, known).items():
         # An interactive job may be of another account or QOS: it lowers the number, and refuses nothing by itself.
-        most[f"{name} (one is for {others})"] = max(n_jobs - n_others, min(n_jobs - 1, 1))
+        most[f"{name} (one is for {others})"] = max(n_jobs - n_others, min(n_jobs - 1, 1), 0)
     name, limit = min(most.items(), key=lambda item: item[1])
     if limit < 1:
         raise SlurmGPUError(

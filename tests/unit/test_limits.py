@@ -303,6 +303,9 @@ def test_the_job_in_which_a_run_is_submitted_counts_as_well(monkeypatch):
     assert "(one is for the merge job, one is this job) is 2, so 2 will take all the shards." in note
     known = cluster_of(association={**USERS, "MaxSubmitJobs": "2"})
     assert respect_limits(submission(n_tasks=1), known) == (submission(n_tasks=1), [])  # this job may be of another QOS
+    known = cluster_of(association={**USERS, "MaxSubmitJobs": "0"})
+    with pytest.raises(SlurmGPUError, match="is 0, which allows no task"):
+        respect_limits(submission(n_tasks=1), known)
 
 
 def test_where_there_are_no_arrays_one_task_is_a_plain_job():
