@@ -71,11 +71,11 @@ def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) ->
 def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, int]]:
     """The waiting jobs, each with the number of tasks that may start before another task of its array ends.
 
-    Held jobs are left out. squeue gives one reason and one start time for all of them: those of the first.
+    squeue gives one reason and one start time for all of them: those of the first.
     """
     at_work = {array_task(job) for job in queue if job["n_tasks"] and job["state"] != "PENDING"}
     n_running = Counter(map(array_of, at_work | {task_of(record) for record in living}))
-    waiting = [job for job in queue if _waits(job) and not is_held(job)]
+    waiting = [job for job in queue if _waits(job)]
     limits = {
         array_of(job["job_id"]): limit for job in waiting if (limit := indices_of(job["job_id"]).at_once) is not None
     }
