@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
-from slurmgpu.report.queued import Queue, startable
+from slurmgpu.report.queued import Queue, requeued, startable, task_of
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord
@@ -89,7 +89,8 @@ def pace_of(
     Attempts that have written nothing for `patience_s`, by default a lease, are ignored.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
-    living = [record for record in records if is_alive(record, patience_s, now)]
+    gone = requeued(queue or ())
+    living = [r for r in records if is_alive(r, patience_s, now) and task_of(r) not in gone]
     waiting = startable(queue or (), living)
     n_waiting = sum(job["n_tasks"] for job, _ in waiting)
     n_startable = sum(n_tasks for _, n_tasks in waiting)

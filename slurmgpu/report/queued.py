@@ -41,6 +41,11 @@ def task_of(record: BriefRecord) -> str:
     return f"{record['job']}_{record['task']}"
 
 
+def requeued(queue: Queue) -> set[str]:
+    """The array tasks that wait by themselves: an attempt of one has ended, as its node died, if it wrote no end."""
+    return {array_task(job) for job in queue if _waits(job)}
+
+
 def of_open(queue: Queue, lines: Sequence[SubmissionLine]) -> list[Job]:
     """The queue without jobs of submissions that ended since squeue was asked."""
     over = ended_jobs(lines)

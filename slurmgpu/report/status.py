@@ -19,7 +19,7 @@ from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, lea
 from slurmgpu.report.build import last_death, read_report, report_path
 from slurmgpu.report.file_cache import UpToDate, mark_of
 from slurmgpu.report.pace import PaceRecord, pace_of
-from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
+from slurmgpu.report.queued import Job, Queue, of_open, requeued, still_waiting, task_of
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
@@ -147,7 +147,8 @@ class StatusReader:
         patience_s = patience(plan.lease_s, at_work)
         # A task that was killed may have been heard a moment ago.
         may_live = at_work is not False or not is_over(lines)
-        living = {record["attempt"] for record in records if may_live and is_alive(record, patience_s, now)}
+        gone = requeued(queue or ())
+        living = {r["attempt"] for r in records if may_live and is_alive(r, patience_s, now) and task_of(r) not in gone}
         pace = pace_of(plan, records, published, queue, now, patience_s)
         deaths = Counter(death["class"] for record in records for death in record["deaths"])
         gpus = self._read_gpus(sorted(living), gpus_of, now)

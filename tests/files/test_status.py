@@ -502,3 +502,9 @@ def test_a_task_that_is_requeued_as_its_node_died_is_one_task_of_those_the_merge
     queues = [MERGE], [job("4711_2", "PENDING"), MERGE]
     words = [merge_words({**read_status(ended_run, queue, now=NOW + 900), "state": "merging"}) for queue in queues]
     assert words == ["3 of 3 tasks ended; waiting for the merge", "2 of 3 tasks ended; waiting for the merge"]
+    # Within the time in which a task may write nothing, Slurm knows that its node is dead.
+    early, late = (read_status(ended_run, queue, now=NOW + 8) for queue in queues)
+    assert merge_words({**late, "state": "merging"}) == words[1]
+    seen = [{each["attempt"]: each["silent"] for each in status["attempts"]}["4711_2.0"] for status in (early, late)]
+    assert seen == [False, True]
+    assert [status["pace"]["n_living"] for status in (early, late)] == [1, 0]

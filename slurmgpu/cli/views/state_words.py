@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.queued import array_task
+from slurmgpu.report.queued import requeued
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import clock, count_of, rate_of, span_of
 from slurmgpu.util.ansi import without_escapes
@@ -77,7 +77,7 @@ def merge_words(status: Status) -> str:
     if status["state"] != "merging":
         return ""
     newest = max((attempt["submission"] for attempt in status["attempts"]), default=0)
-    again = {array_task(job) for job in status["queue"] or () if job["n_tasks"]}
+    again = requeued(status["queue"] or ())
     tasks = [
         task
         for task in tasks_of(status)
