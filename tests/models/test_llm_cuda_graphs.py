@@ -27,6 +27,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.llm.transformers_engine import (
+    caches,
     compiled_step,
     continuous,
     cuda_graphs,
@@ -280,8 +281,9 @@ def test_a_step_neither_reads_a_value_nor_copies_from_the_host(kind, attention):
         memory = Slots(Prefilled(cache, torch.zeros(1, 1), torch.zeros(1, 9).bfloat16()), 4 * 64, EagerRunner())
         frame = memory.frame(4, 64)
         inputs = {"input_ids": frame.ids, "attention_mask": frame.mask, "position_ids": frame.positions}
+        inputs[caches.keyword_of(model)] = frame.cache
         with OnDevice():
-            logits = model(**inputs, past_key_values=frame.cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(**inputs, use_cache=True, logits_to_keep=1).logits
     assert logits.shape == (4, 1, WORDS["vocab_size"])
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.loading import _distributed, load_model
 from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_qwen3, make_tokenizer
 
@@ -115,10 +116,13 @@ def make_gpt2(folder):
     [(make_llama, 2 * 2 * 2 * 16), (make_gpt_oss, None), (make_deepseek, 2 * (16 + 8)), (make_gpt2, 3 * 2 * 32)],
 )
 def test_the_bytes_of_a_token_in_the_cache_are_those_that_it_takes(tmp_path, make, n_numbers):
+    from transformers import DynamicCache
+
     loaded, n_tokens = load(make(tmp_path / "model")), 7
     with torch.inference_mode():
-        layers = loaded.model(torch.full((1, n_tokens), 5), use_cache=True).past_key_values.layers
-    assert loaded.kv_bytes == sum(each.keys.nbytes + each.values.nbytes for each in layers) / n_tokens
+        cache = DynamicCache(config=loaded.model.config)
+        loaded.model(torch.full((1, n_tokens), 5), **{caches.keyword_of(loaded.model): cache})
+    assert loaded.kv_bytes == sum(each.keys.nbytes + each.values.nbytes for each in cache.layers) / n_tokens
     assert n_numbers is None or loaded.kv_bytes == 4 * n_numbers
 
 

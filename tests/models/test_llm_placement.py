@@ -19,6 +19,7 @@ from slurmgpu.llm.placement.choice import CARDS
 from slurmgpu.llm.placement.needs import look_at
 from slurmgpu.llm.placement.parallelism import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
 from slurmgpu.llm.placement.place import check_fits, place
+from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.plan.placement import GPU_MEMORY_GB, gpu_memory_of
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import parse_resources, size_bytes
@@ -142,7 +143,8 @@ def test_latent_attention_costs_what_transformers_caches(tmp_path):
     latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     config = DeepseekV3Config(**sizes, **latent)
     cache = DynamicCache(config=config)
-    DeepseekV3ForCausalLM(config)(input_ids=torch.zeros(1, 5, dtype=torch.long), past_key_values=cache)
+    model = DeepseekV3ForCausalLM(config)
+    model(input_ids=torch.zeros(1, 5, dtype=torch.long), **{caches.keyword_of(model): cache})
     held = sum(each.numel() for layer in cache.layers for each in (layer.keys, layer.values))
     config.save_pretrained(tmp_path)
     assert cache_sizes(find_model(str(tmp_path)), "fp32").a_token == held * 4 / 5

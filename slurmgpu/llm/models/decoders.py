@@ -25,20 +25,20 @@ ENCODERS = (
 """Values of model_type of encoders, unless `architectures` has a generating class. From transformers 5.23."""
 
 _WITH_IMAGES = """
-    aria aya_vision blip blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2
-    deepseek_vl deepseek_vl_hybrid diffusion_gemma ernie4_5_vl_moe evolla exaone4_5 fast_vlm florence2 glm46v
-    glm4v glm4v_moe glm5_next glm_ocr glmga granite4_vision granite_docling hunyuan_vl hyperclovax_vision_v2
-    idefics idefics2 idefics3 inkling2 inkling_mm_model instructblip instructblipvideo internvl janus kimi_k25
-    kosmos-2 kosmos-2.5 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision
-    minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral4 mistral_large4 molmo2 muse_glimmer
-    muse_spark nemotron_h_omni ovis2 paddleocr_vl paligemma perception_lm pi0 pix2struct pp_chart2table
-    pp_formulanet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl
-    qwen3_vl_moe shieldgemma2 smolvlm step3p7 t5gemma2 udop unlimited_ocr video_llama_3 video_llava vipllava
-    vision-encoder-decoder
+    apertus1p5 aria aya_vision blip blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni
+    deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffusion_gemma ernie4_5_vl_moe evolla exaone4_5 fast_vlm
+    florence2 glm46v glm4v glm4v_moe glm5_next glm_ocr glmga granite4_vision granite_docling hunyuan_vl hy_v4_vl
+    hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2 inkling2_loop inkling_mm_model instructblip
+    instructblipvideo internvl janus kimi_k25 kosmos-2 kosmos-2.5 lfm2_vl lfm3_vl lighton_ocr llava llava_next
+    llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral4
+    mistral_large4 molmo2 muse_glimmer muse_spark nemotron_h_omni ovis2 paddleocr_vl paligemma perception_lm pi0
+    pix2struct pp_chart2table pp_formulanet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl
+    qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 t5gemma2 udop unlimited_ocr
+    video_llama_3 video_llava vipllava vision-encoder-decoder
 """
 
 WITH_IMAGES = frozenset(_WITH_IMAGES.split())
-"""Types that transformers 5.23 has for images beside text, and not for text alone; a test compares."""
+"""Types that transformers 5.24 has for images beside text, and not for text alone; a test compares."""
 
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of which a model that takes images has at least one."""

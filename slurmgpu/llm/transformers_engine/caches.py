@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ARGUMENTS = ("past_key_values", "cache_params", "cache")
+"""Names for a cache in a forward pass: the last since transformers 5.24, and the others until then."""
+
+
 def new_cache(model: Any, n_more: int = 0) -> Any:
     """An empty cache for the model, for prompts and `n_more` tokens after them."""
     from transformers import DynamicCache
@@ -34,13 +38,24 @@ def new_cache(model: Any, n_more: int = 0) -> Any:
 def argument_of(model: Any) -> str | None:
     """The name by which the model's forward pass takes a cache; None for a model that names none.
 
-    Mamba's classes call it `cache_params`, and ignore `past_key_values` among their keywords. A forward pass that takes
-    keywords may pass the cache on to that of a parent, whose name for it counts.
+    Mamba's classes call it `cache_params` before transformers 5.24, and ignore `past_key_values` among their keywords.
+    A forward pass that takes keywords may pass the cache on to that of a parent, whose name for it counts.
     """
-    for each in type(model).__mro__:
+    return _argument_of(type(model))
+
+
+def keyword_of(model: Any) -> str:
+    """The name to pass the model a cache by: its own, else, among its keywords, that of transformers."""
+    from transformers import LlamaForCausalLM
+
+    return argument_of(model) or _argument_of(LlamaForCausalLM) or ARGUMENTS[0]
+
+
+def _argument_of(kind: type) -> str | None:
+    for each in kind.__mro__:
         if "forward" in vars(each):
             named = inspect.signature(vars(each)["forward"]).parameters
-            found = next((name for name in ("past_key_values", "cache_params") if name in named), None)
+            found = next((name for name in ARGUMENTS if name in named), None)
             if found is not None or not _has_keywords(named):
                 return found
     return None
@@ -61,6 +76,13 @@ def _make_room(cache: Any, n_more: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, GrowingLayer | GrowingSlidingLayer):
             layer.growth = min(n_more, GROWTH)
+
+
+def has_columns(model: Any) -> bool:
+    """Whether a layer of the model's cache has a column for each token; a state (Mamba) has none."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    return any(isinstance(layer, CacheLayerMixin) for layer in new_cache(model).layers)
 
 
 def has_rows(model: Any) -> bool:

@@ -18,7 +18,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
-from slurmgpu.llm.transformers_engine.caches import argument_of, new_cache, takes_keywords
+from slurmgpu.llm.transformers_engine.caches import ARGUMENTS, argument_of, keyword_of, new_cache, takes_keywords
 from slurmgpu.llm.transformers_engine.quantization import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
@@ -133,8 +133,8 @@ def prepare(options: EngineOptions, place: Place) -> None:
 
 def _without_cache(model: Any, options: EngineOptions) -> str:
     return (
-        f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache (neither "
-        "past_key_values nor cache_params), so that the engine transformers does not support it; expected a "
+        f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache "
+        f"({' or '.join(ARGUMENTS)}), so that the engine transformers does not support it; expected a "
         "decoder such as Llama, Qwen or gpt-oss."
     )
 
@@ -296,7 +296,7 @@ def _kv_bytes(model: Any) -> int:
     with torch.inference_mode():
         # Several tokens: a single one would count as decoding.
         ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
-        model(input_ids=ids, use_cache=True, **{argument_of(model) or "past_key_values": cache})
+        model(input_ids=ids, use_cache=True, **{keyword_of(model): cache})
     sizes: Counter[Any] = Counter()
     for layer in cache.layers:
         for each in (getattr(layer, "keys", None), getattr(layer, "values", None)):

@@ -69,7 +69,8 @@ class Prefill:
 
     def __init__(self, loaded: Loaded, place: Place) -> None:
         self._loaded, self._place = loaded, place
-        self._cache_argument = caches.argument_of(loaded.model) or "past_key_values"
+        self._cache_keyword = caches.keyword_of(loaded.model)
+        self._has_columns = caches.has_columns(loaded.model)
         self._window = caches.window(loaded.model)
         self._shared: tuple[Tokens, Any] = ((), None)
         config = loaded.model.config.get_text_config()
@@ -158,13 +159,13 @@ class Prefill:
     def _forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor, **more: Any
     ) -> Tensor:
-        if mask is not None and self._cache_argument == "cache_params":
-            mask = mask[:, -ids.shape[1] :]  # a state has no columns: only what is read now can be padding
+        if mask is not None and not self._has_columns:
+            mask = mask[:, -ids.shape[1] :]  # only what is read now can be padding
         found: Tensor = self._loaded.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            **{self._cache_argument: cache},
+            **{self._cache_keyword: cache},
             use_cache=cache is not None,
             **({"logits_to_keep": n_logits} if self.can_keep_few else {}),
             **more,
@@ -309,9 +310,9 @@ class Prefill:
         except Exception as error:  # a model with its own code can raise any error
             if not named and not off_steps:
                 raise SlurmGPUError(
-                    f"{type(model).__name__} names no argument for a cache in its forward pass (past_key_values or "
-                    f"cache_params), and fails with one: {described(error)}. The engine transformers does not support "
-                    'it; engine = "vllm" may.'
+                    f"{type(model).__name__} names no argument for a cache in its forward pass "
+                    f"({' or '.join(caches.ARGUMENTS)}), and fails with one: {described(error)}. The engine "
+                    'transformers does not support it; engine = "vllm" may.'
                 ) from error
             is_right, said = False, described(error)
         else:
