@@ -189,9 +189,14 @@ def test_a_checkpoint_that_cannot_be_read_now_is_left_alone(tmp_path, caplog):
 # What is killed, full or not alone
 
 
+FORKING = threading.Lock()
+"""The library filelock refuses a fork while another thread forks."""
+
+
 def in_a_child(action):
     """The exit status of `action` in a process of its own: a fork, since torch takes seconds to import."""
-    pid = os.fork()
+    with FORKING:
+        pid = os.fork()
     if pid == 0:
         try:
             action()

@@ -202,6 +202,9 @@ class Card(TorchFunctionMode):
             def synchronize(self) -> None:
                 card.wait("event")
 
+            def is_capturing(self) -> bool:
+                return state.calls is not None
+
             def query(self) -> bool:
                 return not state.undone
 
@@ -251,6 +254,7 @@ class Card(TorchFunctionMode):
         }
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda _=None: state.stream)
         make, run = torch.nn.Parameter.__new__, threading.Thread.run
 
         def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
