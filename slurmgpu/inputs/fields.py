@@ -42,13 +42,26 @@ def check_fields(
             )
 
 
-def refuse_fields(spec: InputSpec, index: Path, unwanted: Collection[str], whose: str, called: str | None) -> None:
-    """SlurmGPUError if an input has a field, in its columns or its first items, whose name means something else."""
+def refuse_fields(
+    spec: InputSpec,
+    index: Path,
+    unwanted: Collection[str],
+    whose: str,
+    advice: Mapping[str, str],
+    called: str | None,
+) -> None:
+    """SlurmGPUError if an input has a field, in its columns or its first items, whose name means something else.
+
+    `advice` says what, by name; it is a value under [settings] otherwise.
+    """
     known = spec.columns if spec.columns is not None else _first_fields(spec, index, unwanted)
     if both := sorted({*unwanted} & {*known}):
+        source = called or f"the input {spec.files[0].path}"
+        if both[0] in advice:
+            raise SlurmGPUError(f"{whose}: {source} has a field {both[0]!r}{advice[both[0]]}")
         raise SlurmGPUError(
-            f"{whose} has a value {both[0]!r} under [settings], and {called or f'the input {spec.files[0].path}'} "
-            f"has a field of that name. Rename the value."
+            f"{whose} has a value {both[0]!r} under [settings], and {source} has a field of that name. Rename the "
+            f"value."
         )
 
 

@@ -174,7 +174,7 @@ def _check(
     inputs.check_fields(spec, index, [key] if key else (), "key", {}, called)
     notes = [said] if key and (said := check_names(spec, index, key)) else []
     inputs.check_fields(spec, index, workload.fields, title_of(workload.name), workload.advice, called)
-    inputs.refuse_fields(spec, index, workload.not_fields, title_of(workload.name), called)
+    inputs.refuse_fields(spec, index, workload.not_fields, title_of(workload.name), workload.advice, called)
     if workload.check_input is None:
         return notes
     with working_folder(path.parent):

@@ -783,6 +783,22 @@ def test_run_takes_a_grid_in_place_of_an_input(slurmgpu, tmp_path):
     assert rows[1:] == ["0,0.1,0.1,0,", "1,0.11,0.1,1,", "2,0.01,0.01,0,", "3,0.011,0.01,1,"]
 
 
+def test_rows_of_an_earlier_run_are_taken_by_their_index_which_lines_of_items_have_for_their_own(slurmgpu, tmp_path):
+    (tmp_path / "a.txt").write_text("a\nbb\nccc\n")
+    copies = "--col", "n:int32", "--gpus", "0", "--executor", "debug", "--run-dir"
+    slurmgpu(
+        "run", "--each", "a.txt", *copies, "runs/a", "--", "bash", "-c", "echo ${{#1}}", "bash", "{text}", cwd=tmp_path
+    )
+    code = ["sed", "-n", "w {out}", "{in:jsonl}"]  # each line as it is
+    again = "run", "--each", "runs/a/merged.h5", "--items", "1:3", *copies, "runs/b"
+    done = slurmgpu(*again, "--", *code, cwd=tmp_path, expect=2)
+    assert "merged.h5 has a field 'index', and in {in:jsonl} what has that name is the item's own." in done.stderr
+    assert not (tmp_path / "runs/b").exists()
+    slurmgpu(*again, "--set", "match=index", "--", *code, cwd=tmp_path)
+    rows = slurmgpu("export", "runs/b", "-o", "-", "--format", "csv", cwd=tmp_path).stdout.split()
+    assert rows == ["index,n,error", "1,2,", "2,3,"]
+
+
 def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
     done = slurmgpu("run", "--gpus", "0", "--", "python", "train.py", cwd=tmp_path, expect=2)
     assert "--each FILE is missing: the input, whose items the program is run for." in done.stderr

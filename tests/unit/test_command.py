@@ -514,7 +514,8 @@ def test_what_a_program_writes_beside_the_columns_is_not_kept_and_the_log_says_s
     assert capfd.readouterr().err == f"item 0 | {row}\nitem 1 | {row}\n"
     assert [each.message for each in caplog.records] == [
         'not kept, as it is no column: \'words\', \'loss\'. To keep them, add "words" = "json", "loss" = "float64" '
-        "to the columns and submit again, into another run directory."
+        "to the columns, in `slurmgpu run` by --col words:json --col loss:float64, and submit again, into another run "
+        "directory."
     ]
 
 
@@ -537,8 +538,8 @@ def test_a_row_with_more_than_the_columns_is_the_row_among_objects_with_others(o
 def test_what_is_written_and_not_printed_beside_the_columns_is_an_error_as_no_log_has_it():
     command = Command(run=["program", "{in}", "{out}"], columns={"n": "int32"})
     assert command.explain_misfit({"n": 1, "words": ["a"], "loss": 0.5}) == (
-        'Do not write it. To keep them, add "words" = "json", "loss" = "float64" to the columns and submit again, '
-        "into another run directory."
+        'Do not write it. To keep them, add "words" = "json", "loss" = "float64" to the columns, in `slurmgpu run` by '
+        "--col words:json --col loss:float64, and submit again, into another run directory."
     )
     assert command.explain_misfit({"m": 1}) == command.explain_misfit({"n": "one"}) == ""
 
@@ -1216,7 +1217,7 @@ def test_a_script_that_reads_a_table_and_writes_it_back_with_a_column_more_is_ta
         "it has a field 'error', and in {in:csv} what has that name is the item's own. Use {in}, whose lines have the "
         "fields under data."
     )
-    assert "it has a field 'index'" in str(fourth)
+    assert str(fourth).endswith("Use {in}, whose lines have the fields under data, or --set match=index.")
     [row] = command([Item(5, {"text": "\ud800"})])
     assert row["seen"] == ascii(["5", "\\ud800"])
 

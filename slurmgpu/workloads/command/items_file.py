@@ -20,14 +20,19 @@ def request_of(index: int, seed: int, data: Mapping[str, object], form: str, *, 
     """The line of an item with its data; ItemError if JSON cannot hold that, or `form` not its fields."""
     taken = next((name for name in OF_ROWS if name in data and (has_index or name != "index")), None)
     if form != "items" and taken is not None:
-        raise ItemError(
-            f"it has a field {taken!r}, and in {{in:{form}}} what has that name is the item's own. Use {{in}}, whose "
-            f"lines have the fields under data."
-        )
+        raise ItemError(f"it has a field {taken!r}{taken_for(taken, form)}")
     try:
         return as_json({"index": index, "seed": seed, "data": dict(data)}).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ItemError(f"the item's data cannot be JSON: {error}") from error
+
+
+def taken_for(name: str, form: str) -> str:
+    """Why items cannot have a field of this name in `{in}` of this form, behind "it has a field"."""
+    return (
+        f", and in {{in:{form}}} what has that name is the item's own. Use {{in}}, whose lines have the fields under "
+        f"data{', or --set match=index' if name == 'index' else ''}."
+    )
 
 
 def write_items(path: Path, form: str, requests: Mapping[int, bytes], *, has_index: bool) -> frozenset[str]:

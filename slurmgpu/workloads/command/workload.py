@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import signal
 import tempfile
 import time
@@ -33,7 +34,7 @@ from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryErro
 from slurmgpu.util.pipes import has_outlived
 from slurmgpu.util.signals import is_self_inflicted
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
-from slurmgpu.workloads.command.items_file import request_of, write_items
+from slurmgpu.workloads.command.items_file import request_of, taken_for, write_items
 from slurmgpu.workloads.command.outputs import (
     Collected,
     Match,
@@ -122,7 +123,7 @@ class Command:
         if odd := [name for name, value in (env or {}).items() if "=" in name or "\0" in name + value]:
             raise SlurmGPUError(f"command: env has {odd[0]!r}, with a = in its name or a NUL character. Leave it out.")
         self._line = parse(run, values)
-        self.not_fields = tuple(values or ())
+        self._values = self.not_fields = tuple(values or ())
         self._has_files = self._line.out is not None or IN in self._line or bool(self._line.in_files)
         self._mode = self._mode_of(stream)
         if resumes and self._mode != ONE:
@@ -146,6 +147,9 @@ class Command:
         self.batch_size = BATCH_SIZES[self._mode]
         self.fields = (*self._line.fields, *([] if match is None else [match]))
         self.advice = {name: _write(text) for name, text in self._line.meant_as_text.items()}
+        if self._line.items != IN_FORMATS[0] and match is None:
+            self.not_fields += ("index",)
+            self.advice["index"] = taken_for("index", self._line.items)
         if self._line.out is not None:
             check_format(self._line.out, self.columns)
 
@@ -267,7 +271,11 @@ class Command:
         line = ", ".join(
             f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(kind or 'json')}" for name, kind in types.items()
         )
-        return f" To keep them, add {line} to the columns and submit again, into another run directory."
+        options = shlex.join(text for name, kind in types.items() for text in ("--col", f"{name}:{kind or 'json'}"))
+        return (
+            f" To keep them, add {line} to the columns, in `slurmgpu run` by {options}, and submit again, into another "
+            f"run directory."
+        )
 
     def __call__(self, items: Sequence[Item]) -> list[Answer]:
         """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
@@ -360,7 +368,7 @@ class Command:
         """The row of one item; an exit code that is not 0 is its error."""
         about = {"SLURMGPU_INDEX": str(item.index), "SLURMGPU_SEED": str(item.seed)}
         try:
-            if both := next((name for name in self.not_fields if name in item.data), None):
+            if both := next((name for name in self._values if name in item.data), None):
                 raise ItemError(f"it has a field {both!r}, which is also one of the values under [settings]")
             requests = {item.index: self._request(item) if IN in self._line else b""}
             call = Call(requests, item.data, about)
