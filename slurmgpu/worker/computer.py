@@ -320,6 +320,11 @@ class Computer:
             if self.is_enough(len(shard.alone)) and self._fails_for_all(failure):
                 raise _SampledError
             return
+        for item in CHANCE.sample(items, len(items)) if self._fails_for_all(failure) else ():
+            self._call_narrowing([item], shard, isolated=isolated)
+            items = [other for other in items if other is not item]
+            if not self._fails_for_all(failure):
+                break
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
             free_memory()
@@ -328,14 +333,7 @@ class Computer:
             log.warning("%s of %d, items %d..%d; going on with %d", logged, len(items), first, last, half)
         else:
             shard.done.narrowed += 1
-        parts = [items[:half], items[half:]]
-        if self._fails_for_all(failure):
-            order = CHANCE.sample(items, len(items))
-            while order and self._fails_for_all(failure):
-                self._call_narrowing([order.pop()], shard, isolated=isolated)
-            left = {item.index for item in order}
-            parts = [[item for item in items if item.index in left]]
-        for part in filter(None, parts):
+        for part in filter(None, (items[:half], items[half:])):
             self._call_narrowing(part, shard, isolated=isolated)
 
     def _fails_for_all(self, failure: Failure) -> bool:

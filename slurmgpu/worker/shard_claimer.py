@@ -165,7 +165,7 @@ class Claimer:
         return None if shard is None else self._begin(shard)
 
     def give_back(self, shard: int) -> None:
-        """Release a shard that `next_free` claimed."""
+        """Release a claimed shard, for any task."""
         self.held.discard(shard)
         self.run.claims.release(shard, self.claim)
 

@@ -56,9 +56,9 @@ from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")
 
-FEW, MANY, LONG_S = 8, 90, 300.0
+FEW, MANY, LONG_S = 8, 100, 300.0
 """The workload is at fault if MANY items failed alike before any was computed, or FEW once that has taken LONG_S: of
-two shards, if there are more. If 95 of 100 items fail alike, MANY do so in one of a hundred runs."""
+two shards, if there are more. If 95 of 100 items fail alike, MANY do so in fewer than one of a hundred runs."""
 
 AHEAD_S = 2.0
 """A task claims and reads further shards while it computes one, if none took longer: others may be idle meanwhile."""
@@ -227,6 +227,8 @@ class Worker:
                 # By the clock as it is set now: its task does not know whether it was set since.
                 started = time.time() - (time.monotonic() - began)
                 self._waiting.append(ComputedShard(shard, computed, started, began, self._code()))
+            if computed.is_sample:
+                log.warning("shard %d: its other items wait, until another shard shows whether all items fail", shard)
             # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
             is_enough = len(self._waiting) > 1 and self._is_enough()
             self._claimer.draws = not is_enough and self._failed_alike() is not None and self._doubts()

@@ -591,7 +591,7 @@ def test_a_program_that_fails_for_the_first_items_is_not_started_for_all(slurmgp
     assert "column 'other' is missing" in attempt["message"]
     assert not list((project / "run" / "claims").iterdir())
     log = (project / "run" / "logs" / "local1_0.0.log").read_text()
-    assert log.count(": item_error: ") == 90
+    assert log.count(": item_error: ") == 100
 
 
 @pytest.fixture(scope="module")
@@ -853,7 +853,7 @@ def test_a_program_that_fails_for_every_slice_is_not_started_for_every_item(slur
     [attempt] = outcome["attempts"]
     assert (attempt["failure"], outcome["n_rows"]) == ("workload_error", 0)
     assert "No module named 'nowhere'" in attempt["message"]
-    assert n_started == 1 + 90 + 1 + 8
+    assert n_started == 1 + 100 + 1 + 8
 
 
 def test_a_slice_whose_items_all_fail_is_published_after_another_that_does_not(slurmgpu, tmp_path):

@@ -613,7 +613,8 @@ def test_items_that_are_computed_in_doubt_keep_their_rows():
     n_before = alone.index(5)
     rest = sorted(set(range(16)) - {*alone[: n_before + 1]})
     assert workload.batches[: n_before + 2] == [[*range(16)], *([index] for index in alone[: n_before + 1])]
-    assert workload.batches[n_before + 2 : n_before + 3] == ([rest] if rest else [])
+    half = (len(rest) + 1) // 2
+    assert [rest[:half]] == workload.batches[n_before + 2 : n_before + 3] or not rest
 
 
 def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
@@ -628,7 +629,7 @@ def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
 
 @pytest.mark.parametrize(
     ("n_items", "seconds", "expected"),
-    [(7, 1e9, False), (8, 299.0, False), (8, 300.0, True), (89, 0.0, False), (90, 0.0, True)],
+    [(7, 1e9, False), (8, 299.0, False), (8, 300.0, True), (99, 0.0, False), (100, 0.0, True)],
 )
 def test_many_items_that_failed_alike_are_enough_and_few_where_that_took_long(n_items, seconds, expected):
     assert is_enough(n_items, seconds) is expected
