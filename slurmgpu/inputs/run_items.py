@@ -12,7 +12,7 @@ from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
-from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.process_wide import working_folder
 
 
 @contextlib.contextmanager

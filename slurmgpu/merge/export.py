@@ -37,7 +37,8 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import stored_columns
 from slurmgpu.shards.numbers import as_lists
-from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
+from slurmgpu.util.atomic_files import beside, fsync_dir, write_json
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
     cause_raised,

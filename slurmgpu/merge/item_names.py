@@ -13,7 +13,7 @@ from slurmgpu.inputs import InputSpec, file_items, open_items, sweeps
 from slurmgpu.inputs.keys import cut, items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
-from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.process_wide import working_folder
 
 log = logging.getLogger(__name__)
 

@@ -36,9 +36,10 @@ from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_ov
 from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.shard_file import examine, read_directory, read_errors, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError, Reader
-from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
+from slurmgpu.util.atomic_files import write_bytes, write_json
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_fresh, list_names, remove, replace, retried
 from slurmgpu.worker.call_failures import check_debugger_left
 from slurmgpu.worker.parts import remove_parts

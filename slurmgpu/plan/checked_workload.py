@@ -18,8 +18,7 @@ from slurmgpu.loader.settings import UnknownSettingError, names_of_settings, set
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.run_file import RunFile, table_of
 from slurmgpu.plan.site_file import read_run_file
-from slurmgpu.util import process_wide
-from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.process_wide import one_thread, working_folder
 from slurmgpu.util.users import expanded
 
 
@@ -34,7 +33,7 @@ def build_workload(
 ) -> tuple[str, dict[str, Any], Adapted]:
     """The workload's full name, its settings as they will be frozen, and the workload."""
     full_name = resolve_use(config.workload.use, base)
-    with process_wide.one_thread(), working_folder(base), at_planning(full_name):
+    with one_thread(), working_folder(base), at_planning(full_name):
         settings = _settings(full_name, config.settings, base)
         if isinstance(overrides, Overrides):
             overrides.refuse_ambiguous(full_name, names_of_settings(load_class(full_name, base)))

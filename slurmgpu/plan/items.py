@@ -18,8 +18,8 @@ from slurmgpu.plan.site_file import named
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.item_ranges import parse_item_ranges
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 from slurmgpu.util.users import expanded
 

@@ -40,7 +40,7 @@ from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.shards.columns import Column, check_columns, columns_to_json
-from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import status_of
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Placement

@@ -147,17 +147,6 @@ def write_json_text(
             file.truncate(file.write(content))
 
 
-@contextlib.contextmanager
-def working_folder(path: Path) -> Iterator[None]:
-    """Change to the folder `path` in the block, as `contextlib.chdir` of Python 3.11."""
-    before = Path.cwd()
-    os.chdir(path)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def once_more_if_full(operation: Callable[[], _T]) -> _T:
     """The result of `operation`, retried once after a second if the disk was full: space may be freed."""
     try:

@@ -1,4 +1,4 @@
-"""What a thread changes of the whole process in a block: its environment, and by the same lock all else."""
+"""What a block changes of the whole process, such as its environment or its working folder, and a lock for threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 _lock = threading.RLock()
 
@@ -52,6 +53,17 @@ def safe_path() -> AbstractContextManager[None]:
     `python -m`, which starts them, puts that folder first on the path; Python 3.11 and later can be told not to.
     """
     return environment({"PYTHONSAFEPATH": "1"})
+
+
+@contextlib.contextmanager
+def working_folder(path: Path) -> Iterator[None]:
+    """Change to the folder `path` in the block, as `contextlib.chdir` of Python 3.11."""
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

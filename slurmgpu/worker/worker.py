@@ -30,7 +30,7 @@ from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util import gpus
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.atomic_files import once_more_if_full, working_folder
+from slurmgpu.util.atomic_files import once_more_if_full
 from slurmgpu.util.broken_process import says_used_up
 from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.early_signals import INTERRUPTS
@@ -39,11 +39,13 @@ from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.pipes import Report
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, Failure, check_debugger_left, settle
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
+from slurmgpu.worker.deadline import Deadline
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.item_reader import ItemReader
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
@@ -51,7 +53,7 @@ from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparer import only_for_calls
 from slurmgpu.worker.publisher import ComputedShard, Publisher
-from slurmgpu.worker.shard_claimer import Claimer, Deadline, Held, is_open
+from slurmgpu.worker.shard_claimer import Claimer, Held, is_open
 from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")

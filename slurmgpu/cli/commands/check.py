@@ -31,7 +31,7 @@ from slurmgpu.plan.variants import variants_of
 from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
 from slurmgpu.util.amounts import count_of, size_of
-from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.users import expanded
 
