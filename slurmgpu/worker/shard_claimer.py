@@ -6,7 +6,6 @@ Listings may be outdated: before a task ends because of one, shards are looked u
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -34,43 +33,6 @@ FIRST_PAUSE_S = 0.05
 """An idle task's first pause; each is twice the one before, up to what the lease allows."""
 CLAIMS_A_SECOND, NAMES_A_SECOND = 100, 20_000
 """Average limits of an idle task for reading claims and listing names: there may be a thousand such tasks."""
-
-
-@dataclass
-class Deadline:
-    """How long a worker may go on: until `stop` is set, or the walltime is nearly over.
-
-    `end_time` is the end of the walltime in seconds since the epoch, None for never; `margin_s` of it stay unused.
-    `late_end_times` gets the end if it becomes known later.
-    """
-
-    end_time: float | None
-    margin_s: float
-    stop: threading.Event
-    late_end_times: Sequence[float] = ()
-    _over: str | None = None
-    _end: float | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        # By the monotonic clock: the system clock may be set meanwhile.
-        self._end = None if self.end_time is None else time.monotonic() + self.end_time - time.time()
-
-    def over(self, needed_s: float = 0.0) -> str | None:
-        """Why it may not go on for `needed_s`: "told to stop" or "deadline", and from then on always; or None."""
-        if self._over is None and self.stop.is_set():
-            self._over = "told to stop"
-        if self.end_time is None and self.late_end_times:
-            self.end_time = self.late_end_times[-1]
-            self.__post_init__()
-        if self._over is None and self._end is not None:
-            self._over = "deadline" if time.monotonic() + needed_s + self.margin_s > self._end else None
-        return self._over
-
-    def end_now(self) -> float:
-        """Move the end of the walltime so close that no further shard fits; the new end."""
-        self._end = time.monotonic() + self.margin_s
-        self.end_time = time.time() + self.margin_s
-        return self.end_time
 
 
 def open_shards(run: Run) -> set[int]:

@@ -14,7 +14,8 @@ import pytest
 
 from slurmgpu.run.claims import UNREADABLE, Claim, Claims, Watch
 from slurmgpu.worker import shard_claimer
-from slurmgpu.worker.shard_claimer import OBSERVED, Claimer, Deadline
+from slurmgpu.worker.deadline import Deadline
+from slurmgpu.worker.shard_claimer import OBSERVED, Claimer
 from tests.support.failing import TRANSIENT, Failing
 from tests.support.runs import planned_run
 
@@ -279,11 +280,11 @@ def test_a_shard_that_was_resumed_is_not_computed_when_it_is_published_or_anothe
 
 
 def test_a_clock_that_is_set_while_a_worker_works_is_no_deadline(monkeypatch):
-    tenure = Deadline(time.time() + 3600, 60, threading.Event())
+    deadline = Deadline(time.time() + 3600, 60, threading.Event())
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 12 * 3600)
-    assert tenure.over(1000) is None
-    assert tenure.over(3600) == "deadline"
+    assert deadline.over(1000) is None
+    assert deadline.over(3600) == "deadline"
 
 
 # Scale
