@@ -27,7 +27,7 @@ from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.operations import probe, submitting
-from slurmgpu.operations.replacement import make_room
+from slurmgpu.operations.replacement import room
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.overrides import SET, Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -343,8 +343,8 @@ def _remove_probe(folder: Path) -> None:
     """Remove the probe of which the columns were learnt, unless its jobs take long to end."""
     for left in range(PROBE_ENDS_S, -1, -1):
         try:
-            make_room(folder)
-            return
+            with room(folder, "probe"):  # the earlier one is removed
+                return
         except (SlurmGPUError, OSError) as error:  # the run is submitted: what stays does no harm
             if not left:
                 log.info("%s stays: %s", folder, error)

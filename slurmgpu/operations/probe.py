@@ -83,7 +83,7 @@ def compute_probe(
     executor = executor_named(submission.executor)
     executor.check(submission, small.plan.container)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(room(small.run_dir))
+        stack.enter_context(room(small.run_dir, "probe"))
         run = None
         try:
             submitted = submit_draft(small, None, on_tick)

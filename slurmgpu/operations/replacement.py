@@ -53,7 +53,7 @@ def check_room(folder: Path, kind: str) -> Run | None:
 
 
 @contextlib.contextmanager
-def room(folder: Path, kind: str = "probe") -> Iterator[None]:
+def room(folder: Path, kind: str) -> Iterator[None]:
     """Room at `folder` while the block makes and submits a probe or a look there; SlurmGPUError as `check_room`.
 
     An earlier one is renamed, and removed at the end. If the block raises and leaves nothing at `folder`, the earlier
@@ -91,9 +91,3 @@ def remove_left(folder: Path) -> None:
         is_aside = name.startswith(f".{folder.name}.") and name.endswith(".partial") and is_folder(left)
         if is_aside and retried(left.stat).st_uid == os.geteuid() and is_left_by_dead(left):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def make_room(folder: Path) -> None:
-    """Remove an earlier probe at `folder`; SlurmGPUError as `check_room`."""
-    with room(folder):
-        pass
