@@ -58,7 +58,7 @@ from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")
 
-FEW, MANY, LONG_S = 8, 100, 300.0
+FEW, MANY, LONG_S = 8, 100, 60.0
 """The workload is at fault if MANY items failed alike before any was computed, or FEW once that has taken LONG_S: of
 two shards, if there are more. If 95 of 100 items fail alike, MANY do so in fewer than one of a hundred runs."""
 
