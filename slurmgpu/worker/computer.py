@@ -125,7 +125,8 @@ class Computer:
 
     As long as all calls fail alike, and the worker `doubts()` that the workload works, a call is not halved, for which
     a program that loads a model may need hours: its items are computed alone, in random order, until one does not fail
-    so. Once `is_enough(n_failed)`, the rest of the shard is left, and what is computed is a sample.
+    so. Once `is_enough(n_failed)`, the rest of the shard is left, and what is computed is a sample. Until an item is
+    computed, `tell(text)` shows in `slurmgpu status` how all calls fail; an empty text ends that.
 
     If the workload prepares its items, `following()` is the first batch of the next shard, and `meanwhile()` is called
     before each call, when the items of the next one have begun to be prepared.
@@ -149,9 +150,11 @@ class Computer:
     meanwhile: Callable[[], None] = lambda: None
     doubts: Callable[[], bool] = lambda: False
     is_enough: Callable[[int], bool] = lambda n_failed: False
+    tell: Callable[[str], None] = lambda text: None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
     _ways: set[tuple[str, ...] | None] = field(default_factory=set)
     _has_computed: bool = False
+    _has_told: bool = False
     _preparer: Preparer | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -305,6 +308,9 @@ class Computer:
         self.on_batch([item.index for item in items], isolated, [item.index for item in ahead])
         failure = self._call(items, ahead, shard)
         if failure is None:
+            if self._has_told:
+                self._has_told = False
+                self.tell("")
             self._put_rows_off(items, shard, isolated=isolated)
             return
         self._ways.add(failure.way)
@@ -314,13 +320,21 @@ class Computer:
             shard.done.rows.update({item.index: failure for item in items})
             self._put_items_off(items, failure, shard, isolated=isolated)
             return
+        all_fail = self._fails_for_all(failure)
+        if all_fail and not self._has_told:
+            self._has_told = True
+            self.tell(f"each call failed so far: {failure.first_line}")
         if len(items) == 1:
             self._log(shard, items[0].index, failure)
             shard.done.rows[items[0].index] = shard.alone[items[0].index] = failure
-            if self.is_enough(len(shard.alone)) and self._fails_for_all(failure):
+            if all_fail and self.is_enough(len(shard.alone)):
                 raise _SampledError
             return
-        for item in CHANCE.sample(items, len(items)) if self._fails_for_all(failure) else ():
+        if all_fail:
+            first, last = min(item.index for item in items), max(item.index for item in items)
+            said = failure.first_line
+            log.warning("items %d..%d: %s; each is computed alone, until one ends otherwise", first, last, said)
+        for item in CHANCE.sample(items, len(items)) if all_fail else ():
             self._call_narrowing([item], shard, isolated=isolated)
             items = [other for other in items if other is not item]
             if not self._fails_for_all(failure):

@@ -167,6 +167,7 @@ class Worker:
                 key=plan.key,
                 doubts=lambda: self._is_plain and self._doubts(),
                 is_enough=lambda n_failed: n_failed >= FEW and self._is_enough(n_failed),
+                tell=self._tell,
             )
             if workload.prepare is not None and self._is_plain:
                 self._look_ahead_with(computer, reader)
@@ -307,7 +308,7 @@ class Worker:
                 if isinstance(taken, Held):
                     index = self.run.plan.indices(*self.run.plan.bounds(shard))[0]
                     self._shard = None
-                    self.report({"event": "tell", "text": f"computes parts of item {index}"})
+                    self._tell(f"computes parts of item {index}")
                     log.info("shard %d: parts of item %d, whose shard another task holds", shard, index)
                 else:
                     self._begin(shard)
@@ -416,6 +417,9 @@ class Worker:
         self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
         return None
 
+    def _tell(self, text: str) -> None:
+        self.report({"event": "tell", "text": str(text)})
+
     def _pause(self, seconds: float, n_items: int) -> bool:
         """Wait until `n_items` can be tried again; False if the task has to end before that."""
         # A thousand tasks that a server refused must not all return at once.
@@ -512,7 +516,7 @@ class Worker:
             note=only_for_calls("task.note", self._note),
             stopping=self._shall_leave if group.leads else lambda: False,
             progress=only_for_calls("task.progress", self._report_progress),
-            tell=lambda text: self.report({"event": "tell", "text": str(text)}),
+            tell=self._tell,
             log=self._logged.log if group.leads else lambda step, **values: None,
             code=given.code,
             is_again=lambda: self._shard is not None and self.run.revision_to_make(self._shard) > 0,

@@ -617,6 +617,16 @@ def test_items_that_are_computed_in_doubt_keep_their_rows():
     assert [rest[:half]] == workload.batches[n_before + 2 : n_before + 3] or not rest
 
 
+def test_calls_that_all_fail_alike_are_told_once_until_one_does_not(caplog):
+    told = []
+    workload = Recorder(raise_at(*(index for index in range(16) if index != 5)))
+    compute(workload, n=16, batch_size=16, doubts=lambda: True, tell=told.append)
+    assert told == ["each call failed so far: " + told[0].partition(": ")[2], ""]
+    assert "ValueError: cannot do" in told[0]
+    [logged] = [record.message for record in caplog.records if "computed alone" in record.message]
+    assert logged.startswith("items 0..15: ValueError: cannot do")
+
+
 def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
     ways = {0: ValueError, 1: KeyError}
 
