@@ -1361,6 +1361,18 @@ def test_a_table_and_arrays_are_matched_by_a_field_as_well(tmp_path, monkeypatch
     assert loaded(tmp_path, monkeypatch, run=run, match="id")(asked) == [{"n": 2}, {"n": 1}]
 
 
+@pytest.mark.parametrize("field", ["index", "id"])
+def test_a_row_of_a_table_is_matched_by_its_text_and_not_by_a_number_that_it_may_be(tmp_path, monkeypatch, field):
+    code = f"import sys; open(sys.argv[2], 'w').write('{field},n\\n007,1\\n1e3,2\\n')"
+    run = [sys.executable, "-c", code, "{in:csv}", "{out:csv}"]
+    columns = {"n": "int32", **({"id": "float64"} if field == "id" else {})}
+    command = loaded(tmp_path, monkeypatch, run=run, match=field, columns=columns)
+    asked = [Item(number, {field: name}) for number, name in enumerate(["7", "007", 1000, "1e3"])]
+    none, first, also_none, second = command(asked)
+    assert (first["n"], second["n"]) == (1, 2)
+    assert str(none) == str(also_none) == "the command wrote no row for this item"
+
+
 def test_an_integer_in_csv_is_what_it_is_in_json(score):
     texts = ["3", "-3.0", "1e3", "1_0", "1.5", "9007199254740992.0", "nan", "inf", "", "9007199254740993"]
     rows = "".join(f"{index},{text}\n" for index, text in enumerate(texts))
@@ -1373,7 +1385,7 @@ def test_an_integer_in_csv_is_what_it_is_in_json(score):
 
 
 def test_an_output_that_may_not_be_read_fails_its_slice(score, monkeypatch):
-    def denied(path, columns):
+    def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setitem(outputs._READERS, "jsonl", denied)

@@ -66,14 +66,14 @@ class Match:
         self.field = field
         self._indices = {name: index for index, name in _names(requests, field)}
 
-    def numbered(self, row: Values, where: str) -> Values:
-        """The row with its item's index, whatever it had as `index`; OutputError if its value is of no item."""
+    def index_of(self, row: Values, where: str) -> int:
+        """The index of a row's item; OutputError if its value is of no item."""
         if row.get(self.field) is None:
             raise OutputError(f"{where} has no {self.field!r}, by which match finds its item")
         name = _name(row[self.field])
         if name not in self._indices:
             raise OutputError(f"{where} has {name!r:.80} as {self.field!r}, which is that of no item of this call")
-        return {**row, "index": self._indices[name]}
+        return self._indices[name]
 
 
 def without_namesakes(requests: Mapping[int, bytes], field: str) -> list[dict[int, bytes]]:
@@ -142,10 +142,11 @@ def read_output(
     passed = {*known, ""} - {"index", *columns} if known else frozenset[str]()
     try:
         if path.is_file():
-            for number, row in enumerate(_READERS[form](path, columns), 1):
+            for number, read in enumerate(_READERS[form](path), 1):
                 where = f"{_UNITS[form]} {number} of {{out}}"
-                if match is not None:
-                    row = match.numbered(row, where)
+                row = _typed(read, columns) if form == "csv" else read
+                if match is not None:  # by the text as it was written: a column of the same name may have a type
+                    row = {**row, "index": match.index_of(read, where)}
                 elif row.get("index") is None and not is_one:
                     raise OutputError(f"{where} has no index. {_how_to_match(row, given)}")
                 if passed:
@@ -170,7 +171,7 @@ def check_format(form: str, columns: Mapping[str, Column]) -> None:
         raise SlurmGPUError(f"command: {{out:npz}} has no place for the column {odd[0]!r}. Use {{out}}, JSON lines.")
 
 
-def _read_jsonl(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+def _read_jsonl(path: Path) -> Iterator[Values]:
     with open(path, "rb") as file:
         number = 0
         while line := file.readline(MAX_BYTES + 1):
@@ -181,7 +182,7 @@ def _read_jsonl(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
                 yield parse_object(line, f"line {number} of {{out}}")
 
 
-def _read_json(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+def _read_json(path: Path) -> Iterator[Values]:
     try:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -191,7 +192,7 @@ def _read_json(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
     yield from rows
 
 
-def _read_csv(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+def _read_csv(path: Path) -> Iterator[Values]:
     csv.field_size_limit(MAX_BYTES)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -199,21 +200,21 @@ def _read_csv(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
             if twice := [name for name, times in Counter(records.fieldnames or ()).items() if times > 1]:
                 raise OutputError(f"the header of {{out}} has the column {twice[0]!r:.80} twice")
             for record in records:
-                yield _typed(record, columns)
+                if None in record or None in record.values():
+                    fields = list(record.values())
+                    raise OutputError(
+                        f"a record of {{out}} has another number of fields than the header: {fields!r:.80}"
+                    )
+                yield record
     except (csv.Error, UnicodeDecodeError) as error:
         raise OutputError(f"{{out}} is no CSV in UTF-8: {error}") from error
 
 
-def _typed(record: Mapping[str | None, Any], columns: Mapping[str, Column]) -> Values:
+def _typed(record: Mapping[str, str], columns: Mapping[str, Column]) -> Values:
     """A record's texts as values; where one is none of its column's type, an error stands for the row."""
     row: dict[str, Any] = {}
     errors: list[str] = []
-    if None in record or None in record.values():
-        raise OutputError(
-            f"a record of {{out}} has another number of fields than the header: {list(record.values())!r:.80}"
-        )
     for name, text in record.items():
-        assert name is not None
         try:
             column = columns.get(name)
             row[name] = _whole(text) if name == "index" else text if column is None else _value(text, column)
@@ -252,7 +253,7 @@ def _whole(text: str) -> int:
         return int(number)
 
 
-def _read_npz(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+def _read_npz(path: Path) -> Iterator[Values]:
     try:
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):
@@ -275,7 +276,7 @@ def _scalar(value: Any) -> Any:
     return value.item() if isinstance(value, (np.integer, np.str_, np.bool_)) else value
 
 
-_READERS: Mapping[str, Callable[[Path, Mapping[str, Column]], Iterator[Values]]] = {
+_READERS: Mapping[str, Callable[[Path], Iterator[Values]]] = {
     "jsonl": _read_jsonl,
     "json": _read_json,
     "csv": _read_csv,
