@@ -58,7 +58,7 @@ class AttemptWriter:
         self._usage = usage
         self._due = time.monotonic() + PROGRESS_S
         # Several, while a shard whose items all failed waits for the next one to show whether the workload fails.
-        self._in_hand: set[int] = set()
+        self._in_hand: dict[int, float] = {}  # with the times of their claims
         self._since = now  # the time before is accounted for
         self._kept_here = 0.0
         self._call: frozenset[int] = frozenset()
@@ -85,6 +85,7 @@ class AttemptWriter:
         for death in self.record["deaths"]:
             death["at"] = round(death["at"] + step, 3)
         self._since += step
+        self._in_hand = {shard: claimed + step for shard, claimed in self._in_hand.items()}
 
     def enter(self, state: str) -> None:
         """Note a change of the state, if it is one."""
@@ -136,6 +137,8 @@ class AttemptWriter:
                 self._note_progress(f"waits {event['seconds']:.0f} s to compute {said} again")
             case "published":
                 self._publish(event)
+            case "skipped":
+                self._give_back(event["shard"])
             case "joined":
                 record["kept_s"] = round(record["kept_s"] + event["seconds"], 3)
                 record["progress"] = None
@@ -189,7 +192,7 @@ class AttemptWriter:
         now = self._clock()
         if not self._in_hand:
             self._since = now
-        self._in_hand.add(shard)
+        self._in_hand[shard] = now
         self._kept_here = 0.0
         self._hold(shard, now)
 
@@ -228,8 +231,20 @@ class AttemptWriter:
         revision = [event["revision"]] if event.get("revision") else []
         record["published"].append([event["shard"], *times, event["won"], *revision])
         record["kept_s"] = max(0.0, round(record["kept_s"] - self._kept_here, 3))  # `times` include them
-        self._in_hand.discard(event["shard"])
+        self._in_hand.pop(event["shard"], None)
         self._since, self._kept_here = self._clock(), 0.0
+        if not self._in_hand:
+            self._hold(None)
+
+    def _give_back(self, shard: int) -> None:
+        """A shard is left to any task; its seconds are lost if it was begun, and not only claimed ahead."""
+        started = self._in_hand.pop(shard, None)
+        if started is None:
+            return
+        now = self._clock()
+        until = min((later for later in self._in_hand.values() if later > started), default=now)
+        self.record["lost_s"] = round(self.record["lost_s"] + until - started, 3)
+        self._since = min(self._in_hand.values(), default=now)
         if not self._in_hand:
             self._hold(None)
 

@@ -42,6 +42,10 @@ def calls(at, *batches):
     return [(at, "batch", {"items": items, "isolated": False}) for items in batches]
 
 
+def gives_back(at, shard=3):
+    return at, "skipped", {"shard": shard}
+
+
 def publishes(at, started, shard=3, won=True):
     told = {"shard": shard, "items": 8, "errors": {"item_error": 1}, "won": won}
     return at, "published", {**told, "started": started, "seconds": at - started}
@@ -104,6 +108,11 @@ def test_of_a_new_shard_and_after_a_death_nothing_is_done(attempt):
     assert (record["shard"], record["shard_started"], record["shard_done"]) == (3, 5.0, 0)
 
 
+def test_no_shard_is_in_hand_once_those_that_waited_are_given_back_or_published(attempt):
+    record = attempt(claim(1), claim(4, 5), gives_back(9), publishes(9, 4, 5))
+    assert (record["shard"], record["shard_started"]) == (None, None)
+
+
 TELLS = {"text": "half"}
 WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
 
@@ -123,6 +132,10 @@ WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
         ([*WAITING, (9, "add_death", DIES)], 8, 0),
         ([*WAITING, publishes(9, 1), publishes(9, 4, 5), (12, "end")], 0, 0),
         ([*WAITING, publishes(9, 1), (10, "end")], 1, 0),  # the disk is full
+        ([*WAITING, gives_back(9), publishes(9, 4, 5), (12, "end")], 3, 0),  # a sample, and another task computes it
+        ([*WAITING, gives_back(9), publishes(9, 4, 5), claim(9), publishes(12, 9), (12, "end")], 3, 0),
+        ([*WAITING, gives_back(9), gives_back(9, 5), (12, "end")], 8, 0),
+        ([claim(1), gives_back(4, 5), publishes(5, 1), (6, "end")], 0, 0),  # it was only claimed ahead
     ],
 )
 def test_seconds_are_lost_or_kept_as_what_they_went_into(attempt, story, lost_s, kept_s):
