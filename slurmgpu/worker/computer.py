@@ -313,7 +313,8 @@ class Computer:
                 self.tell("")
             self._put_rows_off(items, shard, isolated=isolated)
             return
-        self._ways.add(failure.way)
+        if not self._has_computed:
+            self._ways.add(failure.way)
         if self._preparer is not None:
             self._preparer.drop()  # its items may be cut in another way now
         if failure.retry_after is not None and shard.n_tries_left:

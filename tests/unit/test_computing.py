@@ -637,6 +637,17 @@ def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
     assert failures(computed).keys() == {*range(32)}
 
 
+def test_ways_to_fail_are_kept_only_until_a_call_has_not_failed():
+    def function(items):
+        if items[0].index:
+            raise Retry(f"the server refuses {items[0].index}")  # each such text is a way of its own
+        return [{"x": 0.0}]
+
+    computer = Computer(adapt(Recorder(function), "Recorder"), "Recorder", columns=COLUMNS, batch_size=1)
+    computer.compute(computer.take_in([Item(index, {}) for index in range(9)]), History())
+    assert not computer._ways
+
+
 @pytest.mark.parametrize(
     ("n_items", "seconds", "expected"),
     [(7, 1e9, False), (8, 59.0, False), (8, 60.0, True), (99, 0.0, False), (100, 0.0, True)],
