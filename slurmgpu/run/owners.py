@@ -146,11 +146,19 @@ def _obstacle(run: Run, owner: int, *, computes: bool, merges: bool) -> str | No
 def _hides_from(owner: int, folder: Path) -> bool:
     """Whether a user other than root cannot read what this process writes in a folder, because of the umask."""
     umask = own_umask()
-    if owner == 0 or not umask & stat.S_IROTH:
+    if owner == 0 or not umask & stat.S_IROTH or _has_default_acl(folder):
         return False
     status = retried(folder.stat)
     group = status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
     return bool(umask & stat.S_IRGRP) or group not in users.groups_of(owner)
+
+
+def _has_default_acl(folder: Path) -> bool:
+    """Whether an access control list decides who may read new files in a folder, in place of the umask: acl(5)."""
+    try:
+        return "system.posix_acl_default" in os.listxattr(folder)
+    except OSError:  # a file system without such attributes
+        return False
 
 
 def _keeps_others(folder: Path) -> bool:

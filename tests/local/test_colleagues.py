@@ -227,6 +227,20 @@ def test_who_would_hide_rows_from_the_owner_by_a_umask_is_told_so_before_anythin
     check_rows(folder, 24)
 
 
+@pytest.mark.skipif(shutil.which("setfacl") is None, reason="no setfacl")
+def test_where_an_access_control_list_stands_for_the_umask_nobody_is_refused_for_one(colleagues):
+    folder = colleagues.project("group", lacking=True)
+    open_to_the_group(folder)
+    folders = [folder / "run", *(path for path in (folder / "run").iterdir() if path.is_dir())]
+    subprocess.run(["setfacl", "-d", "-m", "u::rwx,g::rwx,o::---", *folders], check=True)
+    (folder / "run").chmod(0o2770)  # without the sticky bit, so that bob may replace what alice has merged
+    colleagues.slurmgpu(BOB, "resubmit", "--trust", *COMPUTE, "run", cwd=folder, umask=0o077, expect=0)
+    check_rows(folder, 24)
+    made = [path for path in (folder / "run").rglob("*.h5") if path.stat().st_uid == BOB.pw_uid]
+    assert made
+    as_user(ALICE, lambda: [path.read_bytes() for path in made])
+
+
 def test_an_owner_who_is_refused_takes_no_permission_from_colleagues_who_are_at_work(colleagues):
     folder = colleagues.project("group", lacking=True)
     open_to_the_group(folder)
