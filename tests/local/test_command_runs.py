@@ -809,6 +809,7 @@ def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
     [
         (["python", "score.py", "{in}"], "score"),
         (["bash", "-c", "python {text}.py"], "bash"),
+        (["bash", "-c", 'for script in *.py $HOME/.sh; do python "$script" $1; done', "bash", "{text}"], "bash"),
         (["bash", "-c", 'cd "$1" && python -u "src/fit.py"; cat out', "bash", "{path}"], "fit"),
         (["tool", "--with=a.py", "{path}.sh", "b.R"], "b"),
     ],

@@ -196,5 +196,5 @@ def _value(value: Any) -> str:
 
 
 def _is_script(text: str) -> bool:
-    """Whether a word is the path of a script, and not an option or a placeholder."""
-    return text.endswith(SCRIPTS) and not text.startswith("-") and not re.search(r"[{}]", text)
+    """Whether a word is the path of a script, and not an option, a placeholder, a pattern or a shell's variable."""
+    return text.endswith(SCRIPTS) and re.fullmatch(r"[^-{}*?$()|<>&=][^{}*?$()|<>&]*", text) is not None
