@@ -33,12 +33,11 @@ def check_fields(
     """
     known = spec.columns if spec.columns is not None else _first_fields(spec, index, wanted)
     called = called or f"the input {spec.files[0].path}"
-    where = "has none" if spec.columns is not None else f"has none, in its first {FIRST_ITEMS} items,"
+    lacks = f"{called} lacks" if spec.columns is not None else f"none of the first {FIRST_ITEMS} items of {called} has"
     for name in sorted(wanted):
         if known and name not in {*known, "error"}:
             raise SlurmGPUError(
-                f"{whose} takes the field {name!r}, and {called} {where} of that name."
-                f"{did_you_mean(name, known)}{advice.get(name, '')}"
+                f"{whose} takes the field {name!r}, which {lacks}.{did_you_mean(name, known)}{advice.get(name, '')}"
             )
 
 

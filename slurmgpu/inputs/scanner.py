@@ -116,7 +116,7 @@ def _preview(path: Path, its_format: Format) -> Preview:
     except OSError as error:
         raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror or error}.") from error
     if found.is_empty:
-        raise SlurmGPUError(f"Input {path} is empty: expected at least one item. Leave the file out.")
+        raise SlurmGPUError(f"Input {path} is empty: expected at least one item in each file.")
     return found
 
 

@@ -56,7 +56,7 @@ def _column(name: str, text: str, owner: str) -> Column:
             ) from error
         hint = "" if word in WORDS else did_you_mean(word, WORDS)
         raise SlurmGPUError(
-            f"{owner}: the column {name!r} has the type {text!r}, which is none: {error}{hint} "
+            f"{owner}: the column {name!r} has the type {text!r}: {error}{hint} "
             f"An array of a fixed shape is float32[3,4], one of any length int32[]."
         ) from error
 

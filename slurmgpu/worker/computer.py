@@ -472,7 +472,7 @@ class Computer:
         except Exception as error:  # a row or a value of a user's class may raise any
             is_misfit = isinstance(error, ValueError)
             said = message_of(error) if is_misfit else described(error)
-            message = f"{title_of(self.name, 'workload')}, item {item.index}: {said}"
+            message = f"{title_of(self.name, 'workload')}: {said}"
             if is_misfit and (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
                 message += f". {more}"
             failure = Failure("item_error", message, ("row", said))

@@ -132,7 +132,7 @@ def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
     for key, value in {"keep": ["idd"], "key": "idd"}.items():
         folder = project(items=items(4), **{key: value})
         refused = slurmgpu(*DEBUG, cwd=folder, expect=2)
-        assert f"{key} takes the field 'idd', and the input " in refused.stderr
+        assert f"{key} takes the field 'idd', which " in refused.stderr
         assert "Did you mean 'id'?" in refused.stderr
 
 

@@ -623,14 +623,14 @@ def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path, pr
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"run": ["cat", "{txet}"]}, "takes the field 'txet', and the input"),
+        ({"run": ["cat", "{txet}"]}, "takes the field 'txet', which none of the first 100 items of the input"),
         ({"run": ["sh", "-c", "cat ${HOME}", "sh", "{text}"]}, "If the braces are the program's own, write ${{HOME}}."),
         ({"run": ["cat", "{text}"], "env": {"XX": 1}}, """As text: XX = "1", on the command line -s 'env.XX="1"'."""),
         ({"run": ["no-such-program", "{text}"]}, "there is no program 'no-such-program' on the PATH"),
         ({"run": ["cat", "{text}", "{in}"]}, "Use the one or the other"),
         ({"run": []}, "run is empty"),
         ({"run": "cat {text}"}, "setting 'run' should be a valid array"),
-        ({"columns": {"n": "int23"}}, "the column 'n' has the type 'int23', which is none"),
+        ({"columns": {"n": "int23"}}, "the column 'n' has the type 'int23': 'int23' is not a NumPy dtype"),
         ({"columns": {}}, "columns is empty"),
         ({"time_out": 3}, "has no setting 'time_out'. Did you mean 'timeout_s'?"),
     ],

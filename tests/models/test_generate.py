@@ -81,7 +81,7 @@ def test_planning_refuses_in_a_sentence_and_imports_no_torch(nothing, tmp_path):
     settings = f'[settings]\nmodel = "{nothing}"\nprompt = "{{question}}"\n'
     cases = [
         ("", '["text", "n_prompt_tokens", "n_tokens", "finish_reason"]'),
-        ('keep = ["idd"]\n', "takes the field 'idd', and the input "),
+        ('keep = ["idd"]\n', "takes the field 'idd', which "),
         ('schema = {properties = {sum = {type = "integer"}}, required = ["sum"]}\n', '"finish_reason", "sum"]'),
         ("max_token = 3\n", "has no setting 'max_token'. Did you mean 'max_tokens'?"),
         ('max_tokens = "3"\n', "setting 'max_tokens' should be a valid integer; found '3'."),

@@ -449,6 +449,7 @@ def test_a_program_that_prints_a_number_gives_the_only_column(one):
     for text, columns in (("4", two), ("4", {"n": "text"}), ("x", {"n": "int32"}), ("4\\n5", {"n": "int32"})):
         [row] = one(f"print('{text}')", columns=columns)(items("a"))
         assert 'stdout has no JSON object, such as {"n": …' in str(row)
+        assert ("A number alone is a row only if nothing else is printed" in str(row)) is (text == "4\\n5")
 
 
 @pytest.mark.parametrize(
@@ -1340,6 +1341,13 @@ def test_an_item_without_what_rows_are_matched_by_fails_alone(by_id):
 def test_a_row_that_matches_no_item_fails_its_slice(by_id, row, said):
     code = f"import sys; open(sys.argv[2], 'w').write({json.dumps(row) + chr(10)!r} * 2)"
     assert said in failing(by_id(code), [Item(0, {"id": "a"}), Item(1, {"id": "b"})])
+
+
+@pytest.mark.parametrize(("name", "written"), [("007", 7), ("7", 7.0)])
+def test_a_row_whose_name_became_another_number_is_told_of_its_item(by_id, name, written):
+    code = f"import sys; open(sys.argv[2], 'w').write({json.dumps({'id': written, 'n': 1})!r})"
+    said = failing(by_id(code), [Item(0, {"id": name}), Item(1, {"id": "b"})])
+    assert f"has '{written}' as 'id', which is that of no item of this call; '{name}' is. Keep 'id' a text" in said
 
 
 def test_a_row_without_index_is_told_of_the_field_that_it_could_be_matched_by(tmp_path, monkeypatch):

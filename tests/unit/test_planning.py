@@ -366,7 +366,7 @@ def test_inputs_that_cannot_be_read_are_refused_before_anything_is_written(proje
 @pytest.mark.parametrize(
     ("items", "said"),
     [
-        ([{"q": "a", "id": 1}] * 200, "has none, in its first 100 items, of that name. Did you mean 'question'?"),
+        ([{"q": "a", "id": 1}] * 200, ".jsonl has. Did you mean 'question'?"),
         ([{"q": "a"}] * 99 + [{"question": "b"}], None),
         ([{"question": "a"}], None),
     ],

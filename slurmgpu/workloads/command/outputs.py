@@ -72,7 +72,11 @@ class Match:
             raise OutputError(f"{where} has no {self.field!r}, by which match finds its item")
         name = _name(row[self.field])
         if name not in self._indices:
-            raise OutputError(f"{where} has {name!r:.80} as {self.field!r}, which is that of no item of this call")
+            number = _number(name)
+            like = [f"; {other!r:.80} is" for other in self._indices if number == _number(other) is not None]
+            more = f"{like[0]}. Keep {self.field!r} a text, as pandas does with dtype=str" if like else ""
+            found = f"{where} has {name!r:.80} as {self.field!r}"
+            raise OutputError(f"{found}, which is that of no item of this call{more}")
         return self._indices[name]
 
 
@@ -98,6 +102,13 @@ def _name(value: Any) -> str:
         return value if isinstance(value, str) else as_json(value)
     except (TypeError, ValueError):  # NaN, complex numbers: no item has these
         return repr(value)
+
+
+def _number(name: str) -> float | None:
+    try:
+        return float(name)
+    except ValueError:
+        return None
 
 
 def row_of(values: Values) -> Values | ItemError | Retry:

@@ -76,7 +76,9 @@ class PrintedRow:
             raise OutputError(f"stdout has {self._n_found:,} JSON objects {which}; expected one, {{{shown}}}")
         last = self._last[:80].decode(errors="replace").strip()
         seen = f"; its last line is {last!r}" if last else ""
-        if _OF_PYTHON.match(self._last):
+        if self._number(self._last) is not None:
+            seen += ". A number alone is a row only if nothing else is printed to stdout"
+        elif _OF_PYTHON.match(self._last):
             seen += ", a dictionary as Python prints it: print json.dumps(…) of it"
         elif self._last.endswith(b"}") and _BEHIND.search(self._last):
             seen += ", in which the object does not begin the line: print a newline before it, and no logger's prefix"
