@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,9 +215,18 @@ def _leads(groups: Sequence[Sequence[str]], keys: Iterable[str]) -> dict[str, st
     return {key: next((group[0] for group in groups if key in group), key) for key in keys}
 
 
+_MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+", re.DOTALL)
+"""A text that `-s` could not read as a list: one without its last bracket, or with words that lack quotes."""
+
+
 def _axis(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distribution:
     if isinstance(value, Mapping):
         return _distribution(key, value)
+    if isinstance(value, str) and _MEANT_AS_LIST.fullmatch(value):
+        raise SlurmGPUError(
+            f"[sweep] {key} is the text {value!r}; expected a list, such as [0.1, 0.4] or ['a', 'b']. "
+            f"If this text is meant, write it alone in a list."
+        )
     values = value if isinstance(value, list) else [value]
     if not values:
         raise SlurmGPUError(f"[sweep] {key} is an empty list; expected one value at least, or no {key} at all.")
