@@ -118,8 +118,9 @@ class _Follower:
 @contextlib.contextmanager
 def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
     """Follow a run; Ctrl-C, SIGTERM and SIGHUP print `if_interrupted`, or else what continues."""
+    counted = Column(no_wrap=True, min_width=len(f"{n_items:,} of {n_items:,} items"))
     columns = (
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} items", table_column=counted),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
