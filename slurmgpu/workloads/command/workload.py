@@ -135,8 +135,8 @@ class Command:
         if match is not None and self._mode != SLICE:
             of = "a stream" if self._mode == STREAM else "one item"
             raise SlurmGPUError(
-                f"command: match = {match!r}, and a call is for {of}. It is for slices, as by {{in}} and {{out}}: "
-                "leave it out."
+                f"command: match = {match!r}, and a call is for {of}. It is for slices: name {{in}} and {{out}} in "
+                "run, or leave match out."
             )
         self.resumes = self.takes_one = resumes
         self._match = match
