@@ -162,7 +162,7 @@ def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:
     """Milliseconds of the shards that an attempt published, by kind."""
     found: dict[Kind, int] = {"useful": 0, "repeated": 0, "lost": 0}
     entries = sorted((started, shard, seconds) for shard, started, seconds, *_ in record["published"])
-    # A first shard of errors waits for the second one, so its end may lie in that.
+    # Times are rounded, so an end may lie behind the next start.
     nexts = [started for started, _, _ in entries[1:]] + [float("inf")]
     for (started, shard, seconds), end in zip(entries, nexts, strict=False):
         found[kind_of(shard, record["attempt"], started, counts)] += _ms(min(seconds, end - started))

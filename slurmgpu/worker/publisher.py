@@ -35,7 +35,7 @@ again."""
 
 @dataclass(frozen=True)
 class ComputedShard:
-    """A computed shard: `started` in seconds since the epoch, `began` by the monotonic clock.
+    """A computed shard: when it was `started`, in seconds since the epoch, and how many `seconds` it took.
 
     `code` is the digest of the code that has computed it, None if that is unknown.
     """
@@ -43,7 +43,7 @@ class ComputedShard:
     shard: int
     computed: Computed
     started: float
-    began: float
+    seconds: float
     code: str | None
 
 
@@ -65,7 +65,7 @@ class Publisher:
     is_beside: bool = False
     slowest_s: float = 0.0
     _former: dict[int, Former] = field(default_factory=dict)
-    _writing: tuple[ComputedShard, float, Future[bool]] | None = None
+    _writing: tuple[ComputedShard, Future[bool]] | None = None
     _thread: SideThread = field(default_factory=lambda: SideThread("publish"))
     _synced: float = -math.inf
     _is_synced: bool = True
@@ -78,48 +78,47 @@ class Publisher:
 
     def begin(self, one: ComputedShard) -> None:
         """Publish a shard; `is_beside`, that is done at the next `end`. Raises WorkerFailedError."""
-        seconds = time.monotonic() - one.began
         if not self.is_beside:
-            won = self._write_patiently(one, seconds)
-            self._note(one, seconds)
-            self._report(one, seconds, won)
+            won = self._write_patiently(one)
+            self._note(one)
+            self._report(one, won)
         else:
             self.end()
-            self._writing = one, seconds, self._thread.begin(lambda: self._write_beside(one, seconds))
+            self._writing = one, self._thread.begin(lambda: self._write_beside(one))
 
     def end(self, *, waits: bool = True) -> None:
         """Note that the last shard is published; without `waits`, if it is. Raises WorkerFailedError."""
-        if self._writing is not None and (waits or self._writing[2].done()):
-            (one, seconds, future), self._writing = self._writing, None
+        if self._writing is not None and (waits or self._writing[1].done()):
+            (one, future), self._writing = self._writing, None
             won = future.result()
-            self._note(one, seconds)
+            self._note(one)
             if not self.reports_in_threads:
-                self._report(one, seconds, won)
+                self._report(one, won)
 
     def close(self) -> None:
         """End the thread, and sync the names of published shards."""
         self._thread.close()
         self._sync_names()
 
-    def _write_beside(self, one: ComputedShard, seconds: float) -> bool:
-        won = self._write_patiently(one, seconds)
+    def _write_beside(self, one: ComputedShard) -> bool:
+        won = self._write_patiently(one)
         if self.reports_in_threads:  # now: this process may die in the call that it is in
-            self._report(one, seconds, won)
+            self._report(one, won)
         return won
 
-    def _write_patiently(self, one: ComputedShard, seconds: float) -> bool:
+    def _write_patiently(self, one: ComputedShard) -> bool:
         try:
             # After a failure write all again: it is unknown which bytes arrived.
-            return once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
+            return once_more_if_full(lambda: retried(lambda: self._write(one), self.run.plan.lease_s))
         except OSError as error:
             where = "" if error.filename else f" in {self.run.shards}"
             raise WorkerFailedError(
                 class_of(error, FILES), f"shard {one.shard} cannot be written{where}: {error}"
             ) from error
 
-    def _write(self, one: ComputedShard, seconds: float) -> bool:
+    def _write(self, one: ComputedShard) -> bool:
         """Write a shard's file and publish it; False if another task published it first."""
-        rows, notes, made_by = self._contents(one, seconds)
+        rows, notes, made_by = self._contents(one)
         partial = self.run.shards / partial_name(one.shard, self.assignment.attempt)
         write_shard(
             partial,
@@ -136,7 +135,7 @@ class Publisher:
         except FileNotFoundError as error:  # removed by a merge that took this task for dead
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
-    def _contents(self, one: ComputedShard, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
+    def _contents(self, one: ComputedShard) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
         places = (place for span in self.run.items_of(one.shard) for place in range(*span))
         computed = (
             row.to_row(one.computed.kept.get(index, {})) if isinstance(row, Failure) else row
@@ -145,7 +144,7 @@ class Publisher:
         made_by: dict[str, Any] = {
             "attempt": self.assignment.attempt,
             "started": one.started,
-            "seconds": seconds,
+            "seconds": one.seconds,
             "code": one.code,
         }
         if (former := self._former.get(one.shard)) is None:
@@ -157,20 +156,20 @@ class Publisher:
         notes = {**former.notes, **one.computed.notes()}
         return combined, notes, made_again(former.made_by, made_by, replaced)
 
-    def _note(self, one: ComputedShard, seconds: float) -> None:
+    def _note(self, one: ComputedShard) -> None:
         self._former.pop(one.shard, None)
         self._is_synced = False
         if time.monotonic() - self._synced >= SYNC_S:
             self._sync_names()
         self.on_published()
-        self.slowest_s = max(self.slowest_s, seconds)
+        self.slowest_s = max(self.slowest_s, one.seconds)
 
-    def _report(self, one: ComputedShard, seconds: float, won: bool) -> None:
+    def _report(self, one: ComputedShard, won: bool) -> None:
         shard, computed = one.shard, one.computed
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
         how = "published" if won else "computed, and published by another task before"
         n_rows = len(computed.rows)
-        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, errors.total(), n_rows)
+        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, one.seconds, errors.total(), n_rows)
         self.report(
             {
                 "event": "published",
@@ -180,7 +179,7 @@ class Publisher:
                 "started": one.started,
                 "won": won,
                 "revision": self.run.revision_to_make(shard),
-                "seconds": seconds,
+                "seconds": one.seconds,
                 "oom": bool(computed.oom_batch),
             }
         )

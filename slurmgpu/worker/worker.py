@@ -212,7 +212,8 @@ class Worker:
         for taken in self._shards():
             shard = taken.shard
             began = time.monotonic()
-            self._began = self._waiting[0].began if self._waiting else began
+            if not self._waiting:
+                self._began = began
             if self._parts is not None:
                 self._parts.begin(shard, is_joined=self._shard != shard)
             try:
@@ -227,9 +228,9 @@ class Worker:
             if self._is_joined(shard):
                 continue
             if self.group.leads:
+                seconds = time.monotonic() - began
                 # By the clock as it is set now: its task does not know whether it was set since.
-                started = time.time() - (time.monotonic() - began)
-                self._waiting.append(ComputedShard(shard, computed, started, began, self._code()))
+                self._waiting.append(ComputedShard(shard, computed, time.time() - seconds, seconds, self._code()))
             if computed.is_sample:
                 log.warning("shard %d: its other items wait, until another shard shows whether all items fail", shard)
             # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.

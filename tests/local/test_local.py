@@ -1,5 +1,6 @@
 """Whole runs on this machine, through the command line: what goes wrong in a worker, and what becomes of it."""
 
+import itertools
 import json
 import os
 import re
@@ -511,6 +512,18 @@ def test_a_workload_that_fails_for_every_item_ends_the_run_with_its_traceback(pr
     (folder / "workloads.py").write_text(source)
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
     assert report(folder)["complete"]
+
+
+def test_a_shard_that_waits_for_another_one_took_no_longer_for_that(project, slurmgpu):
+    folder = project(24, workload="Broken")
+    source = (folder / "workloads.py").read_text()
+    works = 'time.sleep(0.1)\n        return [{"x": [1.0][item.index < 8]}'  # IndexError
+    (folder / "workloads.py").write_text(source.replace('return [{"x": item.data["no such key"]}', works))
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    published = sorted(entry[1:3] for entry in records(folder)[0]["published"])
+    assert len(published) == 3
+    for (started, seconds), (later, _) in itertools.pairwise(published):
+        assert round(started + seconds, 2) <= round(later, 2)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is Python 3.11's")
