@@ -260,9 +260,8 @@ class Tracer:
             )
         if read := [file for file in read if file.path not in self._compiled]:
             found.append(
-                f"The code names files that tasks read as they are by then, not as they are now: "
-                f"{_some(file.name for file in read)}. Rows that are computed after a change "
-                f"of one of them are by unknown code in the report."
+                f"Tasks read these files when they run, not as they are now: {_some(file.name for file in read)}. "
+                f"After a change of one of them, the report counts further rows as by unknown code."
             )
         if self.choosing_gpus:
             found.append(

@@ -63,7 +63,7 @@ def said():
 """
 
 
-READ = "The code names files that tasks read as they are by then, not as they are now: words.txt."
+READ = "Tasks read these files when they run, not as they are now: words.txt."
 NAMES = ["helpers/__init__.py", "helpers/signs.py", "late.py", "signed.py"]
 
 
