@@ -209,7 +209,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
         if paths and not is_explicit and MEDIA.isdisjoint(map(_suffix, paths)):
             return None
     if not paths:
-        raise SlurmGPUError(f"Input {pattern!r} matches no file that is not hidden. {none_there(pattern, base)}")
+        raise SlurmGPUError(f"Input {pattern!r} matches no file; hidden ones do not count. {none_there(pattern, base)}")
     if not is_explicit:
         _refuse_unclear(pattern, root, paths)
     return root, [(each, _key(each, root)) for each in paths]

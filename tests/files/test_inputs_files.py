@@ -147,7 +147,7 @@ def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: P
             "in/*.jpg",
             r"'in/\*\.jpg' matches no file.* The input passes over 1 file with \.JPG, as .*/a\.JPG",
         ),
-        ([".hidden"], "in", "matches no file that is not hidden"),
+        ([".hidden"], "in", "matches no file; hidden ones do not count"),
         (["a.jpg"], "in/*.png", "matches no file|has the suffix"),
         (["a.jpg"], "in/b.jpg", "in/b.jpg does not exist"),
         (["a.jpg"], ["in/a.jpg", "in/*.jpg"], "names .*a.jpg twice"),
