@@ -163,7 +163,7 @@ def test_maps_of_one_name_take_a_run_directory_each(tmp_path, monkeypatch):
 
 def test_a_refused_map_leaves_no_folder_that_was_reserved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(slurmgpu.SlurmGPUError, match="which is none"):
+    with pytest.raises(slurmgpu.SlurmGPUError, match="has the type 'int7'"):
         slurmgpu.map(lambda item: item, [1], columns="int7", **HERE)
     assert list(tmp_path.iterdir()) == []
     for name in ("", ".", 3):
