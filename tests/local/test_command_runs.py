@@ -792,7 +792,7 @@ def test_rows_of_an_earlier_run_are_taken_by_their_index_which_lines_of_items_ha
     code = ["sed", "-n", "w {out}", "{in:jsonl}"]  # each line as it is
     again = "run", "--each", "runs/a/merged.h5", "--items", "1:3", *copies, "runs/b"
     done = slurmgpu(*again, "--", *code, cwd=tmp_path, expect=2)
-    assert "merged.h5 has a field 'index', and in {in:jsonl} what has that name is the item's own." in done.stderr
+    assert "merged.h5 has a field 'index', a name that {in:jsonl} keeps for itself." in done.stderr
     assert not (tmp_path / "runs/b").exists()
     slurmgpu(*again, "--set", "match=index", "--", *code, cwd=tmp_path)
     rows = slurmgpu("export", "runs/b", "-o", "-", "--format", "csv", cwd=tmp_path).stdout.split()

@@ -1215,7 +1215,7 @@ def test_a_script_that_reads_a_table_and_writes_it_back_with_a_column_more_is_ta
     assert (first["n"], eval(first["seen"])) == (8, ["5", 'a "b",\nc', "", "2026-11-26"])
     assert (second["n"], eval(second["seen"])) == (5, ["7", path, "[1, true]", ""])
     assert str(third) == (
-        "it has a field 'error', and in {in:csv} what has that name is the item's own. Use {in}, whose lines have the "
+        "it has a field 'error', a name that {in:csv} keeps for itself. Use {in}, whose lines have the "
         "fields under data."
     )
     assert str(fourth).endswith("Use {in}, whose lines have the fields under data, or --set match=index.")
@@ -1244,7 +1244,7 @@ def test_a_script_that_reads_json_lines_and_writes_them_back_with_a_field_more_i
     first, second, third = command(asked)
     assert first == {"n": 3, "seen": ["index", "text", "x", "data", "/in.jsonl"], "x": {"y": [None]}}
     assert second == {"n": 1, "seen": ["index", "text", "x", "/in.jsonl"], "x": 1.5}
-    assert str(third).startswith("it has a field 'index', and in {in:jsonl} what has that name is the item's own. Use")
+    assert str(third).startswith("it has a field 'index', a name that {in:jsonl} keeps for itself. Use")
 
 
 LIST = """

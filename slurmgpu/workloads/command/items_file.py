@@ -30,7 +30,7 @@ def request_of(index: int, seed: int, data: Mapping[str, object], form: str, *, 
 def taken_for(name: str, form: str) -> str:
     """Why items cannot have a field of this name in `{in}` of this form, behind "it has a field"."""
     return (
-        f", and in {{in:{form}}} what has that name is the item's own. Use {{in}}, whose lines have the fields under "
+        f", a name that {{in:{form}}} keeps for itself. Use {{in}}, whose lines have the fields under "
         f"data{', or --set match=index' if name == 'index' else ''}."
     )
 
