@@ -352,7 +352,7 @@ def test_a_script_that_the_code_of_a_shell_starts_is_named_and_rows_after_its_ed
     folder = make(tmp_path / "project", "one.py", run=run, columns={"n": "int32"}, texts=texts)
     (folder / "one.py").write_text(EDITS_ITSELF)
     said = slurmgpu("submit", "-s", "shard_items=1", cwd=folder, expect=0)
-    assert "tasks read as they are by then, not as they are now: one.py." in said.stderr
+    assert "Tasks read these files when they run, not as they are now: one.py." in said.stderr
     assert "1 by unknown code" in said.stdout
 
 
@@ -425,7 +425,7 @@ def test_rows_of_calls_that_may_have_read_an_edited_configuration_are_by_unknown
     (folder / "run.py").write_text(READS)
     (folder / "conf.yaml").write_text("1")
     said = slurmgpu("submit", cwd=folder, expect=0)
-    assert "tasks read as they are by then, not as they are now: conf.yaml." in said.stderr
+    assert "Tasks read these files when they run, not as they are now: conf.yaml." in said.stderr
     [code] = (folder / "run" / "code").glob("*.json")
     assert f"code: 8 rows by {code.stem[:4]}, 1 by unknown code" in said.stdout
 
