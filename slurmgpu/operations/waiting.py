@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import live_tasks
-from slurmgpu.report.build import Report, last_report
+from slurmgpu.report.build import Report, last_report, read_report
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.results.published import Row as RunRow
 from slurmgpu.results.published import RunRows
@@ -81,10 +81,21 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
 def incomplete(run: Run, n_missing: int | None = None) -> str:
     """A sentence on the rows that a run lacks after its end."""
     some = "rows" if n_missing is None else count_of(n_missing, "row")
+    cause = _cause(run)
     return (
         f"{run.folder} lacks {some} of its {run.plan.n_items:,}: `slurmgpu resubmit {run.typed}`, or resubmit() of its "
-        f"handle, computes them. `slurmgpu report {run.typed}` says why."
+        f"handle, computes them. {cause}`slurmgpu report {run.typed}` says {'more' if cause else 'why'}."
     )
+
+
+def _cause(run: Run) -> str:
+    """A sentence on the failure of the last submission that the last report names last, or nothing."""
+    report, last = read_report(run), run.last_submission()["submission"]
+    failed = [a for a in (report["attempts"] if report else ()) if a["failure"] and a["submission"] == last]
+    if not failed:
+        return ""
+    message = (failed[-1]["message"].splitlines() or [""])[0].rstrip(".")
+    return f"{failed[-1]['attempt']} failed by {failed[-1]['failure']}: {message}. "
 
 
 def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:

@@ -154,6 +154,15 @@ def test_a_run_outlives_the_script_that_mapped_and_an_interrupt_of_it(tmp_path):
     assert run["result"][:].tolist() == [n * n for n in range(16)]
 
 
+def test_rows_that_are_missing_are_named_with_the_failure_of_their_task():
+    def load():
+        raise OSError("no such model")
+
+    run = slurmgpu.map(lambda item, model: item, [1, 2], columns={"n": "int64"}, load=load, **HERE)
+    with pytest.raises(SlurmGPUError, match=r"lacks 2 rows .*failed by workload_error: OSError: no such model"):
+        list(run.rows())
+
+
 def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same_function(tmp_path):
     (tmp_path / "held").touch()
     (tmp_path / "script.py").write_text(SCRIPT)
