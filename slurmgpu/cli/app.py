@@ -26,10 +26,10 @@ app = App(
         "Map a GPU workload over a data set on Slurm and lose nothing.\n\n"
         "\b\n"
         "  slurmgpu init                             write a commented slurmgpu.toml\n"
-        "  slurmgpu submit --gpus 4 --array          four tasks of one GPU, and the merge\n"
+        "  slurmgpu submit --gpus 4 --array          four tasks of one GPU\n"
         "  slurmgpu submit --executor local          the same on this machine\n"
         "  slurmgpu run --each a.csv --col n:int64 -- ./count {text}\n"
-        "                                            a program for each item, without a run file\n"
+        "                                            a program, for each item\n"
         "  slurmgpu status --watch runs/judge        its progress, live\n"
         "  slurmgpu logs runs/judge --item 4711      what became of an item\n"
         "  slurmgpu resubmit runs/judge              compute what is missing\n"
@@ -81,7 +81,7 @@ def init(
       score      what a classifier, a reward model or a reranker says of each text
       perplexity how likely each text is to a language model
       judge      a language model's verdict on each answer
-      collect    a language model's solutions of each question, and a value for each step
+      collect    a language model's solutions, and a value for each step
       tracin     the training examples that a prediction rests on
       train      a training for each configuration
       command    the rows that any program writes
@@ -107,14 +107,14 @@ def submit(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given
     """Plan a run and submit it.
 
     \b
-      slurmgpu submit --gpus 4 --array                         four tasks of one GPU
-      slurmgpu submit --gpus 4                                 one task of four GPUs
-      slurmgpu submit --gpus 8 --gpus-per-task 4 --array       two tasks of four GPUs
-      slurmgpu submit --executor local --gpus 0 --tasks 2      on this machine's CPUs
-      slurmgpu submit --gpus 64 --array --probe 256            estimate it, then ask
-      slurmgpu submit --executor local --limit 20              a look at the first items
-      slurmgpu submit -s slurm.time=01:00:00 -s lr=1e-4        other keys and settings
-      slurmgpu submit --executor local --inject crash@17       a rehearsal: item 17 kills workers
+      slurmgpu submit --gpus 4 --array                    four tasks of one GPU
+      slurmgpu submit --gpus 4                            one task of four GPUs
+      slurmgpu submit --gpus 8 --gpus-per-task 4 --array  two tasks of four GPUs
+      slurmgpu submit --executor local --gpus 0 --tasks 2 on this machine's CPUs
+      slurmgpu submit --gpus 64 --array --probe 256       estimate it, then ask
+      slurmgpu submit --executor local --limit 20         the first items
+      slurmgpu submit -s slurm.time=01:00:00 -s lr=1e-4   keys and settings
+      slurmgpu submit --executor local --inject crash@17  item 17 kills workers
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
 
@@ -296,10 +296,10 @@ def show_rows(
     """Show rows of a run, also while it is at work.
 
     \b
-      slurmgpu show runs/judge                                  the first ten rows
-      slurmgpu show runs/judge --random 5 --with-items          five, beside what they were made from
-      slurmgpu show runs/judge --where "score > 0.9" -n 50      those for which a condition is true
-      slurmgpu show runs/judge --failed --columns error         why items failed
+      slurmgpu show runs/judge                               the first ten rows
+      slurmgpu show runs/judge --random 5 --with-items       beside their items
+      slurmgpu show runs/judge --where "score > 0.9" -n 50   by a condition
+      slurmgpu show runs/judge --failed --columns error      why items failed
     """  # noqa: D301
     from slurmgpu.cli.commands import show
 
@@ -373,9 +373,9 @@ def export(
 
     \b
       slurmgpu export runs/judge -o scores.parquet
-      slurmgpu export runs/judge -o good.csv --columns index,score --where "score > 0.5"
-      slurmgpu export runs/judge -o both.csv --with-items     beside the fields of the items
-      slurmgpu export runs/judge -o scores --format hf        for datasets.load_dataset("scores")
+      slurmgpu export runs/judge -o good.csv --columns score --where "score > 0.5"
+      slurmgpu export runs/judge -o both.csv --with-items  beside their items
+      slurmgpu export runs/judge -o scores --format hf     for load_dataset()
     """  # noqa: D301
     from slurmgpu.cli.commands.export import export_rows, export_sweep_rows
 

@@ -59,3 +59,16 @@ def test_a_command_that_is_not_there_is_refused_with_the_closest_ones():
     done = subprocess.run([sys.executable, "-m", "slurmgpu", "statu"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "status" in done.stderr
+
+
+def test_the_help_of_each_command_has_lines_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    group = typer.main.get_command(app)
+    with typer.Context(group, info_name="slurmgpu") as context:
+        helps = [group.get_help(context)]
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            with typer.Context(command, info_name=name, parent=context) as inner:
+                helps.append(command.get_help(inner))
+    assert len(helps) > 10
+    assert [line for text in helps for line in text.splitlines() if len(line) > 80] == []

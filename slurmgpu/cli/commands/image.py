@@ -24,10 +24,10 @@ image_app = typer.Typer(
     help=(
         "Build the image that workers run in, and check one.\n\n"
         "\b\n"
-        "  slurmgpu image build -o slurmgpu.sif             for GPUs, with PyTorch\n"
-        "  slurmgpu image build --cpu -o small.sif          for CPUs\n"
-        "  slurmgpu image build --vllm -o vllm.sif          for GPUs, with vLLM\n"
-        "  slurmgpu image check slurmgpu.sif --gpu          does it work on this machine?\n"
+        "  slurmgpu image build -o slurmgpu.sif       for GPUs, with PyTorch\n"
+        "  slurmgpu image build --cpu -o small.sif    for CPUs\n"
+        "  slurmgpu image build --vllm -o vllm.sif    for GPUs, with vLLM\n"
+        "  slurmgpu image check slurmgpu.sif --gpu    does it work on this machine?\n"
     ),
 )
 

@@ -78,10 +78,11 @@ def run(
     """Submit a command for the items of an input, without a run file.
 
     \b
-      slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array -- python transcribe.py {audio}
-      slurmgpu run --each a.jsonl --col n:int64 -- python count.py --in {in} --out {out}
-      slurmgpu run -s 'sweep.lr=[0.1, 0.01]' -s 'sweep.seed=[0, 1]' --keep lr,seed --col loss:float32
-        -- python train.py --lr {lr} --seed {seed}
+      slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array \\
+        -- python transcribe.py {audio}
+      slurmgpu run --each a.jsonl --col n:int64 -- python count.py {in} {out}
+      slurmgpu run -s 'sweep.lr=[0.1, 0.01]' --keep lr --col loss:float32 \\
+        -- python train.py --lr {lr}
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
     slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each. For a program that reads the fields as JSON
