@@ -332,14 +332,7 @@ class Computer:
                 raise _SampledError
             return
         if all_fail:
-            first, last = min(item.index for item in items), max(item.index for item in items)
-            said = failure.first_line
-            log.warning("items %d..%d: %s; each is computed alone, until one ends otherwise", first, last, said)
-        for item in CHANCE.sample(items, len(items)) if all_fail else ():
-            self._call_narrowing([item], shard, isolated=isolated)
-            items = [other for other in items if other is not item]
-            if not self._fails_for_all(failure):
-                break
+            items = self._compute_while_alike(items, failure, shard, isolated=isolated)
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
             free_memory()
@@ -351,9 +344,25 @@ class Computer:
         for part in filter(None, (items[:half], items[half:])):
             self._call_narrowing(part, shard, isolated=isolated)
 
+    def _compute_while_alike(
+        self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool
+    ) -> list[Item]:
+        """Compute items of a failed call alone, in random order, until one does not fail as the call; those left."""
+        first, last = min(item.index for item in items), max(item.index for item in items)
+        log.warning(
+            "items %d..%d: %s; each is computed alone, until one ends otherwise", first, last, failure.first_line
+        )
+        left = {item.index: item for item in items}
+        for item in CHANCE.sample(items, len(items)):
+            del left[item.index]
+            self._call_narrowing([item], shard, isolated=isolated)
+            if not self._fails_for_all(failure):
+                break
+        return list(left.values())
+
     def _fails_for_all(self, failure: Failure) -> bool:
         """Whether no item was computed yet, all failed as this one, and the worker doubts that any can be."""
-        is_alike = not self._has_computed and self._ways == {failure.way} != {None}
+        is_alike = not self._has_computed and failure.way is not None and self._ways == {failure.way}
         return is_alike and failure.kind == "item_error" and self.doubts()
 
     def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:
