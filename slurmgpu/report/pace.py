@@ -76,6 +76,12 @@ class Slot:
     shard_s: float = 0.0  # the part of free_s for the current shard
 
 
+def living_of(records: Iterable[BriefRecord], queue: Queue | None, now: float, patience_s: float) -> list[BriefRecord]:
+    """The attempts that were heard within `patience_s`, except those whose task Slurm has queued again."""
+    gone = requeued(queue or ())
+    return [record for record in records if is_alive(record, patience_s, now) and task_of(record) not in gone]
+
+
 def pace_of(
     plan: Plan,
     records: Sequence[BriefRecord],
@@ -89,8 +95,7 @@ def pace_of(
     Attempts that have written nothing for `patience_s`, by default a lease, are ignored.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
-    gone = requeued(queue or ())
-    living = [r for r in records if is_alive(r, patience_s, now) and task_of(r) not in gone]
+    living = living_of(records, queue, now, patience_s)
     waiting = startable(queue or (), living)
     n_waiting = sum(job["n_tasks"] for job, _ in waiting)
     n_startable = sum(n_tasks for _, n_tasks in waiting)

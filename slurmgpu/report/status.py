@@ -18,11 +18,11 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.report.build import last_death, read_report, report_path
 from slurmgpu.report.file_cache import UpToDate, mark_of
-from slurmgpu.report.pace import PaceRecord, pace_of
-from slurmgpu.report.queued import Job, Queue, of_open, requeued, still_waiting, task_of
+from slurmgpu.report.pace import PaceRecord, living_of, pace_of
+from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
-from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
+from slurmgpu.run.liveness import heard_at, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord, Record, Unread
 from slurmgpu.run.submissions import ENDS, is_of_processes, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
@@ -147,8 +147,8 @@ class StatusReader:
         patience_s = patience(plan.lease_s, at_work)
         # A task that was killed may have been heard a moment ago.
         may_live = at_work is not False or not is_over(lines)
-        gone = requeued(queue or ())
-        living = {r["attempt"] for r in records if may_live and is_alive(r, patience_s, now) and task_of(r) not in gone}
+        alive = living_of(records, queue, now, patience_s) if may_live else []
+        living = {record["attempt"] for record in alive}
         pace = pace_of(plan, records, published, queue, now, patience_s)
         deaths = Counter(death["class"] for record in records for death in record["deaths"])
         gpus = self._read_gpus(sorted(living), gpus_of, now)
