@@ -111,7 +111,7 @@ class _Trimmed:
 
     def write(self, text: str) -> int:
         """Write a text."""
-        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+        return sys.stdout.write(re.sub(r" +(?=\n)", "", text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
