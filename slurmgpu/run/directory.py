@@ -347,15 +347,15 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     return Run(folder, plan)
 
 
-def protect(folder: Path) -> bool:
-    """Protect what is executed, if this user owns the run directory and others may write in it; else False.
+def protect(folder: Path) -> None:
+    """Protect what is executed, if this user owns the run directory and others may write in it.
 
     run.json, submissions.jsonl, and logs/ with Submitit's scripts and pickles say what is run. Others may add files,
     shards and records, but cannot remove or rename the owner's files in the directory, or write to logs/.
     """
     found = retried(folder.stat)
     if found.st_uid != os.geteuid():
-        return False
+        return
     for name in ("logs", "run.json", "submissions.jsonl"):
         path = folder / name
         if exists(path) and (status := retried(path.stat)).st_uid == os.geteuid():
@@ -363,7 +363,6 @@ def protect(folder: Path) -> bool:
             retried(partial(path.chmod, mode))
     if (mode := stat.S_IMODE(found.st_mode)) & OTHERS_WRITE:
         retried(lambda: folder.chmod(mode | stat.S_ISVTX))
-    return True
 
 
 def free_run_dir(folder: Path, name: str) -> Path:

@@ -73,7 +73,8 @@ class Match:
         name = _name(row[self.field])
         if name not in self._indices:
             number = _number(name)
-            like = [f"; {other!r:.80} is" for other in self._indices if number == _number(other) is not None]
+            others = self._indices if number is not None else ()
+            like = [f"; {other!r:.80} is" for other in others if _number(other) == number]
             more = f"{like[0]}. Keep {self.field!r} a text, as pandas does with dtype=str" if like else ""
             found = f"{where} has {name!r:.80} as {self.field!r}"
             raise OutputError(f"{found}, which is that of no item of this call{more}")

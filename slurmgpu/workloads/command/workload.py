@@ -94,10 +94,10 @@ class Command:
     `run` is the program and its arguments; no shell reads them. With `{in}` or `{start}` and `{end}`, and `{out}`, it
     is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
     started once, and answers JSON lines. `columns` has a type for each column. The rows of a slice have the index of
-    their item, or its field `match`. A call, or the next answer of a
-    stream, may take `timeout_s` seconds. `env` is put over the environment of the worker. `values` are the user's own,
-    which `run` names as it names fields. A program that `resumes` keeps the progress of its item: once the task has to
-    end it gets SIGTERM, and time, and is called again.
+    their item, or its field `match`. A call, or the next answer of a stream, may take `timeout_s` seconds. `env` is put
+    over the environment of the worker. `values` are the user's own, which `run` names as it names fields. A program
+    that `resumes` keeps the progress of its item: once the task has to end it gets SIGTERM, and time, and is called
+    again.
     """
 
     template = Template(
