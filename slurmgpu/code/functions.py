@@ -13,7 +13,6 @@ import importlib
 import inspect
 import io
 import json
-import keyword
 import linecache
 import os
 import pickle
@@ -34,7 +33,6 @@ from slurmgpu.code.names_in_source import DOTTED, names_in
 from slurmgpu.code.pickling import CannotPickleError
 from slurmgpu.code.value_digest import digest_of
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.exceptions import described
@@ -44,8 +42,6 @@ from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, read_own, retried
 
-MAPPED = "slurmgpu.workloads.function:Function"
-"""The workload of runs of `slurmgpu.map`."""
 PICKLE = "function.pkl"
 SOURCE = "function.py"
 CHECK_S = 600.0
@@ -105,18 +101,6 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
         ) from error
     except ValueError:
         pass  # some of C have no signature
-
-
-def function_by_value(run: Run) -> str | None:
-    """The name of the function of `slurmgpu.map` that the run keeps in a pickle, which no edit changes; else None."""
-    by_value = run.plan.workload == MAPPED and "pickled" in run.plan.settings
-    return str(run.plan.settings["function"]) if by_value else None
-
-
-def with_another_function(run: Run, name: str) -> str:
-    """The line of Python that computes the failed items of a run with another function."""
-    named = name if name.isidentifier() and not keyword.iskeyword(name) else "corrected"
-    return f"slurmgpu.open_run({str(run.folder)!r}).resubmit(failed=True, function={named})"
 
 
 def shown_name(function: Callable[..., Any]) -> str:

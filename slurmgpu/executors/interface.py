@@ -19,12 +19,12 @@ from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask
 from slurmgpu.run.submissions import Submission, SubmissionLine
-from slurmgpu.slurm.limits import Limit, bound_gpu_hours
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
     from slurmgpu.plan.run_file import RunFile
     from slurmgpu.slurm.facts import Trial
+    from slurmgpu.slurm.limits import Limit
 
 Lines = Sequence[SubmissionLine]
 """Submissions of a run."""
@@ -118,7 +118,7 @@ class Executor(ABC):
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
         """The output of a dry run; nothing is queued."""
-        return Preview(submission, bound_gpu_hours=bound_gpu_hours(submission, None))
+        return Preview(submission, bound_gpu_hours=submission.bound_gpu_hours(None))
 
     @abstractmethod
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:

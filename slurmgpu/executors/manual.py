@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.executors.interface import Started
-from slurmgpu.executors.slurm import Slurm, respect_limits
+from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
@@ -28,6 +28,8 @@ class Manual(Slurm):
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within this cluster's limits, if these are known."""
+        from slurmgpu.executors.slurm_preview import respect_limits
+
         asked, notes = replace(submission, executor=Slurm.name), []
         if commands_first := [*asked.sbatch_options.get("setup", ()), *asked.merge_options.get("setup", ())]:
             typed = "; ".join(dict.fromkeys(commands_first))

@@ -7,11 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_adjustments
@@ -23,7 +21,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
-from slurmgpu.slurm import accounting, commands, facts, limits, queue
+from slurmgpu.slurm import accounting, commands, queue
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
@@ -47,6 +45,8 @@ class Slurm(Executor):
 
     def describe(self, container: ContainerRecord | None) -> str:
         """Its version and the limits of arrays."""
+        from slurmgpu.executors.slurm_preview import hazards
+
         version = commands.run("sbatch", "--version").strip()
         if found := hazards(container):
             raise SlurmGPUError(found[0])
@@ -69,37 +69,24 @@ class Slurm(Executor):
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within MaxArraySize and MaxSubmitJobs."""
-        less, notes = respect_limits(submission)
-        return less, notes + hazards(container)
+        from slurmgpu.executors import slurm_preview
+
+        less, notes = slurm_preview.respect_limits(submission)
+        return less, notes + slurm_preview.hazards(container)
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
         """The scripts, what sbatch says about them, and the limits that hold."""
+        from slurmgpu.executors import slurm_preview
+
         seen = super().preview(submission, run_dir, container)
         try:
-            self._ask(seen, run_dir, container)
+            refuse_other_cluster()
+            slurm_preview.ask_slurm(seen, run_dir, container)
         except commands.SlurmUnavailableError as error:
             seen.notes.append(f"Limits and scripts cannot be shown. {error}")
             seen.walltime_s = submission.walltime_s
-            seen.bound_gpu_hours = limits.bound_gpu_hours(submission, seen.walltime_s)
+            seen.bound_gpu_hours = submission.bound_gpu_hours(seen.walltime_s)
         return seen
-
-    def _ask(self, seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
-        from slurmgpu.executors import slurm_jobs
-
-        refuse_other_cluster()
-        known = facts.read_facts(commands.configuration(), seen.submission.sbatch_options.get("account"))
-        seen.submission, fitted = respect_limits(seen.submission, known)
-        seen.notes += [*fitted, *hazards(container)]
-        seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
-        seen.notes += known.notes
-        for name in limits.empty_partitions(seen.submission, known):
-            seen.notes.append(f"The partition {name} has no nodes, so no task starts there.")
-        seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
-        seen.bound_gpu_hours = limits.bound_gpu_hours(seen.submission, seen.walltime_s)
-        try:
-            seen.trials = facts.try_scripts(seen.scripts)
-        except commands.SlurmUnavailableError as error:
-            seen.notes.append(f"There is no estimate of the start. {error}")
 
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
         """The cluster."""
@@ -204,59 +191,6 @@ def refuse_other_cluster() -> None:
             f"{why} slurmgpu looks for its jobs here, and sees no other queue. Submit from a login node of that "
             f"cluster; or unset the variable, to submit here."
         )
-
-
-def respect_limits(
-    asked: Submission, known: facts.Facts | None = None, *, is_array: bool = False
-) -> tuple[Submission, list[str]]:
-    """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
-
-    Fewer tasks still finish the run: they take shards until none is left. One task alone is a plain job, unless
-    `is_array`. `known` is what Slurm says of the limits, if it was asked already.
-    """
-    if known is None:
-        account = asked.sbatch_options.get("account")
-        known = facts.read_facts(commands.configuration(), account, with_gpus=False)
-        for note in known.notes:
-            log.info("%s", note)
-    sizes = commands.array_limits(known.config)
-    most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
-    # A merge job that submits the next round counts as well, and so does an interactive one.
-    others, n_others = ("the merge job, one is this job", 2) if "SLURM_JOB_ID" in os.environ else ("the merge job", 1)
-    for name, n_jobs in limits.most_jobs(asked, known).items():
-        # An interactive job may be of another account or QOS: it lowers the number, and refuses nothing by itself.
-        most[f"{name} (one is for {others})"] = max(n_jobs - n_others, min(n_jobs - 1, 1), 0)
-    name, limit = min(most.items(), key=lambda item: item[1])
-    if limit < 1:
-        raise SlurmGPUError(
-            f"{name} is {limit}, which allows no task. Name another account, partition or qos in [slurm], or ask the "
-            f"cluster's administrators."
-        )
-    if asked.n_tasks <= limit:
-        return asked, []
-    less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))
-    return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
-
-
-def hazards(container: ContainerRecord | None) -> list[str]:
-    """A sentence if Slurm's signals would kill the process that serves the image, and the worker with it."""
-    if container is None:
-        return []
-    advice = runtime_named(container["runtime"]).if_served(container["identity"], container["stage"])
-    if not advice:
-        return []
-    config = commands.configuration()
-    tracking = config.get("ProctrackType", "")
-    if tracking != "proctrack/cgroup":
-        cause = f"ProctrackType = {tracking}"
-    elif commands.signals_children(config):
-        cause = "SignalChildrenProcesses = yes"
-    else:
-        return []
-    return [
-        f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
-        f"preemption would end the worker by a bus error. {advice}"
-    ]
 
 
 def _elsewhere(lines: Lines, cluster: str | None) -> list[str]:

@@ -38,6 +38,7 @@ from slurmgpu.report.build import is_complete
 from slurmgpu.results import open as open_merged
 from slurmgpu.run.directory import Run, reserved_run_dir
 from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.mapped_function import MAPPED
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
 from slurmgpu.task.preflight import check_here
@@ -102,7 +103,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     known = None if not declared or None in declared.values() else declared
     former = None
     values = overrides_of(None, image, resources, overrides, profile)
-    table: dict[str, Any] = {"use": functions.MAPPED, "batch_size": batch_size}
+    table: dict[str, Any] = {"use": MAPPED, "batch_size": batch_size}
     _refuse_given_twice(values)
     asked = read_run_file(GivenRunFile({"workload": table}, base), values).resources
     with contextlib.ExitStack() as open_ones:
@@ -110,7 +111,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         background = None
         if executor_named(asked.executor).detaches:
             n_slots = allocate(asked, None).n_concurrent
-            background = open_ones.enter_context(Background(asked.executor, n_slots, functions.MAPPED))
+            background = open_ones.enter_context(Background(asked.executor, n_slots, MAPPED))
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
         argv = functions.arguments_read()
         settings, files, modules, texts = _function(function, load, scratch, base, argv)

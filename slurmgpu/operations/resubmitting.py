@@ -19,6 +19,7 @@ from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.report.build import is_complete
+from slurmgpu.run import mapped_function
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
@@ -140,10 +141,10 @@ def _draft(
         what = count_of(again.n_items, "item" if other_code else "failed item")
         verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
         computed.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
-    if failed and functions is None and (name := code_functions.function_by_value(run)) is not None:
+    if failed and functions is None and (name := mapped_function.function_by_value(run)) is not None:
         computed.append(
             f"They are computed with the function that the run keeps; an edited one takes Python: "
-            f"{code_functions.with_another_function(run, name)}"
+            f"{mapped_function.with_another_function(run, name)}"
         )
     return Resubmission(replace(submission, code=taken), missing, again, notes, changed, computed)
 
@@ -156,7 +157,7 @@ def packed(
     if not given:
         return None
     plan = run.plan
-    if plan.workload != code_functions.MAPPED:
+    if plan.workload != mapped_function.MAPPED:
         raise SlurmGPUError(
             f"function= and load= are for runs of slurmgpu.map; {run.folder} computes {plan.workload}, whose code "
             f"is taken as it is now."

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from slurmgpu.code import snapshots
-from slurmgpu.code.functions import function_by_value, with_another_function
 from slurmgpu.code.versions import RowsByCode, Stretch, rows_by_code
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
@@ -33,6 +32,7 @@ from slurmgpu.report.attempts import (
 from slurmgpu.report.ledger import Ledger, counting, ledger, spent
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.mapped_function import function_by_value, with_another_function
 from slurmgpu.run.private import public
 from slurmgpu.run.records import Death, Record, Unread
 from slurmgpu.run.submissions import Git, SubmissionLine, is_over, is_slurms

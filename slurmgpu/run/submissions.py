@@ -166,6 +166,12 @@ class Submission:
         }
         return given({**inherited, **self.merge})
 
+    def bound_gpu_hours(self, walltime_s: float | None) -> float | None:
+        """The most GPU-hours that all tasks can use, without automatic resubmissions; None without a walltime."""
+        if self.gpus_per_task == 0:
+            return 0.0
+        return None if walltime_s is None else self.n_tasks * self.gpus_per_task * walltime_s / 3600
+
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of sbatch without those that are false, which leave out an option of the site file.

@@ -114,13 +114,6 @@ def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
     return [name for row in _partitions(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
 
 
-def bound_gpu_hours(submission: Submission, walltime_s: float | None) -> float | None:
-    """The most GPU-hours that all tasks can use, without automatic resubmissions; None without a walltime."""
-    if submission.gpus_per_task == 0:
-        return 0.0
-    return None if walltime_s is None else submission.n_tasks * submission.gpus_per_task * walltime_s / 3600
-
-
 def _partitions(submission: Submission, facts: Facts) -> list[Row]:
     if named := str(submission.sbatch_options.get("partition", "")):
         return [facts.partitions[name] for name in named.split(",") if name in facts.partitions]

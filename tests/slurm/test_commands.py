@@ -7,7 +7,7 @@ import pytest
 import submitit
 
 from slurmgpu.errors import MayBeQueuedError
-from slurmgpu.executors import slurm, slurm_jobs
+from slurmgpu.executors import slurm_jobs, slurm_preview
 from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import attempts_of
 from slurmgpu.slurm import accounting, commands, facts, queue
@@ -124,7 +124,8 @@ def test_that_slurm_signals_every_process_is_read_from_cgroup_conf(pretending, t
         monkeypatch.delenv("SLURM_CONF", raising=False)
         if name:
             monkeypatch.setenv("SLURM_CONF", name)
-        assert ["SignalChildrenProcesses = yes" in text for text in slurm.hazards(container)] == [True] * is_hazard
+        told = slurm_preview.hazards(container)
+        assert ["SignalChildrenProcesses = yes" in text for text in told] == [True] * is_hazard
 
 
 def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(pretending, tmp_path):

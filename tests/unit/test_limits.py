@@ -5,11 +5,11 @@ import shutil
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.slurm import respect_limits
+from slurmgpu.executors.slurm_preview import respect_limits
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm import commands, facts
 from slurmgpu.slurm.facts import Facts
-from slurmgpu.slurm.limits import bound_gpu_hours, empty_partitions, limits_of
+from slurmgpu.slurm.limits import empty_partitions, limits_of
 from slurmgpu.slurm.survey import survey
 
 PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "DefaultTime": "NONE", "QoS": "N/A"}
@@ -252,7 +252,7 @@ def test_a_type_of_gpu_is_counted_alone():
 def test_the_bound_is_tasks_times_gpus_times_walltime(slurm, partition, qos, hours):
     asked = submission(n_tasks=8, gpus=2, **slurm)
     _, walltime_s = limits_of(asked, cluster_of({**PARTITION, **partition}, qos=qos))
-    assert bound_gpu_hours(asked, walltime_s) == hours
+    assert asked.bound_gpu_hours(walltime_s) == hours
 
 
 def test_one_dead_command_costs_its_limits_alone(monkeypatch):

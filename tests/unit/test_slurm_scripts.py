@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import manual, slurm_jobs
+from slurmgpu.executors import manual, slurm_jobs, slurm_preview
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.plan.run_file import RunFile, parse_slurm_options, parse_table
 from slurmgpu.run.directory import Run, create_run
@@ -83,7 +83,7 @@ def test_options_that_are_false_are_left_out(written, monkeypatch):
     assert lines_to_type(Run(Path("/runs/x"), None), asked) == lines_to_type(
         Run(Path("/runs/x"), None), Submission(1, "slurm", "auto", 1, 1, 1)
     )
-    monkeypatch.setattr(manual, "respect_limits", lambda asked, **given: (asked, []))
+    monkeypatch.setattr(slurm_preview, "respect_limits", lambda asked, **given: (asked, []))
     assert manual.Manual().fit(asked, None)[1] == []
 
 

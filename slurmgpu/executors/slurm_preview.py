@@ -1,0 +1,88 @@
+"""What the cluster lets a submission have: fewer tasks, its scripts, and what Slurm says about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.settings import ContainerRecord
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import slurm_jobs
+from slurmgpu.executors.interface import Preview
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import commands, facts, limits
+
+log = logging.getLogger(__name__)
+
+
+def ask_slurm(seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
+    """Add the scripts, what sbatch says about them, and the limits that hold; lower the number of tasks to these."""
+    known = facts.read_facts(commands.configuration(), seen.submission.sbatch_options.get("account"))
+    seen.submission, fitted = respect_limits(seen.submission, known)
+    seen.notes += [*fitted, *hazards(container)]
+    seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
+    seen.notes += known.notes
+    for name in limits.empty_partitions(seen.submission, known):
+        seen.notes.append(f"The partition {name} has no nodes, so no task starts there.")
+    seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
+    seen.bound_gpu_hours = seen.submission.bound_gpu_hours(seen.walltime_s)
+    try:
+        seen.trials = facts.try_scripts(seen.scripts)
+    except commands.SlurmUnavailableError as error:
+        seen.notes.append(f"There is no estimate of the start. {error}")
+
+
+def respect_limits(
+    asked: Submission, known: facts.Facts | None = None, *, is_array: bool = False
+) -> tuple[Submission, list[str]]:
+    """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
+
+    Fewer tasks still finish the run: they take shards until none is left. One task alone is a plain job, unless
+    `is_array`. `known` is what Slurm says of the limits, if it was asked already.
+    """
+    if known is None:
+        account = asked.sbatch_options.get("account")
+        known = facts.read_facts(commands.configuration(), account, with_gpus=False)
+        for note in known.notes:
+            log.info("%s", note)
+    sizes = commands.array_limits(known.config)
+    most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
+    # A merge job that submits the next round counts as well, and so does an interactive one.
+    others, n_others = ("the merge job, one is this job", 2) if "SLURM_JOB_ID" in os.environ else ("the merge job", 1)
+    for name, n_jobs in limits.most_jobs(asked, known).items():
+        # An interactive job may be of another account or QOS: it lowers the number, and refuses nothing by itself.
+        most[f"{name} (one is for {others})"] = max(n_jobs - n_others, min(n_jobs - 1, 1), 0)
+    name, limit = min(most.items(), key=lambda item: item[1])
+    if limit < 1:
+        raise SlurmGPUError(
+            f"{name} is {limit}, which allows no task. Name another account, partition or qos in [slurm], or ask the "
+            f"cluster's administrators."
+        )
+    if asked.n_tasks <= limit:
+        return asked, []
+    less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))
+    return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
+
+
+def hazards(container: ContainerRecord | None) -> list[str]:
+    """A sentence if Slurm's signals would kill the process that serves the image, and the worker with it."""
+    if container is None:
+        return []
+    advice = runtime_named(container["runtime"]).if_served(container["identity"], container["stage"])
+    if not advice:
+        return []
+    config = commands.configuration()
+    tracking = config.get("ProctrackType", "")
+    if tracking != "proctrack/cgroup":
+        cause = f"ProctrackType = {tracking}"
+    elif commands.signals_children(config):
+        cause = "SignalChildrenProcesses = yes"
+    else:
+        return []
+    return [
+        f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
+        f"preemption would end the worker by a bus error. {advice}"
+    ]
