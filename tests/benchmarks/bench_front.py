@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from slurmgpu.plan.planner import draft_run
@@ -115,7 +116,8 @@ def run_at_work(folder: Path, cluster: Cluster | None) -> Run:
         write_json(run.tasks / f"{name}.json", {**record, **own})
     submission = Submission(1, "slurm" if jobs else "local", "cpu", N_TASKS, N_TASKS, 1)
     run.record_submission(submission.to_json())
-    run.record_submission({"submission": 1, "state": "queued" if jobs else "running", **jobs})
+    line: Any = {"submission": 1, "state": "queued" if jobs else "running", **jobs}
+    run.record_submission(line)
     return run
 
 

@@ -149,7 +149,7 @@ def join_parts(parts: Sequence[Part], columns: Columns, target: Path) -> None:
     join(sources, columns, fingerprints=[FINGERPRINT], n_items=n_items, target=target, attributes={})
 
 
-def naive(parts: Sequence[Part], _: Columns, target: Path) -> None:
+def naive(parts: Sequence[Part], columns: Columns, target: Path) -> None:
     """What one would write in ten minutes: read everything, concatenate, write."""
     read: dict[str, list[Any]] = {}
     for _, path, *_ in parts:

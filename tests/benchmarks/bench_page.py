@@ -35,8 +35,8 @@ def main() -> int:
             errors = [(item, f"item_error: no answer in item {item}") for item in range(0, 40 * n_tasks, 7)]
             report = reported(run, errors=errors)
             write_page(run, report, page_path(run))  # the first one loads matplotlib and its fonts
-            drawing = seconds(lambda run=run, report=report: sizes.append(write_page(run, report, page_path(run))))
-            reading = seconds(lambda run=run: parse(run))
+            drawing = seconds(lambda: sizes.append(write_page(run, report, page_path(run))))  # noqa: B023
+            reading = seconds(lambda: parse(run))  # noqa: B023
         size = f"{sizes[-1] / 1000:,.0f} kB"
         print(f"{n_tasks:5,}  {size:>8}  {drawing:9.2f} s  {reading:14.2f} s  {drawing / reading:16.1f}")
     print(f"\nthe largest is {max(sizes) / 1e6:.2f} MB; target: {TARGET_BYTES / 1e6:.0f} MB")

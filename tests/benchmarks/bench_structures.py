@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 from tests.benchmarks import judge
 from tests.benchmarks.bench_llm import N_ROUNDS, N_WORDS, show
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "minLength": 20, "maxLength": 60},

@@ -257,11 +257,12 @@ class Bench:
         """Wall seconds on one thread and on two, and what malloc as it comes changes."""
         print(f"\n{graph.name}: {n_tests} tests, wall seconds")
         rows = []
-        for label, how in {
+        arms: dict[str, dict[str, Any]] = {
             "1 thread": {},
             "2 threads": {"threads": 2},
             "1 thread, malloc as it comes": {"malloc": {}},
-        }.items():
+        }
+        for label, how in arms.items():
             ours = self.run("ours", graph, n_tests, n_rounds=self.n_rounds, **how)["wall_s"]
             whole = self.loop_seconds(graph, n_tests, "wall_s", **how)
             rows.append((label, seconds_text(ours), seconds_text(whole), ratio(whole / ours)))

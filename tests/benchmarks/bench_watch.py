@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.state_words import tasks_of
 from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.report.pace import pace_of
-from slurmgpu.report.status import read_status
+from slurmgpu.report.status import StatusReader
 from tests.support.pretend_runs import BEGIN, Pretended, pretend_run, update
 from tests.unit.test_pace import SHAPES, end_of, queue_at
 
@@ -32,18 +33,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a look of `status --watch` costs.")
     parser.add_argument("--quick", action="store_true", help="fewer tasks")
     n_tasks = 100 if parser.parse_args().quick else 1000
-    what = {"n_tasks": n_tasks, "n_shards": 20 * n_tasks, "sample_s": 60.0, "faulty": True}
+    what: dict[str, Any] = {"n_tasks": n_tasks, "n_shards": 20 * n_tasks, "sample_s": 60.0, "faulty": True}
     with tempfile.TemporaryDirectory() as folder:
         run, pretended = pretend_run(Path(folder, "judge"), 600, **what), Pretended(**what)
         look = Look(run)
         status, words = look.read(None, (), BEGIN + 600)
         visible = [task["attempt"] for task in tasks_of(status)[:40]]
-        anew = fastest(lambda: read_status(run, None, now=BEGIN + 600, gpus_of=visible))
+        anew = fastest(lambda: StatusReader(run).read(now=BEGIN + 600, gpus_of=visible))
         unchanged = fastest(lambda: look.read(None, visible, BEGIN + 600))
         changed = []
         for now_s in (603, 606, 609):
             update(run, pretended, now_s)
-            changed.append(fastest(lambda now_s=now_s: look.read(None, visible, BEGIN + now_s), 1))
+            changed.append(fastest(lambda: look.read(None, visible, BEGIN + now_s), 1))  # noqa: B023
         console = Console(file=io.StringIO(), width=200, height=50, force_terminal=True)
         drawing = fastest(lambda: console.print(Screen(status, tasks_of(status), 0, words)))
         print(f"{n_tasks:,} tasks, {20 * n_tasks:,} shards")
@@ -52,7 +53,8 @@ def main() -> int:
         print(f"a look, nothing changed       {1000 * unchanged:7.1f} ms   {anew / unchanged:.0f} times less than anew")
         print(f"drawing 200x50                {1000 * drawing:7.1f} ms")
     print("\ntime left as told after a third, by what it was")
-    for name, shape in SHAPES.items():
+    shapes: Any = SHAPES
+    for name, shape in shapes.items():
         print(f"{name:36} {told(Pretended(**shape)):.3f}")
     return 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -264,7 +263,7 @@ def ours(case: Case) -> Callable[[], Computed]:
         items = [Item(i, {"text": line.rstrip("\n")}) for i, line in zip(range(len(case.tests)), lines, strict=False)]
 
     def compute() -> Computed:
-        rows = workload(items)
+        rows: Any = workload(items)  # none of them fails
         extra: dict[str, Any] = {"left_mb": left_mb}
         for column in ("precision_error", "top10_overlap"):
             if column in rows[0]:
@@ -320,4 +319,4 @@ def _status(name: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def steps(kind: type[Net], place: Place, n_steps: int, n_rounds: int) -> list[di
     """Wall and CPU seconds of a step in both arms, a mean over the processes, for each round."""
     rounds = []
     for number in range(n_rounds):
-        arms = {"bare": bare, "ours": ours}
+        arms: dict[str, Callable[..., object]] = {"bare": bare, "ours": ours}
         found = {}
         for name in sorted(arms, reverse=bool(number % 2)):
             net = kind()
