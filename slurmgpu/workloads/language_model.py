@@ -26,6 +26,7 @@ from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.util.packages import check_imports, check_transformers
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item, Placement, Share, TaskContext
+from slurmgpu.workloads.item_errors import value_or_error
 from slurmgpu.workloads.kept_answers import KeptAnswers
 from slurmgpu.workloads.progress import Progress
 
@@ -43,15 +44,23 @@ CUT_RATE = 0.1
 
 
 class Numbered(Protocol):
-    """A request to an engine, or its output, under the caller's number."""
+    """A request to an engine under the caller's number."""
 
     @property
     def id(self) -> int:
         """The caller's number."""
 
 
+class Answered(Numbered, Protocol):
+    """The output for a request, under its number."""
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no output; None if there is."""
+
+
 AskedT = TypeVar("AskedT", bound=Numbered)
-FoundT = TypeVar("FoundT", bound=Numbered)
+FoundT = TypeVar("FoundT", bound=Answered)
 Divide = Callable[[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]], Sequence[Any]]
 
 SCORES_NOTHING = "it does not tell the probabilities of given answers."
@@ -213,7 +222,7 @@ class LanguageModelWorkload:
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""
         found = self._found(requests, Output, lambda some: self._told_answers.each(self._generated(some)))
-        return [_or_error(found.get(request.id)) for request in requests]
+        return [value_or_error(answer_of, found.get(request.id)) for request in requests]
 
     def _generated(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, by the engine or by a worker before, whose engine broke."""
@@ -224,7 +233,7 @@ class LanguageModelWorkload:
     def _scores(self, questions: Sequence[Question]) -> list[Scores | ItemError]:
         """The engine's scores for each question, in order, or the error."""
         found = self._found(questions, Scores, lambda some: self._told_scores.each(self.engine.score(some)))
-        return [_or_error(found.get(question.id)) for question in questions]
+        return [value_or_error(answer_of, found.get(question.id)) for question in questions]
 
     def _found(
         self, asked: Sequence[AskedT], kind: type[FoundT], compute: Callable[[Sequence[AskedT]], Iterable[FoundT]]
@@ -250,10 +259,13 @@ class LanguageModelWorkload:
         return {one.id: one for one in found}
 
 
-def _or_error(found: Any) -> Any:
+def answer_of(found: FoundT | None) -> FoundT:
+    """An output of an engine; ItemError if there is none, or if it is an error."""
     if found is None:
-        return ItemError("the engine gave no answer")
-    return found if found.error is None else ItemError(found.error)
+        raise ItemError("the engine gave no answer")
+    if found.error is not None:
+        raise ItemError(found.error)
+    return found
 
 
 def good_blocks(merged: Merged, name: str) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from slurmgpu.llm.prompts.templates import take
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import Checker
+from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import good_blocks, good_values, total
 
 if TYPE_CHECKING:
@@ -79,19 +80,12 @@ class Samples:
         self, items: Sequence[Item], rows_of: Callable[[Sequence[Item]], Sequence[Row | ItemError]]
     ) -> list[Row | ItemError]:
         """A row for each item, from the rows of its texts; an ItemError if none of them has one."""
-        parts: list[list[Item] | ItemError] = [self._parts(item) for item in items]
-        every = [part for found in parts if not isinstance(found, ItemError) for part in found]
-        rows = iter(rows_of(every) if every else ())
-        return [
-            found if isinstance(found, ItemError) else self._join(item, found, [next(rows) for _ in found])
-            for item, found in zip(items, parts, strict=True)
-        ]
 
-    def _parts(self, item: Item) -> list[Item] | ItemError:
-        try:
-            return list(self.parts(item))
-        except ItemError as error:
-            return error
+        def join(parts: Sequence[Sequence[Item]]) -> list[Row | ItemError]:
+            rows = iter(rows_of([*chain.from_iterable(parts)]))
+            return [value_or_error(self._join, each, [*islice(rows, len(each))]) for each in parts]
+
+        return compute_good([value_or_error(lambda item: [*self.parts(item)], item) for item in items], join)
 
     def parts(self, item: Item) -> Iterator[Item]:
         """An item for each of the texts, with seeds of their own; ItemError for anything but a list of texts."""
@@ -110,10 +104,10 @@ class Samples:
                 )
             yield Item(item.index, {**item.data, **more}, mix(item.run_seed, number))
 
-    def _join(self, item: Item, parts: Sequence[Item], rows: Sequence[Row | ItemError]) -> Row | ItemError:
-        good = [row for row in rows if not isinstance(row, ItemError)]
-        if not good:
-            return next(row for row in rows if isinstance(row, ItemError))
+    def _join(self, parts: Sequence[Item], rows: Sequence[Row | ItemError]) -> Row:
+        errors = [row for row in rows if isinstance(row, ItemError)]
+        if len(errors) == len(rows):
+            raise errors[0]
         joined: dict[str, Any] = {
             name: _all(column, [None if isinstance(row, ItemError) else row[name] for row in rows])
             for name, column in self.own.items()
@@ -126,17 +120,11 @@ class Samples:
             "best": best,
             "best_text": "" if best < 0 else text_of_entry(parts[best].data[self.each]),
         }
-        if self.checker is None:
-            return joined
-        try:
-            return joined | self._voted(self.checker, item, parts, rows, scores, best)
-        except ItemError as error:
-            return error
+        return joined if self.checker is None else joined | self._voted(self.checker, parts, rows, scores, best)
 
     def _voted(
         self,
         checker: Checker,
-        item: Item,
         parts: Sequence[Item],
         rows: Sequence[Row | ItemError],
         scores: Sequence[float],
@@ -149,7 +137,7 @@ class Samples:
             not is_cut and self._is_right(checker, part, text, row)
             for part, text, row, is_cut in zip(parts, texts, rows, cut, strict=True)
         ]
-        shares = _shares(item.data, len(parts))
+        shares = _shares(parts[0].data, len(parts))  # the same in all parts of an item
         worth = vote_weights(scores, is_raw=self.is_raw)
         normal = [None if answer is None else checker.normal(answer) for answer in answers]
         voted = vote(normal, shares)

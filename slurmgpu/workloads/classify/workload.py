@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workloads.item_errors import compute_good, value_of, value_or_error
 from slurmgpu.workloads.language_model import (
     SCORES_NOTHING,
     LanguageModelWorkload,
@@ -45,6 +46,14 @@ NO_CONTENT = "N/A"
 
 MAX_GROUPS = 100
 """The most groups in a summary, the largest ones."""
+
+
+class Asked(NamedTuple):
+    """The prompt of an item, its seed, and the values of the row's columns `truth` and `group`."""
+
+    prompt: Prompt
+    seed: int
+    values: Mapping[str, Any]
 
 
 class Classify(LanguageModelWorkload):
@@ -140,40 +149,40 @@ class Classify(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The label of each item, or an ItemError for one without a prompt or an answer."""
-        rows: list[Any] = [self._ask(item) for item in items]
-        good = [number for number, asked in enumerate(rows) if not isinstance(asked, ItemError)]
-        label = self._score if self.method == "score" else self._parse
-        found = label([rows[number][0] for number in good], [items[number].seed for number in good])
-        for number, row in zip(good, found, strict=True):
-            rows[number] = row if isinstance(row, ItemError) else {**row, **rows[number][1]}
-        return rows
+        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
 
-    def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
-        try:
-            values = {}
-            for name, field in (("truth", self.truth), ("group", self.group)):
-                if field is not None:
-                    value = take(item.data, field)
-                    values[name] = "" if value is None else text_of(value)
-            if values.get("truth", "") not in ("", *self.labels):
-                values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
-            return self.prompts.of(item.data, item.seed), values
-        except ItemError as error:
-            return error
+    def _ask(self, item: Item) -> Asked:
+        values = {}
+        for name, field in (("truth", self.truth), ("group", self.group)):
+            if field is not None:
+                value = take(item.data, field)
+                values[name] = "" if value is None else text_of(value)
+        if values.get("truth", "") not in ("", *self.labels):
+            values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
+        return Asked(self.prompts.of(item.data, item.seed), item.seed, values)
+
+    def _rows(self, asked: Sequence[Asked]) -> list[Row | ItemError]:
+        rows: list[Row | ItemError]
+        if self.method == "score":
+            found = self._scores([self._question(number, one.prompt) for number, one in enumerate(asked)])
+            rows = [value_or_error(self._scored, scores) for scores in found]
+        else:
+            requests = [Request(i, one.prompt, self.sampling, mix(one.seed, 0)) for i, one in enumerate(asked)]
+            rows = [value_or_error(self._parsed, answer) for answer in self._answers(requests)]
+        return [
+            row if isinstance(row, ItemError) else {**row, **one.values} for row, one in zip(rows, asked, strict=True)
+        ]
 
     def _question(self, number: int, prompt: Prompt) -> Question:
         choices = tuple(choice for ways in self.choices for choice in ways)
         return Question(number, prompt, choices, len(self.choices[0]))
 
-    def _score(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Row | ItemError]:
-        found = self._scores([self._question(number, prompt) for number, prompt in enumerate(prompts)])
-        return [scores if isinstance(scores, ItemError) else self._scored(scores) for scores in found]
-
-    def _scored(self, scores: Scores) -> Row | ItemError:
+    def _scored(self, given: Scores | ItemError) -> Row:
+        scores = value_of(given)
         found = self._by_label(scores) - self._offsets
         # One label may be impossible (-inf), but not all; NaN is an overflow.
         if np.isnan(found).any() or not np.isfinite(found.max()):
-            return ItemError('the labels\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
+            raise ItemError('the labels\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
         shares = np.exp(found - found.max())
         shares /= shares.sum()
         best, second = np.sort(shares)[::-1][:2]
@@ -194,18 +203,9 @@ class Classify(LanguageModelWorkload):
         summed: npt.NDArray[np.float64] = np.logaddexp.reduce(logprobs, axis=1)
         return summed
 
-    def _parse(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Row | ItemError]:
-        asked = enumerate(zip(prompts, seeds, strict=True))
-        requests = [Request(number, prompt, self.sampling, mix(seed, 0)) for number, (prompt, seed) in asked]
-        return [self._parsed(answer) for answer in self._answers(requests)]
-
-    def _parsed(self, answer: Output | ItemError) -> Row | ItemError:
-        if isinstance(answer, ItemError):
-            return answer
-        try:
-            label = self.label_of(answer.text)
-        except ItemError as error:
-            return error
+    def _parsed(self, given: Output | ItemError) -> Row:
+        answer = value_of(given)
+        label = self.label_of(answer.text)
         row = {"label": label or "", "raw": answer.text, "finish_reason": answer.finish_reason}
         return {**row, "parse_ok": label is not None, **self._truncated(answer)}
 

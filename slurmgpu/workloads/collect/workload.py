@@ -26,6 +26,7 @@ from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, T
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.steps_scorer import SCORED, ScoredTree, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
+from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, n_truncated
 from slurmgpu.workloads.score.scorer import ScorerSettings
 
@@ -196,8 +197,9 @@ class Collect(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
-        begun = [self._begin(item) for item in items]
-        searches = [search for search in begun if isinstance(search, Search)]
+        return compute_good([value_or_error(self._begin, item) for item in items], self._rows)
+
+    def _rows(self, searches: Sequence[Search]) -> list[Row | ItemError]:
         self._sample([Draw(search, ROOT, number) for search in searches for number in range(self.n_independent)])
         for depth, n_branches in enumerate(self.tree[1:], 1):
             self._sample([draw for search in searches for draw in _missing_branches(search, depth, n_branches)])
@@ -207,15 +209,12 @@ class Collect(LanguageModelWorkload):
         if self.steps_scorer is not None:
             for search, scored in zip(good, self.steps_scorer.each([(s.item, s.tree) for s in good]), strict=True):
                 search.scored = scored
-        return [search if isinstance(search, ItemError) else self._row(search) for search in begun]
+        return [self._row(search) if search.error is None else search.error for search in searches]
 
-    def _begin(self, item: Item) -> Search | ItemError:
-        try:
-            prompt = self.prompts.of(item.data, seed=item.seed)
-            self.checker.check_item(item.data)
-            return Search(item, prompt, Tree(self.delimiter, self.max_steps))
-        except ItemError as error:
-            return error
+    def _begin(self, item: Item) -> Search:
+        prompt = self.prompts.of(item.data, seed=item.seed)
+        self.checker.check_item(item.data)
+        return Search(item, prompt, Tree(self.delimiter, self.max_steps))
 
     def _complete(self, draws: Sequence[Draw]) -> list[tuple[Draw, Output]]:
         """The completions of the draws, in order, without those of failed items.
@@ -288,9 +287,7 @@ class Collect(LanguageModelWorkload):
             search.error = error
             return None
 
-    def _row(self, search: Search) -> Row | ItemError:
-        if search.error is not None:
-            return search.error
+    def _row(self, search: Search) -> Row:
         tree, paths, prompt = search.tree, search.tree.paths, search.prompt
         values, nodes, weights = tree.values()[1:], tree.nodes[1:], tree.weights()
         voted = self._vote(paths, weights)

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import ratio
-from slurmgpu.llm.interface.engine import Prompt, Request
+from slurmgpu.llm.interface.engine import Output, Prompt, Request
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.prompts.templates import Last
@@ -21,6 +21,7 @@ from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Row, Template
+from slurmgpu.workloads.item_errors import compute_good, value_of, value_or_error
 from slurmgpu.workloads.language_model import LanguageModelWorkload, ends_summary, good_values, n_truncated, total
 from slurmgpu.workloads.structured import Answers
 
@@ -112,30 +113,24 @@ class Generate(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The answers to each item, or an ItemError for one without a prompt or an answer."""
-        asked = [self._ask(item) for item in items]
+        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
+
+    def _ask(self, item: Item) -> tuple[Prompt, int]:
+        return self.prompts.of(item.data, seed=item.seed), item.seed
+
+    def _rows(self, asked: Sequence[tuple[Prompt, int]]) -> list[Row | ItemError]:
+        """The row of each prompt with its item's seed."""
         requests = [
-            Request(number * self.n + sample, prompt, self.sampling, mix(item.seed, sample))
-            for number, (item, prompt) in enumerate(zip(items, asked, strict=True))
-            if not isinstance(prompt, ItemError)
+            Request(number * self.n + sample, prompt, self.sampling, mix(seed, sample))
+            for number, (prompt, seed) in enumerate(asked)
             for sample in range(self.n)
         ]
         answers = iter(self._answers(requests))
-        return [prompt if isinstance(prompt, ItemError) else self._row([*islice(answers, self.n)]) for prompt in asked]
+        return [value_or_error(self._row, [*islice(answers, self.n)]) for _ in asked]
 
-    def _ask(self, item: Item) -> Prompt | ItemError:
-        try:
-            return self.prompts.of(item.data, seed=item.seed)
-        except ItemError as error:
-            return error
-
-    def _row(self, outputs: Sequence[Any]) -> Row | ItemError:
-        for output in outputs:
-            if isinstance(output, ItemError):
-                return output
-        try:
-            values = {} if self._structured is None else self._structured.values(outputs)
-        except ItemError as error:
-            return error
+    def _row(self, answers: Sequence[Output | ItemError]) -> Row:
+        outputs = [value_of(answer) for answer in answers]
+        values = {} if self._structured is None else self._structured.values(outputs)
         each: dict[str, list[Any]] = {
             "text": [output.text for output in outputs],
             "n_tokens": [output.n_tokens for output in outputs],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Composed, Question, Request, Structure
@@ -14,6 +15,7 @@ from slurmgpu.llm.prompts.templates import take
 from slurmgpu.llm.settings import check_range, check_scored, check_temperature, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import Item, Row
+from slurmgpu.workloads.item_errors import compute_good, value_of, value_or_error
 from slurmgpu.workloads.judge.orders import JudgePrompt, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, Rubric, check_choices
 from slurmgpu.workloads.judge.verdicts import summarize, summarize_each
@@ -22,8 +24,6 @@ from slurmgpu.workloads.samples import Samples
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
-
-T = TypeVar("T")
 
 RETRIES, RETRY_TEMPERATURE = 2, 0.7
 
@@ -142,28 +142,24 @@ class ByRubric(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The verdict on each item, or an ItemError."""
-        found = [self._ask(number, item) for number, item in enumerate(items)]
-        asked = [one for each in found if not isinstance(each, ItemError) for one in each]
-        if self.rubric.method == "score":
-            self._score(asked)
-        else:
-            self._parse(asked)
-        return [
-            each if isinstance(each, ItemError) else verdict_row(self.rubric, each, truncates=self._truncates)
-            for each in found
-        ]
+        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
 
-    def _ask(self, number: int, item: Item) -> list[JudgePrompt] | ItemError:
+    def _ask(self, item: Item) -> list[JudgePrompt]:
         """The prompts for an item: one, or one for each order of the two texts."""
         data, orders = item.data, [item.data]
-        try:
-            if self.rubric.swap:
-                first, second = self.rubric.swap
-                orders.append({**data, first: take(data, second), second: take(data, first)})
-            prompts = [self.prompts.of(each, seed=item.seed, forms=orders) for each in orders]
-        except ItemError as error:
-            return error
-        return [JudgePrompt(number, order, prompt, mix(item.seed, order)) for order, prompt in enumerate(prompts)]
+        if self.rubric.swap:
+            first, second = self.rubric.swap
+            orders.append({**data, first: take(data, second), second: take(data, first)})
+        prompts = [self.prompts.of(each, seed=item.seed, forms=orders) for each in orders]
+        return [JudgePrompt(order, prompt, mix(item.seed, order)) for order, prompt in enumerate(prompts)]
+
+    def _rows(self, asked: Sequence[Sequence[JudgePrompt]]) -> list[Row | ItemError]:
+        prompts = [*chain.from_iterable(asked)]
+        if self.rubric.method == "score":
+            self._score(prompts)
+        else:
+            self._parse(prompts)
+        return [value_or_error(verdict_row, self.rubric, each, truncates=self._truncates) for each in asked]
 
     def _score(self, asked: Sequence[JudgePrompt]) -> None:
         """Choose verdicts by the probabilities of their texts, each with and without a space before it."""
@@ -174,7 +170,7 @@ class ByRubric(LanguageModelWorkload):
         ]
         for one, scores in zip(asked, self._scores(questions), strict=True):
             try:
-                found = _expect(scores)
+                found = value_of(scores)
                 one.probabilities, one.n_truncated = shares_of(found), found.n_truncated
             except ItemError as error:
                 one.error = str(error)
@@ -198,12 +194,9 @@ class ByRubric(LanguageModelWorkload):
         requests = [Request(number, one.prompt, how, mix(one.seed, attempt)) for number, one in enumerate(asked)]
         for one, output in zip(asked, self._answers(requests), strict=True):
             try:
-                answer = _expect(output)
-                one.rationale, one.finish_reason, one.n_truncated = (
-                    answer.text,
-                    answer.finish_reason,
-                    answer.n_truncated,
-                )
+                answer = value_of(output)
+                one.rationale, one.finish_reason = answer.text, answer.finish_reason
+                one.n_truncated = answer.n_truncated
                 one.verdict = self._reader.verdict(answer.text)
             except ItemError as error:
                 one.error = str(error)
@@ -217,9 +210,3 @@ class ByRubric(LanguageModelWorkload):
         if samples is None:
             return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self._has_truth)
         return samples.summarize(merged) | summarize_each(merged, self.rubric, self.sampling.max_tokens)
-
-
-def _expect(found: T | ItemError) -> T:
-    if isinstance(found, ItemError):
-        raise found
-    return found

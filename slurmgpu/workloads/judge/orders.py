@@ -25,7 +25,6 @@ class JudgePrompt:
     `how` says how the verdict was found: "parsed", "parsed again" after a retry, "scored", or "not at all".
     """
 
-    item: int
     order: int
     prompt: Prompt
     seed: int
@@ -38,14 +37,14 @@ class JudgePrompt:
     error: str | None = None
 
 
-def verdict_row(rubric: Rubric, asked: Sequence[JudgePrompt], *, truncates: bool = False) -> Row | ItemError:
-    """The columns of the verdict on an item; two orders that disagree are a tie.
+def verdict_row(rubric: Rubric, asked: Sequence[JudgePrompt], *, truncates: bool) -> Row:
+    """The columns of the verdict on an item, two orders that disagree being a tie; ItemError if a prompt failed.
 
     With `truncates`, also the tokens of the prompt that were cut off, in the order that lost more.
     """
     for one in asked:
         if one.error is not None:
-            return ItemError(one.error)
+            raise ItemError(one.error)
     first = asked[0]
     verdicts = [first.verdict, *(one.verdict and rubric.mirrored(one.verdict) for one in asked[1:])]
     parsed = None not in verdicts

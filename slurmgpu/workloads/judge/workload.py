@@ -16,6 +16,7 @@ from slurmgpu.llm.settings import PromptedSettings
 from slurmgpu.shards.columns import Column, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.judge.by_rubric import ByRubric
 from slurmgpu.workloads.judge.by_scorer import OTHER, ByScorer, check_alone
 from slurmgpu.workloads.judge.judged import (
@@ -236,24 +237,21 @@ class Judge:
         return self._judge(items) if self.samples is None else self.samples.compute(items, self._judge)
 
     def _judge(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        kept: list[Row | ItemError] = []
-        shown: list[Item] = []
-        for item in items:
-            try:
-                row, one = self._kept(item), self._shown(item)
-            except ItemError as error:
-                kept.append(error)
-                continue
-            kept.append(row)
-            shown.append(one)
-        judged = iter(self.judging(shown))
-        return [each if isinstance(each, ItemError) else _joined(each, next(judged)) for each in kept]
+        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
 
-    def _kept(self, item: Item) -> dict[str, Any]:
+    def _ask(self, item: Item) -> tuple[Item, Row]:
+        """The item as it is shown, and the columns of its row beside the verdict."""
         if has_failed(item.data, self.fields):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         truth = self.truth
-        return {} if truth is None else {"truth": truth_of(take(item.data, truth), self.judging.rubric)}
+        kept = {} if truth is None else {"truth": truth_of(take(item.data, truth), self.judging.rubric)}
+        return self._shown(item), kept
+
+    def _rows(self, asked: Sequence[tuple[Item, Row]]) -> list[Row | ItemError]:
+        judged = self.judging([shown for shown, _ in asked])
+        return [
+            row if isinstance(row, ItemError) else {**kept, **row} for row, (_, kept) in zip(judged, asked, strict=True)
+        ]
 
     def _shown(self, item: Item) -> Item:
         """The item with fields by the names in prompts; of two runs, with the text of each."""
@@ -277,7 +275,3 @@ class Judge:
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count the verdicts, and compute the rubric's measure; by a scorer, describe the scores."""
         return self.judging.summarize(merged, self.samples)
-
-
-def _joined(row: Row, verdict: Row | ItemError) -> Row | ItemError:
-    return verdict if isinstance(verdict, ItemError) else {**row, **verdict}

@@ -12,13 +12,14 @@ import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.interface.engine import Likelihood, Passage
+from slurmgpu.llm.interface.engine import Likelihood, Passage, Prompt
 from slurmgpu.llm.prompts.templates import Prompts, Template
 from slurmgpu.llm.settings import ModelSettings, check_range
 from slurmgpu.shards.columns import Array, Column, Ragged
 from slurmgpu.workload import FETCH, Item, Row
 from slurmgpu.workload import Template as Proposal
-from slurmgpu.workloads.language_model import LanguageModelWorkload, good_blocks, total
+from slurmgpu.workloads.item_errors import compute_good, value_or_error
+from slurmgpu.workloads.language_model import LanguageModelWorkload, answer_of, good_blocks, total
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -100,31 +101,26 @@ class Perplexity(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The log-probability of each item's text, or an ItemError for one without a text, or with too long a one."""
-        rows: list[Row | ItemError | None] = [None] * len(items)
-        passages: list[Passage] = []
-        texts: dict[int, str] = {}
-        for number, item in enumerate(items):
-            try:
-                texts[number] = self._text.render(item.data)
-                passages.append(self._passage(number, item, texts[number]))
-            except ItemError as error:
-                rows[number] = error
-        for found in self._told_scores.each(self.engine.likelihoods(passages)):
-            rows[found.id] = self._row(found, texts[found.id])
-        return [ItemError("the engine gave no answer") if row is None else row for row in rows]
+        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
 
-    def _passage(self, number: int, item: Item, text: str) -> Passage:
+    def _ask(self, item: Item) -> tuple[Prompt, str]:
+        """The prompt with the text behind it, and the text."""
+        text = self._text.render(item.data)
         if not text:
             raise ItemError("the text is empty; expected at least one token")
         prompt = self.prompts.of(item.data, seed=item.seed)
-        return Passage(number, prompt if self._is_alone else replace(prompt, answer=text), self._stride)
+        return prompt if self._is_alone else replace(prompt, answer=text), text
 
-    def _row(self, found: Likelihood, text: str) -> Row | ItemError:
-        if found.error is not None:
-            return ItemError(found.error)
+    def _rows(self, asked: Sequence[tuple[Prompt, str]]) -> list[Row | ItemError]:
+        passages = [Passage(number, prompt, self._stride) for number, (prompt, _) in enumerate(asked)]
+        found = {each.id: each for each in self._told_scores.each(self.engine.likelihoods(passages))}
+        return [value_or_error(self._row, found.get(number), text) for number, (_, text) in enumerate(asked)]
+
+    def _row(self, given: Likelihood | None, text: str) -> Row:
+        found = answer_of(given)
         logprob = float(found.logprobs.sum(dtype=np.float64))
         if not math.isfinite(logprob):
-            return ItemError('a log-probability is not a finite number; precision = "fp32" reaches further')
+            raise ItemError('a log-probability is not a finite number; precision = "fp32" reaches further')
         row: dict[str, Any] = {"logprob": logprob, "perplexity": _exp(-logprob / len(found.logprobs))}
         row |= {"n_tokens": len(found.logprobs), "n_bytes": len(text.encode())}
         if self.tokens:

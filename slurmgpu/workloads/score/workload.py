@@ -32,7 +32,8 @@ from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.language_model import LanguageModelWorkload, good_values
+from slurmgpu.workloads.item_errors import compute_good, value_or_error
+from slurmgpu.workloads.language_model import LanguageModelWorkload, answer_of, good_values
 from slurmgpu.workloads.progress import Progress
 from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
@@ -264,17 +265,12 @@ class Score(LanguageModelWorkload):
         return self._score(items) if self.samples is None else self.samples.compute(items, self._score)
 
     def _score(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        rows: list[Row | ItemError | None] = [None] * len(items)
-        inputs = []
-        for number, item in enumerate(items):
-            try:
-                inputs.append(self._input(number, item))
-            except ItemError as error:
-                rows[number] = error
+        given = [value_or_error(self._input, number, item) for number, item in enumerate(items)]
+        return compute_good(given, self._rows)
+
+    def _rows(self, inputs: Sequence[HeadInput]) -> list[Row | ItemError]:
         found = self._found(inputs, HeadScores, lambda some: self._told.each(self._heads.score(some)))
-        for number, scores in found.items():
-            rows[number] = self._row(scores)
-        return [ItemError("the model gave no score") if row is None else row for row in rows]
+        return [value_or_error(self._row, found.get(each.id)) for each in inputs]
 
     def _input(self, number: int, item: Item) -> HeadInput:
         if has_failed(item.data, self.fields):
@@ -302,12 +298,11 @@ class Score(LanguageModelWorkload):
             raise ItemError(f"field {field!r} has {'an empty step' if steps else 'no steps'}")
         return tuple(step.removesuffix(self._step_end) for step in steps)
 
-    def _row(self, found: HeadScores) -> Row | ItemError:
-        if found.error is not None:
-            return ItemError(found.error)
+    def _row(self, given: HeadScores | None) -> Row:
+        found = answer_of(given)
         scores = activated(found.logits, self._activation)
         if not np.isfinite(scores).all():
-            return ItemError('the scores are not finite numbers; precision = "fp32" reaches further')
+            raise ItemError('the scores are not finite numbers; precision = "fp32" reaches further')
         row: dict[str, Any] = {"n_tokens": found.n_tokens}
         if self._cut:
             row["is_cut"] = found.n_cut > 0

@@ -1,0 +1,37 @@
+"""Errors of single items of a call: each stands in its item's place, and the other items are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from typing_extensions import ParamSpec
+
+from slurmgpu.errors import ItemError
+
+T = TypeVar("T")
+ResultT = TypeVar("ResultT")
+P = ParamSpec("P")
+
+
+def value_or_error(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | ItemError:
+    """What `make` returns, or the ItemError that it raises."""
+    try:
+        return make(*args, **kwargs)
+    except ItemError as error:
+        return error
+
+
+def value_of(found: T | ItemError) -> T:
+    """The value; raises the ItemError that stands in its place."""
+    if isinstance(found, ItemError):
+        raise found
+    return found
+
+
+def compute_good(
+    given: Sequence[T | ItemError], compute: Callable[[list[T]], Iterable[ResultT | ItemError]]
+) -> list[ResultT | ItemError]:
+    """What `compute` returns for those of `given` that are no errors, in order, and the errors in their places."""
+    results = iter(compute([each for each in given if not isinstance(each, ItemError)]))
+    return [each if isinstance(each, ItemError) else next(results) for each in given]
