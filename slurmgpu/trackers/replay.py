@@ -157,40 +157,25 @@ class Replay:
     """Sends what is logged to destinations; `look` as often as wanted, then `close`.
 
     A tracker that has a part of a run already gets what comes after its last step. One that fails is left alone from
-    then on, and `failed` has a sentence about it.
+    then on, and `failed` has a sentence about it. `points` are what was logged so far.
     """
 
     run: Run
     destinations: Sequence[Destination]
     failed: dict[Destination, str] = field(default_factory=dict)
-    _points: Points = field(init=False)
+    points: Points = field(init=False)
     _open: dict[tuple[Destination, int], _Open] = field(default_factory=dict)
     _sent: dict[tuple[Destination, int], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._points = Points(self.run)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was logged so far."""
-        return not self._points.items()
-
-    @property
-    def n_late(self) -> int:
-        """Steps for which something was logged after this process had sent them, or later ones."""
-        return self._points.n_late
-
-    @property
-    def n_held(self) -> int:
-        """Steps that a look without `final` leaves for later, as living tasks may add to them."""
-        return self._points.n_held
+        self.points = Points(self.run)
 
     def look(self, *, final: bool) -> None:
         """Send what is new; with `final`, when the run is over, also the steps to which a task could add."""
-        self._points.look()
+        self.points.look()
         for destination in self.destinations:
             with self._guarded(destination):
-                for item in self._points.items() if destination not in self.failed else ():
+                for item in self.points.items() if destination not in self.failed else ():
                     self._send(destination, item, final=final)
 
     def close(self, *, finished: bool) -> list[Sent]:
@@ -222,15 +207,15 @@ class Replay:
     def _send(self, destination: Destination, item: int, *, final: bool) -> None:
         key = destination, item
         last, n_sent = self._sent.get(key, (None, 0))
-        if last is not None and next(self._points.steps(item, last, final=final), None) is None:
+        if last is not None and next(self.points.steps(item, last, final=final), None) is None:
             return
         opened = self._opened(destination, item)
-        for step, values, time in self._points.steps(item, opened.last, final=final):
+        for step, values, time in self.points.steps(item, opened.last, final=final):
             opened.tracker.log(step, values, time)
             opened.last = step
             n_sent += 1
         self._sent[key] = opened.last, n_sent
-        self._points.passed[item] = max(opened.last, self._points.passed.get(item, -1))
+        self.points.passed[item] = max(opened.last, self.points.passed.get(item, -1))
         if final:
             self._close(destination, item, finished=True)
 

@@ -218,7 +218,7 @@ def test_the_last_attempt_wins_a_step_and_a_tracker_goes_on_at_its_last_one(tmp_
 def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed(tmp_path, tracker):
     run = unstarted_run(tmp_path)
     replay, writers = Replay(run, [KEPT]), [attempt(run, "a"), attempt(run, "b")]
-    assert replay.is_empty
+    assert replay.points.items() == []
     writers[0].write([(1.0, None, step, {"loss": step}) for step in (0, 1, 2)])
     writers[1].write([(1.0, None, step, {"loss": step}) for step in (10, 11)])
     replay.look(final=False)
@@ -246,16 +246,16 @@ def test_a_living_task_that_has_not_logged_yet_holds_all_back_and_an_ended_one_n
     attempt(run, "a").write([(1.0, None, step, {"loss": step}) for step in (10, 11)])
     replay = Replay(run, [KEPT])
     replay.look(final=False)
-    assert (tracker.kept["run"], replay.n_held) == ([], 2)
+    assert (tracker.kept["run"], replay.points.n_held) == ([], 2)
     attempt(run, "b").write([(1.0, None, step, {"loss": step}) for step in (0, 1)])
     write(records[1], ended=2.0)
     replay.look(final=False)
     assert [step for step, _ in tracker.kept["run"]] == [0, 1, 10]
-    assert (replay.n_held, replay.n_late) == (1, 0)
+    assert (replay.points.n_held, replay.points.n_late) == (1, 0)
     run.record_submission({"submission": 1, "state": "ended"})  # a was killed, so its record has no end
     replay.look(final=False)
     assert [step for step, _ in tracker.kept["run"]] == [0, 1, 10, 11]
-    assert replay.n_held == 0
+    assert replay.points.n_held == 0
 
 
 def test_steps_that_come_after_later_ones_were_sent_are_counted(tmp_path, tracker):
@@ -268,7 +268,7 @@ def test_steps_that_come_after_later_ones_were_sent_are_counted(tmp_path, tracke
     values = [(1, 1.0), (2, math.nan), (2, math.nan), (3, 3.0), (5, 4.0), (6, 6.0)]
     attempt(run, "b").write([(2.0, None, step, {"loss": value}) for step, value in values])
     replay.look(final=True)
-    assert replay.n_late == 3
+    assert replay.points.n_late == 3
     assert [step for step, _ in tracker.kept["run"]] == [1, 5, 6]
 
 

@@ -94,15 +94,15 @@ def _say_left(run: Run, replay: Replay, *, goes_on: bool) -> None:
     from slurmgpu.cli.console import say
     from slurmgpu.util.amounts import count_of
 
-    if not goes_on and (n_held := replay.n_held):
+    if not goes_on and (n_held := replay.points.n_held):
         say(
             f"{count_of(n_held, 'step')} left for later, as tasks may still add to them: the same command sends them "
             f"once the run has ended."
         )
-    if n_late := replay.n_late:
+    if n_late := replay.points.n_late:
         say(
             f"{count_of(n_late, 'step')} came too late: something was logged after they, or later steps, were sent. "
             f"{run.folder} has everything, and so does another DIR or PROJECT that is sent to once the run has ended."
         )
-    if replay.is_empty:
+    if not replay.points.items():
         say(f"Nothing was logged in {run.folder} yet. A workload logs by task.log(step, loss=…).")
