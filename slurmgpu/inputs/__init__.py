@@ -13,9 +13,8 @@ from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields, refuse_fields
 from slurmgpu.inputs.file_items import list_files
 from slurmgpu.inputs.paths import fetch, find, is_of_hub, passed_over
-from slurmgpu.inputs.reader import Reader
+from slurmgpu.inputs.reader import Reader, open_items
 from slurmgpu.inputs.repack import FOLDER, repack_table
-from slurmgpu.inputs.run_items import open_items
 from slurmgpu.inputs.scanner import promise, scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 

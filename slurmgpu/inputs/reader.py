@@ -1,10 +1,10 @@
-"""Read any range of an input's items."""
+"""Read any range of an input's items, and those of a run by their indices in its input."""
 
 from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,9 @@ from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repack import LineRows
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows
+from slurmgpu.run.directory import Run
+from slurmgpu.run.recompute import spans_of
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 
 _ADVICE = "Put the file back as it was, or plan a new run."
@@ -99,6 +102,21 @@ class Reader:
         if self._open is not None:
             rows, self._open = self._open[1], None
             rows.close()
+
+
+@contextlib.contextmanager
+def open_items(run: Run) -> Iterator[Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]]:
+    """A function that reads the data of a run's items, whose indices ascend; an ItemError in place of a malformed one.
+
+    Works in the run file's folder, as paths of the input may be relative to it.
+    """
+    with working_folder(Path(run.plan.search_path)), Reader(InputSpec.from_json(run.input), run.index) as reader:
+
+        def read(indices: Sequence[int]) -> list[Mapping[str, Any] | ItemError]:
+            places = [run.plan.n_before(index) for index in indices]
+            return [data for span in spans_of(places) for data in reader.read(*span)]
+
+        yield read
 
 
 def _check_unchanged(file: InputFile) -> None:
