@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.cli.console import result
-from slurmgpu.containers.registry import DEFAULT, runtime_named
+from slurmgpu.containers.runtime import DEFAULT_RUNTIME, runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.build import template_of, translator_of
 from slurmgpu.plan.site_file import read_site, site_path
@@ -242,7 +242,9 @@ def site_file_template(found: Survey) -> str:
     types = _choices("gpu_type", [(name, "") for name in found.gpu_types], n_taken=0)
     slurm = _choices("partition", with_gpus) + _choices("account", account)
     slurm += _choices("qos", [(name, "") for name in found.qos], n_taken=0)
-    slurm += '# time = "04:00:00"\n# setup = ["module load ' + DEFAULT + "\"]   # what a job's script runs first\n"
+    slurm += (
+        '# time = "04:00:00"\n# setup = ["module load ' + DEFAULT_RUNTIME + "\"]   # what a job's script runs first\n"
+    )
     return SITE_TEMPLATE.format(
         cluster=found.cluster,
         slurm=slurm if with_gpus else f"# No partition has GPUs.\n{slurm}",
@@ -265,7 +267,7 @@ def _filled(use: str, proposed: Template, stem: str, *, takes_all: bool = True) 
     settings = proposed.settings
     is_here, is_settled = not _finds_slurm(), "executor" in read_site().get("resources", {})
     return TEMPLATE.format(
-        title=runtime_named(DEFAULT).title,
+        title=runtime_named(DEFAULT_RUNTIME).title,
         run_dir=f'# run_dir = "runs/{stem}"',
         use=use,
         settings=settings if isinstance(settings, str) else settings.read_text("utf-8"),

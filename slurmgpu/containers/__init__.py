@@ -1,4 +1,4 @@
-"""Container runtimes and their images: `Runtime` is the interface, `registry` finds one by its name.
+"""Container runtimes and their images: `runtime` has the interface, and finds one by its name.
 
 May import: util, errors. Nothing else knows a runtime's options, its images or its complaints.
 """

@@ -10,8 +10,7 @@ from slurmgpu.containers import IMAGE, INSIDE
 from slurmgpu.containers.environment import inner_environment
 from slurmgpu.containers.folders import task_folder
 from slurmgpu.containers.links import Known, names, upwards
-from slurmgpu.containers.registry import runtime_named
-from slurmgpu.containers.runtime import Start
+from slurmgpu.containers.runtime import Start, runtime_named
 from slurmgpu.containers.settings import Bind, Container, home_folder
 
 

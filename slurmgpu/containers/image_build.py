@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.containers.registry import DEFAULT, RUNTIMES, runtime_named
-from slurmgpu.containers.runtime import Runtime
+from slurmgpu.containers.runtime import DEFAULT_RUNTIME, RUNTIMES, Runtime, runtime_named
 from slurmgpu.containers.settings import Bind, ContainerError, Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import own_name
@@ -51,7 +50,7 @@ def find_runtime_of(image: Path) -> tuple[Runtime, Identity]:
     SlurmGPUError of the first one if none does, and of the default runtime if none is on PATH.
     """
     first: SlurmGPUError | None = None
-    for runtime in [*installed()] or [runtime_named(DEFAULT)]:
+    for runtime in [*installed()] or [runtime_named(DEFAULT_RUNTIME)]:
         try:
             return runtime, runtime.identify(image)
         except SlurmGPUError as error:

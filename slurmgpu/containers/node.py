@@ -17,8 +17,7 @@ from pathlib import Path
 from slurmgpu.containers.command import needed_binds
 from slurmgpu.containers.environment import FOLDERS, inner_environment
 from slurmgpu.containers.folders import take_task_folder, task_folder
-from slurmgpu.containers.registry import runtime_named
-from slurmgpu.containers.runtime import Runtime
+from slurmgpu.containers.runtime import Runtime, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError, expand, home_folder
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError

@@ -1,11 +1,11 @@
-"""`Runtime`, the interface of a container runtime: everything in which runtimes differ.
+"""`Runtime`, the interface of a container runtime: everything in which runtimes differ; and runtimes by their names.
 
-`containers/apptainer.py` implements it; `containers/registry.py` finds implementations by name, those of other
-packages by the entry-point group `slurmgpu.runtimes`.
+`containers/apptainer.py` implements it; other packages do by the entry-point group `slurmgpu.runtimes`.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,19 @@ from slurmgpu.containers.settings import Bind, Container, ContainerError, Identi
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.ansi import without_escapes
+from slurmgpu.util.plugins import Plugins
+
+DEFAULT_RUNTIME = "apptainer"
+RUNTIMES = Plugins(
+    "slurmgpu.runtimes",
+    "container runtime",
+    "slurmgpu.containers.runtime.Runtime",
+    {
+        "apptainer": "slurmgpu.containers.apptainer:Apptainer",
+        "singularity": "slurmgpu.containers.apptainer:SingularityCE",
+    },
+)
+"""The runtimes by name: the built-in ones, and those of installed packages."""
 
 SHARED = ("/tmp", "/var/tmp")
 """A node's folders for temporary files."""
@@ -162,3 +175,10 @@ class Runtime(ABC):
     def why_build_failed(self, said: str) -> str | None:
         """Why a build failed, by its output; its last message, or None, if the cause is not known."""
         return None
+
+
+@functools.cache
+def runtime_named(name: str) -> Runtime:
+    """The runtime that [container] runtime, or run.json, names; SlurmGPUError if no package here has it."""
+    runtime: Runtime = RUNTIMES.make(name)
+    return runtime

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from typing import NoReturn
 
-from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.here import Here, n_threads_of

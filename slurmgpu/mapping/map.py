@@ -19,7 +19,7 @@ from slurmgpu.code import functions, pickling
 from slurmgpu.code.former import changed_since
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.code.loaded import refuse_other_modules
-from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named

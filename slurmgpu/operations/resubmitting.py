@@ -10,7 +10,7 @@ from typing import Any
 from slurmgpu.code import former
 from slurmgpu.code import functions as code_functions
 from slurmgpu.code.functions import Packed
-from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import live_tasks, resubmission

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.containers.registry import DEFAULT, runtime_named
+from slurmgpu.containers.runtime import DEFAULT_RUNTIME, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Identity, check_env, home_folder, whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.names import title_of
@@ -63,7 +63,7 @@ def _settings(table: ContainerTable, base: Path) -> dict[str, Any]:
     given = [bind if isinstance(bind, str) else bind.model_dump() for bind in table.binds]
     return {
         # "none" only if the run file of a run with an image was changed since.
-        "runtime": DEFAULT if table.runtime == "none" else table.runtime,
+        "runtime": DEFAULT_RUNTIME if table.runtime == "none" else table.runtime,
         "python": table.python,
         "binds": tuple(Bind.parse(bind, base) for bind in given),
         "env": table.env,

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from slurmgpu.containers import registry
-from slurmgpu.containers.registry import RUNTIMES
+from slurmgpu.containers.runtime import DEFAULT_RUNTIME, RUNTIMES
 from slurmgpu.errors import GPUFaultError, SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
 from slurmgpu.plan.trackers import CredentialError, parse_destination
@@ -162,7 +161,7 @@ class ContainerTable(Table):
     """[container]: the image in which the workers run, and what they see of the node."""
 
     image: str | None = None
-    runtime: RuntimeName = registry.DEFAULT
+    runtime: RuntimeName = DEFAULT_RUNTIME
     python: str = "python3"
     binds: list[str | BindTable] = Field(default_factory=list)
     env: dict[str, str | bool] = Field(default_factory=dict)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from slurmgpu.containers.command import exec_command, package_binds, python_path
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import Prepared, prepare
-from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.containers.settings import Container, ContainerError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.run.directory import Run

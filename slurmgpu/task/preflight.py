@@ -16,7 +16,7 @@ from slurmgpu.containers import INSIDE
 from slurmgpu.containers.command import exec_command, package_binds
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
-from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan

@@ -11,7 +11,7 @@ import pytest
 import slurmgpu
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
-from slurmgpu.containers.registry import RUNTIMES, runtime_named
+from slurmgpu.containers.runtime import RUNTIMES, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.errors import SlurmGPUError
 from tests.support.packages import install
