@@ -101,6 +101,12 @@ def table(separator: str, n_fields: int, *command: str) -> list[list[str]]:
     return [fields for fields in found if len(fields) == n_fields]
 
 
+def sacctmgr(what: str, keys: Sequence[str], *which: str) -> list[dict[str, str]]:
+    """The rows of a table of the accounting database, by these columns."""
+    ask = ("sacctmgr", "--noheader", "--parsable2", "show", what, *which, f"format={','.join(keys)}")
+    return [dict(zip(keys, fields, strict=True)) for fields in table("|", len(keys), *ask)]
+
+
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
     try:

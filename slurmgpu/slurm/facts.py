@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TypeVar
 
 from slurmgpu.slurm import commands
-from slurmgpu.slurm.commands import ARRAY_JOB, SlurmUnavailableError
+from slurmgpu.slurm.commands import ARRAY_JOB, SlurmUnavailableError, sacctmgr
 from slurmgpu.slurm.survey import GPUS
 from slurmgpu.util.users import own_name
 
@@ -133,18 +133,13 @@ def _gpus() -> dict[str, list[dict[str, int]]]:
 def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:
     """The account, the associations of the user, of the account and of those above it, and all QOSes."""
     if account is None:
-        account = next((row["DefaultAccount"] for row in _table("user", ("User", "DefaultAccount"), user)), "")
+        account = next((row["DefaultAccount"] for row in sacctmgr("user", ("User", "DefaultAccount"), user)), "")
     found: dict[str, list[Row]] = {}
     above = account
     while above and above not in found and len(found) < MAX_ACCOUNTS:
         # A database may serve several clusters.
-        rows = _table("assoc", ASSOCIATION_KEYS, f"account={above}", *([f"cluster={cluster}"] if cluster else []))
+        rows = sacctmgr("assoc", ASSOCIATION_KEYS, f"account={above}", *([f"cluster={cluster}"] if cluster else []))
         found[above] = [row for row in rows if row["User"] in ("", user if above == account else "")]
         above = next((row["ParentName"] for row in rows if not row["User"]), "")
     own = [row for rows in found.values() for row in rows]
-    return account, own, {row["Name"]: row for row in _table("qos", QOS_KEYS)}
-
-
-def _table(what: str, keys: Sequence[str], *which: str) -> list[Row]:
-    ask = ("sacctmgr", "--noheader", "--parsable2", "show", what, *which, f"format={','.join(keys)}")
-    return [dict(zip(keys, fields, strict=True)) for fields in commands.table("|", len(keys), *ask)]
+    return account, own, {row["Name"]: row for row in sacctmgr("qos", QOS_KEYS)}

@@ -84,12 +84,11 @@ def _accounts(cluster: str | None) -> tuple[list[str], list[str]]:
     Clusters may share an accounting database: only what the user has on this one counts.
     """
     user, of_cluster = own_name(), (f"cluster={cluster}",) if cluster else ()
-    ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
-        default = [row[1] for row in commands.table("|", 2, *ask, "user", user, "format=User,DefaultAccount")]
-        rows = commands.table("|", 2, *ask, "assoc", f"user={user}", *of_cluster, "format=Account,QOS")
+        default = [row["DefaultAccount"] for row in commands.sacctmgr("user", ("User", "DefaultAccount"), user)]
+        rows = commands.sacctmgr("assoc", ("Account", "QOS"), f"user={user}", *of_cluster)
     except SlurmUnavailableError:
         return [], []
-    accounts, qos = [account for account, _ in rows], [q for _, named in rows for q in named.split(",")]
+    accounts, qos = [row["Account"] for row in rows], [name for row in rows for name in row["QOS"].split(",")]
     default = [account for account in default if account in accounts]
     return list(dict.fromkeys([*default, *accounts])), sorted(filter(None, set(qos)))
