@@ -1112,12 +1112,12 @@ def test_what_fails_without_room_for_temporary_files_is_no_items_error(score, tm
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     command = score("write([row(item) for item in items if item['data']['text'] == 'a'])")
-    monkeypatch.setattr("slurmgpu.workloads.command.temporary_folder.LEAST_BYTES", 1 << 60)  # more than is left
+    monkeypatch.setattr("slurmgpu.workloads.command.workload.LEAST_BYTES", 1 << 60)  # more than is left
     assert command(items("a")) == [{"n": 1}]
     said = rf"^the folder for temporary files, {folder}, is full; \S+ exited with code 0, and wrote no row"
     with pytest.raises(NodeError, match=said):
         command(items("b"))
-    monkeypatch.setattr("slurmgpu.workloads.command.temporary_folder.LEAST_BYTES", 0)
+    monkeypatch.setattr("slurmgpu.workloads.command.workload.LEAST_BYTES", 0)
     assert "temporary" not in failing(command, items("b"))
     folder.rmdir()
     with pytest.raises(NodeError, match=f"^the folder for temporary files, {folder}, cannot be used: No such file"):

@@ -57,7 +57,6 @@ from slurmgpu.workloads.command.programs import (
 from slurmgpu.workloads.command.sinks import OF_GPUS, Lines, OutputError, ToLog
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.submitted_program import SubmittedProgram, inherited_environment
-from slurmgpu.workloads.command.temporary_folder import why_unusable
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +69,8 @@ ENOUGH_DEATHS = 2.0
 """An item at whose processes' deaths this is reached has killed them; see `run.crash_history`."""
 LONG_CALL_S = 10.0
 """The output of a longer call is in the log as a whole: its row may not fit the columns."""
+LEAST_BYTES = 1 << 20
+"""With less room for temporary files even calls whose files are small fail."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
@@ -416,7 +417,7 @@ class Command:
                     self._guard.remove("")
         except (OSError, CallFailedError) as error:
             # Now that the files of this call are gone: one that needs more room than there is fails alone.
-            if why := why_unusable(Path(tempfile.gettempdir())):
+            if why := _why_unusable(Path(tempfile.gettempdir())):
                 raise NodeError(f"{why}; {message_of(error)}") from error
             raise
 
@@ -485,6 +486,20 @@ class Command:
     def _shall_end(self) -> bool:
         """Whether to tell the program to end, unless a signal to the whole job has told it."""
         return self.resumes and self._stopping() and not has_outlived(signal.SIGTERM)
+
+
+def _why_unusable(folder: Path) -> str | None:
+    """Why no call can use the folder for temporary files, in words; None if calls can."""
+    named = f"the folder for temporary files, {folder},"
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return f"{named} cannot be used: {error.strerror}"
+    if found.f_flag & os.ST_RDONLY:
+        return f"{named} cannot be written"
+    if found.f_bavail * found.f_frsize < LEAST_BYTES or (found.f_files and not found.f_favail):
+        return f"{named} is full"
+    return None
 
 
 def _check_unchanged() -> None:
