@@ -154,17 +154,10 @@ def digests(path: Path, part: tuple[int, int]) -> dict[str, str]:
 
 def _read_cache(cache: Path) -> dict[str, dict[str, str]]:
     try:
-        value = json.loads(cache.read_bytes())
+        known: dict[str, dict[str, str]] = json.loads(cache.read_bytes())
     except (OSError, ValueError):
         return {}
-    if not isinstance(value, dict):
-        return {}
-    names = ("sha256", "partition_sha256")
-    return {
-        key: found
-        for key, found in value.items()
-        if isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
-    }
+    return known
 
 
 def _compute(path: Path, part: tuple[int, int]) -> dict[str, str]:
