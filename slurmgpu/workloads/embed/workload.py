@@ -20,6 +20,7 @@ from slurmgpu.llm.heads.engine import n_positions
 from slurmgpu.llm.interface.engine import TORCH_NAMES
 from slurmgpu.llm.models.kernels import choose_kernels
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
+from slurmgpu.llm.settings import check_choice
 from slurmgpu.shards.columns import Array
 from slurmgpu.util.packages import check_transformers
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
@@ -83,9 +84,9 @@ class Embed:
         trust_remote_code: bool = False,
     ) -> None:
         # Planning checks types by the annotations above.
-        _check_choice("dtype", dtype, Dtype)
-        _check_choice("precision", precision, Precision)
-        _check_choice("pooling", pooling or "mean", Pooling)
+        check_choice("dtype", dtype, Dtype)
+        check_choice("precision", precision, Precision)
+        check_choice("pooling", pooling or "mean", Pooling)
         try:
             folder, repository = locate(model, revision)
         except SlurmGPUError as error:
@@ -262,11 +263,6 @@ def _row(vector: npt.NDArray[Any], is_finite: bool) -> Row | ItemError:
     if is_finite:
         return {"embedding": vector}
     return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" reach further')
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise SlurmGPUError(f"embed: {name} is {value!r}; expected one of {', '.join(get_args(choices))}.")
 
 
 def _own_pooling(folder: Path) -> str | None:
