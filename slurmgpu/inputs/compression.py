@@ -55,26 +55,24 @@ def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
 
 
 def _stream(file: BinaryIO, path: Path, suffix: str) -> BinaryIO:
+    members: _Members | None = None
     if suffix == ".xz":
-        return _Members.reading(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError, padding=b"\0")
-    if suffix == ".bz2":
-        return _Members.reading(file, bz2.BZ2Decompressor, OSError)
-    if suffix == ".gz":
+        members = _Members(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError, padding=b"\0")
+    elif suffix == ".bz2":
+        members = _Members(file, bz2.BZ2Decompressor, OSError)
+    elif suffix == ".gz":
         with contextlib.suppress(ImportError):
             from isal import igzip_lib  # three times as quick as zlib
 
             make = functools.partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
-            return _Members.reading(file, make, cast(type[Exception], igzip_lib.IsalError))
-    return _arrow_stream(file, path, _CODECS[suffix])
-
-
-def _arrow_stream(file: BinaryIO, path: Path, codec: str) -> BinaryIO:
+            members = _Members(file, make, cast(type[Exception], igzip_lib.IsalError))
+    if members is not None:
+        return io.BufferedReader(members, _READ_BYTES)
     check_pyarrow(f"Reading {path} needs")
     import pyarrow as pa
 
     # Unlike the module gzip, it refuses what stands behind the last member, which may be a damaged one.
-    stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
-    return cast(BinaryIO, stream)
+    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), _CODECS[suffix]))
 
 
 class _DamagedError(Exception):
@@ -107,13 +105,6 @@ class _Members(io.RawIOBase):
     ) -> None:
         self._file, self._make, self._damage, self._padding = file, make, damage, padding
         self._decoder = make()
-
-    @classmethod
-    def reading(
-        cls, file: BinaryIO, make: Callable[[], _Decoder], damage: type[Exception], padding: bytes = b""
-    ) -> BinaryIO:
-        """The content, buffered."""
-        return io.BufferedReader(cls(file, make, damage, padding), _READ_BYTES)
 
     def readable(self) -> bool:
         return True

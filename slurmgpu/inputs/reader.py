@@ -14,7 +14,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Rows, named
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
-from slurmgpu.inputs.repack import LineRows
+from slurmgpu.inputs.repack import RepackedLines
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows
 from slurmgpu.run.directory import Run
@@ -90,7 +90,7 @@ class Reader:
 
         rows: Rows
         if self._spec.repacked and isinstance(self._format, Lines):
-            rows = LineRows(self._format, self._spec.files[number], self._spec.columns)
+            rows = RepackedLines(self._format, self._spec.files[number], self._spec.columns)
         else:
             rows = self._format.open(path, self._spec.columns, find)
         if self._spec.files[number].size_bytes == PROMISED:

@@ -112,7 +112,7 @@ class RowGroups:
         self._n_pending, self._n_bytes = rest.num_rows, rest.nbytes
 
 
-class LineRows:
+class RepackedLines:
     """The items of repacked lines; a malformed line is an ItemError that names the place in its source."""
 
     def __init__(self, its_format: Lines, file: InputFile, columns: Sequence[str] | None) -> None:
