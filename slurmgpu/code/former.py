@@ -24,7 +24,7 @@ MANY_NAMED = 5
 
 
 def code_now(
-    run: Run, container: ContainerRecord | None, given: Packed | None, *, writes: bool = True
+    run: Run, container: ContainerRecord | None, given: Packed | None, *, writes: bool
 ) -> tuple[Code, list[str]]:
     """A snapshot of the code as it is now, and notes on what has changed since the last submission.
 

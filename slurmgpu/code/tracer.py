@@ -250,7 +250,7 @@ class Tracer:
         names = [name for file in files for name in file.modules]
         return tuple(sorted(space for space in self._spaces if any(name.startswith(f"{space}.") for name in names)))
 
-    def sentences(self, read: Sequence[ReadFile] = ()) -> list[str]:
+    def sentences(self, read: Sequence[ReadFile]) -> list[str]:
         """Sentences on imports, and on files that are read, that are not in the snapshot."""
         found = list(self._left_out)
         if self._compiled:

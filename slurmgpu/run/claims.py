@@ -168,13 +168,13 @@ class Claims:
         finally:
             self._remove(mine)
 
-    def drop_earlier(self, claim: Claim, among: Iterable[int] | None = None) -> list[int]:
-        """Remove the claims that earlier attempts of a requeued task, which are dead, left; their shards.
+    def drop_earlier(self, claim: Claim, among: Iterable[int]) -> list[int]:
+        """Remove the claims, of these shards, that earlier attempts of a requeued task left, which are dead; the shards.
 
-        Only the shards `among` are read, by default all. A claim that cannot be read goes stale.
+        A claim that cannot be read goes stale.
         """
         dropped = []
-        for shard in sorted(self.numbers()) if among is None else among:
+        for shard in among:
             found = self.observe(shard)
             if found is not None and _is_earlier(found, claim):
                 self._remove(self.path(shard))

@@ -81,7 +81,7 @@ def last_sample(path: Path) -> Sample | None:
         return None
 
 
-def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -> list[Sample]:
+def some_samples(path: Path, n_samples: int, damaged: set[Path]) -> list[Sample]:
     """About `n_samples` samples of a file, spread evenly over it; all of them if it has few.
 
     A file with a damaged line is added to `damaged`.
@@ -103,7 +103,7 @@ def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -
         unreadable.append(b"")
         return []
     finally:
-        if unreadable and damaged is not None:
+        if unreadable:
             damaged.add(path)
 
 

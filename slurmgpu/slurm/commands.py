@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
@@ -156,7 +155,7 @@ def outside_job() -> Iterator[None]:
             yield
 
 
-def accounting(job_ids: Sequence[str], since: Mapping[str, float] = MappingProxyType({})) -> dict[str, list[Life]]:
+def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Life]]:
     """The lives by sacct: for each array task ("1234_7") its lives in order, one for each restart.
 
     `since` is when a job cannot have ended yet, in seconds since the epoch: what ended before was another job with its

@@ -475,9 +475,8 @@ class Computer:
         if isinstance(row, MAY_PASS):
             return may_pass(row)
         try:
-            if not isinstance(row, Mapping):
-                raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
-            return convert_row(self.columns, {**row, **shard.taken_in.kept[item.index]} if self.kept else row)
+            has_more = self.kept and isinstance(row, Mapping)
+            return convert_row(self.columns, {**row, **shard.taken_in.kept[item.index]} if has_more else row)
         except Exception as error:  # a row or a value of a user's class may raise any
             is_misfit = isinstance(error, ValueError)
             said = message_of(error) if is_misfit else described(error)

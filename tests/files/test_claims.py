@@ -131,7 +131,7 @@ def test_a_requeued_task_drops_its_own_earlier_claims_and_no_others(claims):
     claims.take(1, Claim("1_0", "1_0.0", "n", 1))
     claims.take(2, Claim("1_1", "1_1.0", "n", 1))
     claims.take(3, Claim("1_0", "1_0.0", "n", 1, parked=True))
-    assert claims.drop_earlier(Claim("1_0", "1_0.1", "n", 1)) == [1]
+    assert claims.drop_earlier(Claim("1_0", "1_0.1", "n", 1), sorted(claims.numbers())) == [1]
     assert claims.numbers() == {2, 3}
 
 
@@ -252,10 +252,10 @@ def test_tasks_of_two_clusters_with_one_job_id_have_claims_of_their_own(claims):
     assert claims.renew(3, theirs) is None
     claims.park(3, theirs)
     claims.release(3, theirs)
-    assert claims.drop_earlier(replace(theirs, attempt="1_0.1")) == []
+    assert claims.drop_earlier(replace(theirs, attempt="1_0.1"), sorted(claims.numbers())) == []
     assert not claims.holds(3, theirs)
     assert claims.read(3) == ours
-    assert claims.drop_earlier(replace(ours, attempt="1_0.1")) == [3]
+    assert claims.drop_earlier(replace(ours, attempt="1_0.1"), sorted(claims.numbers())) == [3]
 
 
 STRANGE = {

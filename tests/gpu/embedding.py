@@ -190,7 +190,7 @@ def the_gpu_is_busy(machine: Machine) -> str:
     from slurmgpu.run.telemetry_log import some_samples, telemetry_path
 
     work = _work(machine)
-    samples = some_samples(telemetry_path(Path(_run(machine)["run_dir"]), work.attempt), 100_000)
+    samples = some_samples(telemetry_path(Path(_run(machine)["run_dir"]), work.attempt), 100_000, set())
     first = work.first + FIRST_S
     busy = [each.utilisation for each in samples if first <= each.time <= work.last and each.utilisation is not None]
     if not busy:

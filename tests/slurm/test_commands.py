@@ -229,7 +229,7 @@ def test_lines_of_a_sites_wrapper_around_an_answer_are_passed_over(pretending):
 
     for name, text in ANSWERS.items():
         answer(name, text)
-    assert [life.state for life in commands.accounting(["7"])["7_0"]] == ["FAILED"]
+    assert [life.state for life in commands.accounting(["7"], {})["7_0"]] == ["FAILED"]
     assert [job.job_id for job in queue.own_jobs()] == ["7_0"]
     found = survey()
     assert [(each.name, each.gpus) for each in found.partitions] == [("gpu", {"a100": 4})]
