@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_type_hints
 
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.env_info import Surroundings
@@ -108,12 +108,14 @@ class Computed(TypedDict):
     published: list[list[Any]]
 
 
-class BriefRecord(Computed, _Heard):
-    """The fields of a record that `status` keeps in memory, of thousands of attempts."""
+class BriefRecord(_Heard):
+    """The fields of a record that `status` keeps in memory, of thousands of attempts: also those of `Computed`."""
 
+    attempt: str
     job: str
     task: int
     restart: int
+    submission: int
     executor: str
     node: str
     pid: int
@@ -141,6 +143,7 @@ class BriefRecord(Computed, _Heard):
     shard_done: int
     shard_kept: float | None
     progress: str | None
+    published: list[list[Any]]
     kept_s: float
     lost_s: float
     n_retried: int
@@ -312,50 +315,33 @@ _IS_DEATH = _object_of(
     shard=_is_count,
     items=_list_of(_is_count),
 )
-FIELDS: Mapping[str, Field] = {
-    "attempt": Field(_is_text),
-    "job": Field(_is_text),
-    "task": Field(_is_count),
-    "restart": Field(_is_count),
-    "submission": Field(_is_count),
-    "executor": Field(_is_text),
-    "node": Field(_is_text),
+_OF_KIND: Mapping[Any, Field] = {
+    str: Field(_is_text, ""),
+    int: Field(_is_count, 0),
+    float: Field(_is_number, 0.0),
+    str | None: Field(_or_none(_is_text)),
+    int | None: Field(_or_none(_is_count)),
+    float | None: Field(_or_none(_is_number)),
+    list[str]: Field(_list_of(_is_text), []),
+}
+"""The fields by their annotations in `Record`, unless `_OF_NAME` has them."""
+_OF_NAME: Mapping[str, Field] = {
     "pid": Field(lambda value: type(value) is int),
     "n_gpus": Field(_is_part_of_cluster),
-    "n_nodes": Field(lambda value: _is_part_of_cluster(value) and value > 0, 1),
-    "device": Field(_is_text),
-    "gpus": Field(_list_of(_is_text)),
-    "memory_mb": Field(_or_none(_is_count)),
-    "started": Field(_is_number),
-    "end_time": Field(_or_none(_is_number)),
-    "updated": Field(_is_number, 0.0),
-    "ended": Field(_or_none(_is_number)),
+    "n_nodes": Field(lambda value: _is_part_of_cluster(value) and value > 0),
     "state": Field(("starting", "loading", "running", "ended").__contains__, "starting"),
     "phases": Field(_are_phases, []),
-    "reason": Field(_or_none(_is_text)),
     "failure": Field(_or_none(_is_class)),
-    "message": Field(_is_text, ""),
-    "traceback": Field(_is_text, ""),
-    "bad_node": Field(_or_none(_is_text)),
-    "image": Field(_or_none(_is_text)),
     "surroundings": Field(_is_object, {}),
     "usage": Field(_is_usage, {}),
-    "load_s": Field(_or_none(_is_number)),
-    "n_items": Field(_is_count, 0),
-    "n_errors": Field(_is_count, 0),
     "failed": Field(_list_of(_is_failed), []),
-    "shard": Field(_or_none(_is_count)),
-    "shard_started": Field(_or_none(_is_number)),
-    "shard_done": Field(_is_count, 0),
-    "shard_kept": Field(_or_none(_is_number)),
-    "progress": Field(_or_none(_is_text)),
     "published": Field(_list_of(_is_published), []),
-    "kept_s": Field(_is_number, 0.0),
-    "lost_s": Field(_is_number, 0.0),
-    "n_retried": Field(_is_count, 0),
-    "waited_s": Field(_is_number, 0.0),
-    "idle_s": Field(_is_number, 0.0),
     "deaths": Field(_list_of(_IS_DEATH), []),
     "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),
     "version": Field(lambda value: value == 1, 1),
+}
+FIELDS: Mapping[str, Field] = {
+    name: _OF_NAME.get(name) or _OF_KIND[kind]
+    for name, kind in get_type_hints(Record).items()
+    if name in Record.__required_keys__
 }

@@ -14,7 +14,7 @@ from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run import directory
-from slurmgpu.run.records import FIELDS, Attempt, Record, new_record, read_record
+from slurmgpu.run.records import Attempt, new_record, read_record
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
 
 LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]
@@ -160,10 +160,6 @@ def test_the_ledger_of_a_long_run_with_faults_adds_up_to_its_hours(tmp_path, n_g
 
 WRONG = [None, True, 1, -1, 0.5, 10**30, float("nan"), float("inf"), "x", [], [3], [["x", 1, 2]], {}, {"a": []}]
 WRONG += [[[2**62, 1.75e9, 1.0, True]], [[-(2**70), 0, -9e8, True]], [[1e10, "loading"], [-1e8, "nonsense"]]]
-
-
-def test_a_record_has_the_keys_that_are_declared_and_looked_at():
-    assert record().keys() == FIELDS.keys() == Record.__annotations__.keys() - {"heard"}
 
 
 BROKEN = [b"", b"\0" * 300, b"[]", b"3", b"null", b'"x"', b"{}", b'{"attempt": "7_0.0"}', b"[" * 100_000, b"\xff\xfe"]
