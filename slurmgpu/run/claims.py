@@ -169,7 +169,7 @@ class Claims:
             self._remove(mine)
 
     def drop_earlier(self, claim: Claim, among: Iterable[int]) -> list[int]:
-        """Remove the claims, of these shards, that earlier attempts of a requeued task left, which are dead; the shards.
+        """Remove the claims of these shards that earlier attempts of a requeued task, which are dead, left; the shards.
 
         A claim that cannot be read goes stale.
         """
