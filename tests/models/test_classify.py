@@ -34,7 +34,6 @@ def nothing(tmp_path_factory):
         ({"labels": {"ok": "fine", "": "?"}}, "labels holds ''; expected a text to choose."),
         ({"prompt": None}, "neither is set, expected one of them"),
         ({"prompt": "Which of {labels}?"}, "has no field"),
-        ({"method": "guess"}, "method is 'guess'; expected 'score' or 'parse'."),
         ({"choices": ["A"]}, "choices has 1 texts for 2 labels; expected one for each."),
         ({"choices": ["A", "A"]}, "choices holds 'A' twice"),
         ({"pattern": "(.*)"}, "pattern is set, and method is 'score'"),

@@ -108,9 +108,6 @@ BERT = {"model_type": "bert", "hidden_size": 384, "max_position_embeddings": 512
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dtype": "int8"}, "dtype is 'int8'; expected one of 'float16', 'float32'."),
-        ({"precision": "fp8"}, "precision is 'fp8'; expected one of fp32, bf16, fp16."),
-        ({"pooling": "max"}, "pooling is 'max'; expected one of mean, cls."),
         ({"max_tokens": 0}, "max_tokens is 0; expected at least 4"),
         ({"max_tokens": 513}, "at most the model's 512 positions."),
         ({"model": ""}, "there is no folder ''"),

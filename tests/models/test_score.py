@@ -278,7 +278,6 @@ def test_cut_cuts_the_text_or_the_second_of_a_pair_and_the_row_says_so(classifie
         ({"pair": ["{a}", "{b}"]}, "pair and prompt are both set"),
         ({"answer": "{a}", "steps": "s"}, "answer and steps are both set"),
         ({"choices": ["+", "-"]}, "choices is what a model says behind each step; set steps"),
-        ({"activation": "tanh"}, "activation is 'tanh'; expected one of 'none', 'sigmoid', 'softmax'."),
         ({"engine": "vllm"}, "engine is 'vllm'; score computes by transformers alone."),
         ({"adapter": "x"}, "adapter is set, and score takes none"),
         ({"batching": "static"}, "batching is set, which means nothing to score."),

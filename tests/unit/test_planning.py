@@ -309,6 +309,20 @@ def test_wrong_settings_name_the_workload_and_the_setting(project, settings, sai
     assert said in message
 
 
+def test_a_setting_that_is_none_of_its_choices_is_refused(project):
+    folder = project()
+    source = """
+from typing import Literal
+from workloads import Rows
+class Chooses(Rows):
+    def __init__(self, how: Literal["mean", "cls"] | None = None) -> None:
+        super().__init__()
+"""
+    (folder / "chooses.py").write_text(source)
+    message = refused(folder, workload={"use": "chooses.py:Chooses"}, settings={"how": "max"})
+    assert "setting 'how' should be 'mean' or 'cls'; found 'max'" in message
+
+
 def test_a_missing_setting_is_asked_for(project):
     folder = project()
     source = (folder / "workloads.py").read_text().replace("item_s: float = 0.0", "item_s: float")

@@ -96,8 +96,6 @@ class Classify(LanguageModelWorkload):
         **settings: Unpack[PromptedSettings],
     ) -> None:
         self.labels = check_labels(list(labels))
-        if method not in ("score", "parse"):
-            raise SlurmGPUError(f"method is {method!r}; expected 'score' or 'parse'.")
         self.method, self.length_normalize, self.calibrate = method, length_normalize, calibrate
         self.truth, self.group, self.kept_fields = truth, group, tuple(keep)
         given: dict[str, Any] = {"length_normalize": length_normalize, "calibrate": calibrate}

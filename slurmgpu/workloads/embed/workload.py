@@ -20,7 +20,6 @@ from slurmgpu.llm.heads.engine import n_positions
 from slurmgpu.llm.interface.engine import TORCH_NAMES
 from slurmgpu.llm.models.kernels import choose_kernels
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
-from slurmgpu.llm.settings import check_choice
 from slurmgpu.shards.columns import Array
 from slurmgpu.util.packages import check_transformers
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
@@ -83,10 +82,7 @@ class Embed:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        # Planning checks types by the annotations above.
-        check_choice("dtype", dtype, Dtype)
-        check_choice("precision", precision, Precision)
-        check_choice("pooling", pooling or "mean", Pooling)
+        # Planning checks types and choices by the annotations above.
         try:
             folder, repository = locate(model, revision)
         except SlurmGPUError as error:

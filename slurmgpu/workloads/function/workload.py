@@ -42,8 +42,6 @@ class Function:
         learn: bool = False,
         argv: list[str] | None = None,
     ) -> None:
-        if items not in UNWRAP:
-            raise SlurmGPUError(f"function: items is {items!r}; expected one of {', '.join(UNWRAP)}.")
         self.columns: Mapping[str, Column] = {"types": Json()} if learn else columns_of_types(columns or {}, "function")
         self.takes_one = not batched
         self._names, self._learns = (function, load), learn

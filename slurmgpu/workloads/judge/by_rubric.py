@@ -49,8 +49,6 @@ class ByRubric(LanguageModelWorkload):
         named: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         has_truth: bool,
     ) -> None:
-        if rubric.method not in ("parse", "score"):
-            raise SlurmGPUError(f"method is {rubric.method!r}; expected 'parse' or 'score'.")
         if rubric.method == "score":
             check_scored(settings, [] if structure is None else [structure.kind])
         self.rubric, self._reader = rubric, Reader(rubric)

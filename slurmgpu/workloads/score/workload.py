@@ -27,7 +27,7 @@ from slurmgpu.llm.heads.head import (
 from slurmgpu.llm.interface.engine import Place
 from slurmgpu.llm.prompts.jinja_templates import template_class
 from slurmgpu.llm.prompts.templates import Last, take
-from slurmgpu.llm.settings import PromptedModelSettings, check_choice, prompts_of
+from slurmgpu.llm.settings import PromptedModelSettings, prompts_of
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
@@ -88,8 +88,6 @@ class Score(LanguageModelWorkload):
         check_settings(settings)
         check_parts(prompt, messages, answer, pair, steps, choices)
         check_pair(pair, cut, settings)
-        check_choice("path_by", path_by, PathScore)
-        check_choice("activation", activation or "none", Activation)
         if steps is not None and not (step_delimiter and step_end != ""):
             raise SlurmGPUError("step_delimiter and step_end are texts between and behind steps; one of them is empty.")
         last: Last = "drop" if answer is not None or steps is not None else "continue"

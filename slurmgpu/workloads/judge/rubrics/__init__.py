@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
@@ -129,22 +129,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return value
 
 
-_TYPES: Mapping[str, tuple[type, str]] = {
-    **dict.fromkeys(("prompt", "description", "system", "method", "measure", "pattern", "answer"), (str, "a text")),
-    "template_format": (str, "a text"),
-    **dict.fromkeys(("verdicts", "values", "swapped"), (Mapping, "a table")),
-    "max_tokens": (int, "a whole number"),
-    "fallback": (bool, "true or false"),
-    "swap": (list, "a list of two fields"),
+_TYPES: Mapping[Any, tuple[type, str]] = {
+    str: (str, "a text"),
+    int: (int, "a whole number"),
+    bool: (bool, "true or false"),
+    tuple[str, ...]: (list, "a list of two fields"),
 }
+"""The values in TOML of fields of `Rubric`, by their annotations; the others are tables."""
 
 
 def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
-    known = [field.name for field in fields(Rubric)]
+    known = get_type_hints(Rubric)
     for name, value in table.items():
         if name not in known:
             raise SlurmGPUError(f"{owner} has an unknown key {name!r}.{did_you_mean(name, known)}")
-        kind, described = _TYPES[name]
+        kind, described = _TYPES.get(known[name], (Mapping, "a table"))
         if not isinstance(value, kind) and not (name == "swapped" and value is None):
             raise SlurmGPUError(f"{owner}: {name} is {value!r:.80}; expected {described}.")
     for name in ("prompt", "verdicts"):
