@@ -12,12 +12,12 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.owners import is_trusted
@@ -37,17 +37,6 @@ SHOWN_DIGITS = 4
 """The least number of digits of a shortened digest."""
 
 
-class FileRecord(TypedDict):
-    """A file of a snapshot, as its JSON has it."""
-
-    name: str
-    path: str
-    inside: str | None
-    modules: list[str]
-    digest: str
-    sha256: str
-
-
 @dataclass(frozen=True)
 class SourceFile:
     """A file of the user's: its original `path`, and its `name` in the snapshot.
@@ -65,9 +54,9 @@ class SourceFile:
     source: bytes
     inside: str | None = None
 
-    def to_json(self) -> FileRecord:
+    def to_json(self) -> dict[str, Any]:
         """The file without its source."""
-        return cast(FileRecord, {key: value for key, value in asdict(self).items() if key != "source"})
+        return {key: value for key, value in asdict(self).items() if key != "source"}
 
 
 @dataclass(frozen=True)
@@ -173,7 +162,7 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
         about = cast(CodeAbout, {key: value[key] for key in value if key not in _OF_THE_FILE})
         left_out, namespaces = (tuple(map(str, value[key])) for key in ("left_out", "namespaces"))
-        reads = tuple(ReadFile(*(str(each[key]) for key in ("name", "path", "sha256"))) for each in value["read"])
+        reads = tuple(ReadFile(**each) for each in value["read"])
         snapshot = Snapshot(files, about, left_out, namespaces, reads)
         if snapshot.digest != digest:
             raise ValueError(f"its files are those of {snapshot.digest}")
@@ -196,15 +185,16 @@ def _expect_ours(run: Path, *paths: Path) -> None:
             raise ValueError(f"others may write {path} (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
-def _read_file(folder: Path, value: FileRecord, *, with_sources: bool) -> SourceFile:
-    name = str(value["name"])
-    if name.startswith("/") or ".." in Path(name).parts:
-        raise ValueError(f"it names {name!r}")
-    source, sha256 = read_bytes(folder / name) if with_sources else b"", str(value["sha256"])
-    if with_sources and hashlib.sha256(source).hexdigest() != sha256:
-        raise ValueError(f"{folder / name} was changed")
-    modules, inside = tuple(map(str, value["modules"])), value.get("inside")
-    return SourceFile(name, str(value["path"]), modules, str(value["digest"]), sha256, source, inside and str(inside))
+def _read_file(folder: Path, value: Mapping[str, Any], *, with_sources: bool) -> SourceFile:
+    file = SourceFile(**{**value, "modules": tuple(value["modules"])}, source=b"")
+    if file.name.startswith("/") or ".." in Path(file.name).parts:
+        raise ValueError(f"it names {file.name!r}")
+    if not with_sources:
+        return file
+    source = read_bytes(folder / file.name)
+    if hashlib.sha256(source).hexdigest() != file.sha256:
+        raise ValueError(f"{folder / file.name} was changed")
+    return replace_fields(file, source=source)
 
 
 def digests_in(run: Path) -> list[str]:

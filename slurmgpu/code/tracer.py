@@ -35,10 +35,8 @@ _OF_A_RUN_FILE = re.compile(rb"(?m)^\[workload\]")
 CONFIGURATIONS = frozenset({".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".conf", ".gin"})
 TEXTS = frozenset({".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".csv", ".tsv"})
 """Prompts, lists of words, small tables."""
-PROGRAMS = frozenset(
-    {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
-    | {".cu", ".cuh", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".pyx"}
-)
+SCRIPTS = frozenset({".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"})
+PROGRAMS = SCRIPTS | {".cu", ".cuh", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".pyx"}
 _OF_THE_SYSTEM = ("/etc/", "/proc/", "/sys/", "/dev/", "/usr/", "/run/", "/var/", "/lib/", "/lib64/")
 LARGEST_COMPILED = 1 << 26
 LARGEST_READ = 1 << 20

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from slurmgpu.code import importer
 from slurmgpu.code.locator import is_others
+from slurmgpu.code.tracer import SCRIPTS
 from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of, types_of_rows
 from slurmgpu.util import cgroups, gpus
@@ -61,7 +62,7 @@ from slurmgpu.workloads.command.submitted_program import SubmittedProgram, inher
 log = logging.getLogger(__name__)
 
 Answer = Row | ItemError | Retry
-SCRIPTS = {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk", ".ipynb"}
+CODE = SCRIPTS | {".ipynb"}
 """Suffixes of files that are code."""
 LONGEST_SCRIPT = 1 << 20
 """A longer file, in bytes, is no script of the user's own."""
@@ -201,8 +202,7 @@ class Command:
         return [
             path
             for path, place in places
-            if (place.is_relative_to(here) or (place.suffix in SCRIPTS and not is_others(str(place))))
-            and _is_script(path)
+            if (place.is_relative_to(here) or (place.suffix in CODE and not is_others(str(place)))) and _is_script(path)
         ] + ([] if entry is None else [entry])
 
     def check_here(self) -> None:
@@ -523,7 +523,7 @@ def _is_script(path: Path) -> bool:
         if not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
             return False
         with open(path, "rb") as file:
-            return path.suffix in SCRIPTS or file.read(2) == b"#!"
+            return path.suffix in CODE or file.read(2) == b"#!"
     except OSError:
         return False
 
