@@ -179,7 +179,7 @@ def _source_of(function: Callable[..., Any]) -> str | None:
 
 
 def _read_texts(source: str) -> set[str]:
-    """The texts in a function's source that may name what it reads; of a lambda, the lines may be no source."""
+    """The texts in a function's source that may name what it reads; the lines of a lambda may be no source."""
     try:
         return names_in(ast.parse(textwrap.dedent(source)), None).read_texts()
     except (SyntaxError, ValueError, RecursionError):  # the last of an expression of hundreds of operators
@@ -267,7 +267,7 @@ def _named_in(codes: Iterable[CodeType], folder: Path) -> set[str]:
     where = Locator(folder, None)
     texts = {text for code in codes for text in code.co_consts if isinstance(text, str) and DOTTED.fullmatch(text)}
     places = {text: where.look(text.partition(".")[0]) for text in texts}
-    # Of `train.loss` it is not known whether it is a module's.
+    # `train.loss` may be a module's, or not.
     return {text for text in texts if places[text] and where.locate(".".join(text.split(".")[:2])) is not None}
 
 

@@ -77,8 +77,8 @@ class Finder(MetaPathFinder):
     """Finds the modules of a snapshot under their original names.
 
     It is the first in `sys.meta_path`, since an editable install or a hook of the user's may have a finder there that
-    reads the present files. Of these it asks the others about its modules: a loader that compiles source in a way of
-    its own, as typeguard's and jaxtyping's do, gets the source of the snapshot.
+    reads the present files. It asks these others about its modules: a loader that compiles source in a way of its own,
+    as typeguard's and jaxtyping's do, gets the source of the snapshot.
     """
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
@@ -165,7 +165,7 @@ class Finder(MetaPathFinder):
         return None
 
     def namesakes(self, files: Mapping[str, str]) -> list[str]:
-        """The modules, of those with `files`, that have the name of one of the snapshot and are of another file."""
+        """The modules among `files` that have the name of one in the snapshot and another file."""
         return [name for name, path in files.items() if name in self._by_name and path not in self.by_path]
 
     def bypassed(self) -> list[str]:

@@ -22,7 +22,8 @@ _MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
 class NamesInShell:
     """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules.
 
-    `path` are the folders, of the latter kind, that it puts on PYTHONPATH. `chooses_gpus` by CUDA_VISIBLE_DEVICES.
+    `path` are the folders, relative to the latter, that it puts on PYTHONPATH. It `chooses_gpus` by
+    CUDA_VISIBLE_DEVICES.
     """
 
     beside: frozenset[str]

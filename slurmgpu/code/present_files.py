@@ -17,7 +17,7 @@ from slurmgpu.code.snapshots import ReadFile, SourceFile
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 MANY_BESIDE = 2000
-"""Beside a script in a folder with more entries, nothing is linked for its copy: the folder holds data."""
+"""Nothing is linked for the copy of a script in a folder with more entries: the folder holds data."""
 
 Signature = tuple[int, int, int]
 

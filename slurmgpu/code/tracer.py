@@ -109,7 +109,7 @@ class Tracer:
             )
 
     def add_script(self, path: Path) -> None:
-        """Add a file that runs as a program, of whatever language, and what it imports if that is Python."""
+        """Add a file that runs as a program, in whatever language, and what it imports if that is Python."""
         if str(path.parent) not in self.where.folders:
             self.where.folders.insert(0, str(path.parent))
         if not path.is_relative_to(self._base):

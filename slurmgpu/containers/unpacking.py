@@ -75,7 +75,7 @@ def record_of(folder: Path) -> Path:
 
 
 def describe(folder: Path, pause: Pause) -> dict[str, list[int]]:
-    """What `is_whole` compares a folder with: its number of entries and bytes, and of entries near the top."""
+    """The values that `is_whole` compares a folder with: its entries and bytes, and its entries near the top."""
     return {"whole": _look(folder, pause), "upper": _look(folder, pause, UPPER_LEVELS)}
 
 

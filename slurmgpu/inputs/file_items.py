@@ -136,7 +136,7 @@ class FileRows:
             status = retried(lambda: os.stat(path), self._patience_s)  # noqa: PTH116 - a Path is slower, of a million
         except OSError as error:
             if is_transient(error):
-                # Where the folder cannot be looked at either, it is no fault of the file.
+                # If the folder cannot be looked at either, it is no fault of the file.
                 os.stat(os.path.dirname(path))  # noqa: PTH116, PTH120
                 self._patience_s = BRIEF_PATIENCE_S  # for the next: all of a broken disk may be such
             return ItemError(f"{shown} cannot be read: {error.strerror}")

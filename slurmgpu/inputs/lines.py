@@ -58,7 +58,7 @@ class Lines(Format):
         return found if found.is_empty else self._preview_records(self._first_records(file, found), found)
 
     def preview_stream(self, stream: BinaryIO, found: Preview) -> Preview:
-        """As `preview`, of a file that can only be read from its beginning; `end` is beyond the first items."""
+        """As `preview`, for a file that can only be read from its beginning; `end` is beyond the first items."""
         head, size = b"", len(_BOM) + _HEAD_BYTES
         while True:
             head += stream.read(size + 1 - len(head))

@@ -32,7 +32,7 @@ def is_table(items: Any) -> bool:
 
 
 def without_index(table: Any) -> Any:
-    """The table; of pandas without its index, which stands for the order of rows."""
+    """The table; one of pandas without its index, which stands for the order of rows."""
     return table.reset_index(drop=True) if hasattr(table, "iloc") else table
 
 

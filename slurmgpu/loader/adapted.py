@@ -29,8 +29,8 @@ class Adapted:
 
     No other code reads attributes of the user's object. Each member is read once, on first use: a property may read
     files, which planning needs and a worker does not. None counts as absent. A member of a wrong type raises
-    SlurmGPUError. `name` is the full name of the class; `call` computes rows, of items and, if the workload has
-    `prepare`, of what that returned for them.
+    SlurmGPUError. `name` is the full name of the class; `call` computes the rows of items, and takes
+    what `prepare` returned for them if the workload has that.
     """
 
     user: Any

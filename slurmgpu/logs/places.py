@@ -220,7 +220,7 @@ def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: boo
 
 
 def matches_of(path: Path, pattern: re.Pattern[bytes], start: int, stop: int) -> Iterator[tuple[int, re.Match[bytes]]]:
-    """The matches of a pattern, of no more than MATCH_BYTES each, in a part of a file, and where they begin."""
+    """The matches of a pattern, each of at most MATCH_BYTES, in a part of a file, and where they begin."""
     with contextlib.suppress(OSError), open_file(path) as file:
         for begin in range(start, stop, SEARCH_BYTES):
             if _is_late():

@@ -187,7 +187,7 @@ class Plan:
     def computes_same(self, other: Plan) -> bool:
         """Whether another plan has the same rows: what they depend on is equal, and so is how the input is read.
 
-        Of what a file is read as, its lines or its records, the fingerprint has nothing: `x.txt` may be `x.jsonl`.
+        The fingerprint does not say whether a file is read by lines or by records: `x.txt` may be `x.jsonl`.
         """
         mine, others = ([plan.input[key] for key in ("format", "columns", "folders")] for plan in (self, other))
         # Not by `basis`, in which a setting that is NaN differs from itself.

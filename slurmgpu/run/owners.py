@@ -95,7 +95,7 @@ def why_forgeable(run: Run, *others: Path) -> str | None:
 def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: bool = False) -> None:
     """Raise SlurmGPUError unless this user may write all that `to_do` writes; called before it begins.
 
-    The owner is not checked, who can change the modes.
+    The owner is not checked, as owners can change the modes.
     """
     owner = retried(run.folder.stat).st_uid
     if os.geteuid() == owner or (obstacle := _obstacle(run, owner, computes=computes, merges=merges)) is None:

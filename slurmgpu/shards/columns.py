@@ -122,7 +122,7 @@ class Array(Column, kind="array"):
         return cast(found, self.dtype)
 
     def convert_all(self, values: Sequence[Any]) -> Sequence[npt.NDArray[Any]]:
-        """As one by one; arrays of the column's dtype and shape are copied at once."""
+        """The same as one by one; arrays with the column's dtype and shape are copied at once."""
         is_own = type(self).convert is Array.convert and self.shape != ()
         if is_own and all(
             type(each) is np.ndarray and each.dtype == self.dtype and each.shape == self.shape for each in values

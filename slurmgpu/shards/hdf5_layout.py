@@ -307,7 +307,7 @@ def _file_creation(userblock_size: int) -> Any:
 
 @functools.cache
 def _creation() -> tuple[Any, Any, Any]:
-    """The property lists of a dataset, of a group, and of the link to either. None stores a time."""
+    """The property lists for a dataset, a group, and the link to either. None stores a time."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
     creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)

@@ -235,7 +235,7 @@ def cluster_name() -> str:
 def other_cluster() -> str | None:
     """Why sbatch, as this shell types it, would submit to another cluster than the one that is asked here; or None.
 
-    Of several clusters it takes the one where the job starts first.
+    Where several are named, it takes the one where the job starts first.
     """
     for name in CLUSTER_VARIABLES:
         named = os.environ.get(name, "")

@@ -131,7 +131,7 @@ def _gpus() -> dict[str, list[dict[str, int]]]:
 
 
 def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:
-    """The account, the associations of the user, of the account and of those above it, and all QOSes."""
+    """The account, the associations of the user, the account and those above it, and all QOSes."""
     if account is None:
         account = next((row["DefaultAccount"] for row in sacctmgr("user", ("User", "DefaultAccount"), user)), "")
     found: dict[str, list[Row]] = {}

@@ -174,7 +174,7 @@ def _sources(
 
 
 def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list[Held]:
-    """The limits of a rule that hold; of a source's limits on GPUs and on GPUs of the type, the lower one."""
+    """The limits of a rule that hold; where a source limits GPUs and GPUs of the type, the lower one."""
     if rule.kind not in ("task", "at once"):  # whose values are lists of TRES, such as "cpu=64,gres/gpu=8"
         return _deciding(rule, sources)
     if not submission.gpus_per_task:

@@ -144,7 +144,7 @@ _SUBMITTED_BY: dict[str, str] = {}
 
 
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
-    """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet.
+    """A run's jobs in the queue, for all submissions that have not ended, and those that have not joined it yet.
 
     The id is not enough to identify a job: on another cluster that shares the disk it is another job's, and so it is
     where ids began again because slurmctld lost its state. `among` are all of the user's jobs, if they are known

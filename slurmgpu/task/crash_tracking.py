@@ -35,7 +35,7 @@ class Deaths:
         self._n_in_a_row = 0
 
     def take_up(self, shard: int, items: Sequence[int], is_isolated: bool, ahead: Sequence[int] | None = None) -> None:
-        """These items are in flight from now on; of the batch that is prepared, `ahead` are shard and first item."""
+        """These items are in flight from now on; `ahead` are shard and first item of the batch that is prepared."""
         self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 
     def put_down(self, shard: int | None = None) -> None:

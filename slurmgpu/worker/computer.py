@@ -428,7 +428,7 @@ class Computer:
     def _end_if_used_up(self, failure: Failure | None) -> None:
         """Raise WorkerBrokenError if no file or thread was left, and none is now that what failed has let its own go.
 
-        What was computed before has kept them, if anything was, and not the items in hand.
+        If anything was computed before, that has kept them, and not the items in hand.
         """
         if failure is not None and failure.is_of_process and is_used_up():
             raise WorkerBrokenError(failure.message, blames_items=not self._has_computed)

@@ -527,7 +527,7 @@ class Worker:
 
         def kind_of(error: BaseException) -> str:
             found = class_of(error, LOADING)
-            # Who asks for a GPU where none was asked for, finds none on any node.
+            # A workload that uses a GPU where the run asks for none finds none on any node.
             return "workload_error" if found == "gpu_fault" and device == "cpu" else found
 
         try:

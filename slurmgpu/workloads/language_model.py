@@ -269,7 +269,7 @@ def answer_of(found: FoundT | None) -> FoundT:
 
 
 def good_blocks(merged: Merged, name: str) -> Iterator[Any]:
-    """A column's values of the items that did not fail, of some rows at a time: arrays of numbers, or lists."""
+    """A column's values for the items that did not fail, some rows at a time: arrays of numbers, or lists."""
     for start in range(0, len(merged), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
         values, good = merged[name][rows], ~merged.failed[rows]

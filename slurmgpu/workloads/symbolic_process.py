@@ -2,7 +2,7 @@
 
 A line of JSON on standard input is a question, as `symbolic.Symbols` asks them, and a line on standard output its
 answer. SIGXCPU ends the process where a question needs more CPU time than that: some take SymPy for ever, and
-math-verify's own limit is an alarm, which Python's code alone heeds.
+math-verify's own limit is an alarm, which interrupts nothing but Python's own code.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ SCORED: Mapping[str, Column] = {
 class ScoredTree:
     """The `scores` of a tree's paths, with the `errors` of those without one, and the scores of its nodes' `steps`.
 
-    What has no score has NaN. `worth` is what each path counts in a vote: its score, or of raw ones the exponential.
+    What has no score has NaN. `worth` is what each path counts in a vote: its score, or the exponential of a raw one.
     """
 
     scores: list[float]
@@ -156,7 +156,7 @@ def _by_node(paths: Sequence[Path], rows: Sequence[Row | ItemError], n_nodes: in
 
 
 def scored_totals(merged: Merged) -> dict[str, Any]:
-    """How often the best path and the weighted vote are right, of all questions, and how scores are distributed."""
+    """The shares of questions whose best path and weighted vote are right, and how scores are distributed."""
     scores = np.concatenate([np.empty(0), *good_values(merged, "scores")])
     summary: dict[str, Any] = {"n_unscored": int(np.isnan(scores).sum())}
     for name in ("best", "weighted_vote"):

@@ -146,8 +146,8 @@ def read_output(
 ) -> dict[int, Values]:
     """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format.
 
-    A program may write back what it got: of the fields that it was `given`, of that by which rows `match` items, and
-    of the column without a name that pandas writes, only declared columns are taken.
+    A program may write back what it got: the fields that it was `given`, the one by which rows `match` items, and the
+    column without a name that pandas writes are left out unless they are declared columns.
     """
     collected = Collected(wanted, is_one=is_one)
     known = {*given, match.field} if match else set(given)
@@ -298,6 +298,6 @@ _UNITS = {"jsonl": "line", "json": "object", "csv": "record", "npz": "row"}
 
 
 def in_order(indices: Sequence[int], rows: Mapping[int, Values]) -> list[Values | ItemError | Retry]:
-    """The rows of these items; of one that has none, an error."""
+    """The rows of these items, with an error for an item that has none."""
     missing = "the command wrote no row for this item"
     return [row_of(rows[index]) if index in rows else ItemError(missing) for index in indices]

@@ -230,7 +230,7 @@ def _interpreter(program: str) -> str:
 
 
 def _argument(name: str, data: Mapping[str, Any], runs_it: str | None) -> bytes:
-    """A field as (a part of) an argument; of code that a program `runs_it`, unless it is None."""
+    """A field as (a part of) an argument; a program `runs_it` if the argument is code, else that is None."""
     found = content_of(name, data)
     if runs_it is not None and not _PLAIN.fullmatch(found):
         parameter = _PARAMETERS[_interpreter(runs_it)]

@@ -42,7 +42,7 @@ PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
 """A process that cannot be started for these reasons is started again, after each of PAUSES_S."""
 PAUSES_S = 0.1, 0.5, 2.0
 OF_NODE = {errno.ENOMEM, errno.ENFILE}
-"""Beside errors of file systems, the reasons for which another node may start it."""
+"""The reasons, beside errors of file systems, for which another node may start it."""
 
 
 class CallFailedError(ItemError):

@@ -65,7 +65,7 @@ def check_program(program: str, path: str | None) -> None:
 def why_not_started(program: str, path: str | None) -> str | None:
     """Why `program`, a path or a name on `path`, cannot be started, as a sentence; None if nothing is seen.
 
-    Of a script the `#!` line is read, and its interpreter looked for, by `env` on `path`. A file that is executable
+    The `#!` line of a script is read, and its interpreter looked for, by `env` on `path`. A file that is executable
     and neither a script nor text may be in a format that this machine knows.
     """
     if "/" in program and os.path.isdir(program):  # noqa: PTH112 - Path.is_dir raises where it may not look

@@ -92,7 +92,7 @@ class ToLog:
             self._put(self.mark.encode() + said.encode() + b"\n")
 
     def tail(self) -> str:
-        """The end of what came, in whole lines; of a line that was written over, what a terminal shows."""
+        """The end of what came, in whole lines, as a terminal shows lines that were written over."""
         text = self._tail.decode(errors="replace")
         if self._is_cut and "\n" in text.rstrip("\n"):
             text = text.partition("\n")[2]
@@ -109,8 +109,8 @@ class ToLog:
     def headline(self, *, of_error: bool) -> str:
         """The line that tells most; with `of_error` one that ends a traceback, also before the end.
 
-        Else it is the last line that is more than a rule or a bar of progress; of Hydra, which ends an error by advice,
-        the first. Behind a traceback come those of torchrun, and what trackers and warnings print.
+        Else it is the last line that is more than a rule or a bar of progress; the first where Hydra ends an error by
+        advice. Behind a traceback come those of torchrun, and what trackers and warnings print.
         """
         if of_error and (told := self.told()):
             return told

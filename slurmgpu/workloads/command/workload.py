@@ -83,7 +83,7 @@ class EditedError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """The items of a call by their lines in `{in}`; of a call for one item, its fields and variables about it, too."""
+    """The items of a call by their lines in `{in}`; a call for one item also has its fields, and variables about it."""
 
     requests: Mapping[int, bytes]
     data: Mapping[str, object] = field(default_factory=dict)
@@ -189,8 +189,8 @@ class Command:
         """The scripts among the arguments.
 
         These are files below the working folder, which is that of the run file, and elsewhere those that are code by
-        their names and not installed; of `-m package.module` of Python or a launcher the module's file, and those of
-        its packages. So is the script of a program that imports modules of the user's.
+        their names and not installed; the file of a module that Python or a launcher runs by `-m package.module`, and
+        those of its packages; and the script of a program that imports modules of the user's.
         """
         here = Path.cwd().resolve()
         found = [Path(text) for text in self._line.texts.values()]

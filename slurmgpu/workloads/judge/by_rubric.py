@@ -204,7 +204,7 @@ class ByRubric(LanguageModelWorkload):
         return [one for one in asked if one.verdict is None and one.error is None]
 
     def summarize(self, merged: Merged, samples: Samples | None) -> dict[str, Any]:
-        """Count the verdicts, and compute the rubric's measure; of samples, choices among texts as well."""
+        """Count the verdicts, and compute the rubric's measure, or what choices among `samples` are worth."""
         if samples is None:
             return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self._has_truth)
         return samples.summarize(merged) | summarize_each(merged, self.rubric, self.sampling.max_tokens)

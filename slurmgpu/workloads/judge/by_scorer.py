@@ -111,7 +111,7 @@ class ByScorer(Score):
         return [_compared(first, second) for first, second in zip(rows[::2], rows[1::2], strict=True)]
 
     def summarize(self, merged: Merged, samples: Samples | None = None) -> dict[str, Any]:
-        """Describe the scores; of a comparison, count the verdicts as well."""
+        """Describe the scores; a comparison has counts of the verdicts as well."""
         return _summarize_compared(merged) if self.compares else super().summarize(merged, samples)
 
 

@@ -254,7 +254,7 @@ class Judge:
         ]
 
     def _shown(self, item: Item) -> Item:
-        """The item with fields by the names in prompts; of two runs, with the text of each."""
+        """The item with fields by the names in prompts, and with the second run's text if there is one."""
         data = self._named(item.data)
         if self.opponent is not None:
             (first, second), (mine, theirs) = self._pair, self._called

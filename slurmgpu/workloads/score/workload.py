@@ -323,7 +323,7 @@ class Score(LanguageModelWorkload):
         )
 
     def summarize(self, merged: Merged, samples: Samples | None = None) -> dict[str, Any]:
-        """Count labels, and describe how the scores are distributed; of samples, choices among texts as well.
+        """Count labels, and describe how the scores are distributed; with samples, also choices among texts.
 
         Another workload may have the samples that it scored; else they are those of `each`.
         """

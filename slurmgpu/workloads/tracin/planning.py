@@ -221,7 +221,7 @@ def check_unchanged(planned: Planned, found: Mapping[str, str], only: Collection
 def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[str]) -> list[float | None]:
     """The learning rate of each checkpoint: the one that is set, else the one in its file; all None if no file has one.
 
-    SlurmGPUError for files that do not tell one rate, of which only some do, or that tell of no influence.
+    SlurmGPUError for a file with several rates or an impossible one, if only some files have one, or if all are 0.
     """
     for one, read, path in zip(given, told, paths, strict=True):
         if one is None and read.found is not None:

@@ -70,7 +70,7 @@ class Reader:
     def verdict(self, text: str) -> str | None:
         """The name of the verdict in an answer; None if it has none, or several.
 
-        Of a pattern's matches the last verdict counts: a judge may write more after its verdict.
+        The last verdict among a pattern's matches counts: a judge may write more after its verdict.
         """
         if self._pattern is None:
             found = self._labels.within(text)

@@ -43,7 +43,7 @@ class Recipe:
     """Queries per step: different pairs of a head and a relation, with all their tails."""
     learning_rate: float = 1e-3
     dropouts: tuple[float, ...] = (0.2, 0.2, 0.3)
-    """ConvE: of the input, of feature maps, of the linear layer's output. Other models use the first, of the query."""
+    """ConvE's for the input, feature maps and the linear layer's output. Other models use the first, for the query."""
     image: tuple[int, int] | None = None
     """ConvE: height and width of an embedding's image; None for the most square one."""
     stack: Stack = "height"
