@@ -269,7 +269,6 @@ def test_the_norm_of_transe_is_told_or_set_and_never_guessed(tmp_path):
         (3, "interleaved", "appended", 'no inverse relations, but inverse is "appended". Remove inverse'),
         (6, "interleaved", "none", 'has 6 rows of relations, .* but inverse is "none". Set it to "interleaved"'),
         (5, None, "none", "model.pt has 5 rows of relations, and rel_dict.txt has ids for 3; expected the same"),
-        (6, None, "apended", "inverse is 'apended'. Did you mean 'appended'"),
     ],
 )
 def test_where_inverse_relations_lie_is_known_or_refused(rows, implied, setting, found):
@@ -523,7 +522,7 @@ def two_groups(model):
         (lambda model: torch.optim.Adam(list(model.parameters())[1:]), "the optimizer has 11 parameters"),
         (lambda model: torch.optim.Adam(list(model.parameters())[::-1]), "expected a second moment of Adam for"),
         (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "expected a second moment of Adam"),
-        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "has no optimizer_state_dict with Adam's state"),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "has no optimizer_state_dict with a state"),
     ],
 )
 def test_an_optimizer_that_cannot_be_matched_is_refused(tmp_path, optimizer_of, message):

@@ -137,6 +137,14 @@ def test_the_command_leaves_checkpoints_and_dictionaries_and_says_how_it_ranks(f
     assert heads.startswith("test.txt: heads of 2 triples, filtered: mrr 0.")
 
 
+def test_names_may_have_characters_that_end_lines_elsewhere(files):
+    """Only a newline ends a line of triples."""
+    (files / "train.txt").write_text("a\u2028b\tr\tc\x0c\nc\x0c\tr\ta\u2028b\n", encoding="utf-8")
+    argv = [files / "train.txt", "-o", files / "out", "--device", "cpu", "--model", "distmult", "--dim", "4"]
+    assert main([str(arg) for arg in [*argv, "--epochs", "1"]]) == 0
+    assert read_dictionary(files / "out" / "node_dict.txt").ids == {"a\u2028b": 0, "c\x0c": 1}
+
+
 def test_a_checkpoint_knows_the_dictionaries_that_its_model_was_trained_with(files):
     argv = [files / "train.txt", "-o", files / "out", "--device", "cpu", "--model", "distmult", "--dim", "4"]
     assert main([str(arg) for arg in [*argv, "--epochs", "1"]]) == 0

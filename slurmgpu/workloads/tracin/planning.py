@@ -19,7 +19,7 @@ from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge import graph
-from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
+from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, optimizer_of, peek_content, read_layout
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
 from slurmgpu.workloads.tracin.kge.learning_rates import Rate, learning_rate_in
 from slurmgpu.workloads.tracin.kge.parameter_names import group_of, unwrapped
@@ -81,7 +81,8 @@ def plan(settings: TracinSettings) -> Planned:
         _expect_dictionaries(settings, layouts[0].told, paths[0])
         _expect_inverse(settings, layout, paths[-1])
         for path in paths if settings.precondition == "adam" else ():
-            _expect_moments(path)
+            if (content := peek(path)) is not None:  # else tasks look: PyTorch reads it, which may be missing here
+                optimizer_of(content, path)
         architecture, names = layout.architecture, trainable(layout)
         wanted = wanted_parameters(settings.parameters, architecture, names)
         groups = list(dict.fromkeys(group_of(name) for name in wanted))
@@ -339,17 +340,6 @@ def _expect_inverse(settings: TracinSettings, layout: Layout, path: str) -> None
         raise SlurmGPUError(
             f'directions = "both" needs inverse relations, and the model in {path} has none: it has '
             f'{layout.n_relations} rows of relations, one for each. Set directions = "tail".'
-        )
-
-
-def _expect_moments(path: str) -> None:
-    """Refuse a checkpoint without Adam's state, if it can be read without PyTorch."""
-    content = peek(path)
-    optimizer = None if content is None else content.get("optimizer_state_dict")
-    if content is not None and not (isinstance(optimizer, Mapping) and optimizer.get("state")):
-        raise SlurmGPUError(
-            f'precondition = "adam" needs the second moments of Adam, and {path} has no optimizer_state_dict with a '
-            f"state. Use a checkpoint that has it, or remove precondition."
         )
 
 

@@ -10,20 +10,19 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.workloads.tracin.kge.parameter_names import Architecture, Inverse, Stack
 
-ARCHITECTURES = ("conve", "distmult", "complex", "transe")
+ARCHITECTURES = get_args(Architecture)
 LOSSES = ("bce-pos", "bce-1n", "kvsall", "ce", "score")
 """And "ns:K", with K negatives."""
 
 Direction = Literal["tail", "both"]
-Inverse = Literal["interleaved", "appended", "none"]
 Normalize = Literal["none", "train", "cosine"]
 Precision = Literal["fp32", "fp64", "tf32", "bf16", "fp16"]
 Precondition = Literal["none", "adam"]
-Stack = Literal["height", "width"]
 
 CPU_MEMORY_MB, GPU_MEMORY_MB = 200, 4096
 """Working memory if memory_mb is not set."""

@@ -73,13 +73,7 @@ def adam_weights(path: str | Path, layout: Layout) -> dict[str, Tensor]:
     v̂ is the second moment without its bias, as in torch.optim.Adam and AdamW, at the checkpoint's step.
     """
     content = read_content(path)
-    optimizer = content.get("optimizer_state_dict")
-    if not isinstance(optimizer, Mapping) or not optimizer.get("state"):
-        raise SlurmGPUError(
-            f'{path} has no optimizer_state_dict with Adam\'s state. Set precondition to "none", or use a checkpoint '
-            f"that has it."
-        )
-    state = state_of(content, path)
+    optimizer, state = optimizer_of(content, path), state_of(content, path)
     found = {}
     for key, (moments, group) in _by_key(optimizer, state, path).items():
         second = moments.get("max_exp_avg_sq", moments.get("exp_avg_sq")) if isinstance(moments, Mapping) else None
@@ -94,6 +88,17 @@ def adam_weights(path: str | Path, layout: Layout) -> dict[str, Tensor]:
     return {
         name: _canonical(found[key], name, layout) for name, key in layout.names.items() if not key.endswith(BUFFERS)
     }
+
+
+def optimizer_of(content: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
+    """The state dict of Adam in a checkpoint's content; SlurmGPUError if there is none with a state."""
+    optimizer = content.get("optimizer_state_dict")
+    if not isinstance(optimizer, Mapping) or not optimizer.get("state"):
+        raise SlurmGPUError(
+            f'precondition = "adam" needs the second moments of Adam, and {path} has no optimizer_state_dict with a '
+            f"state. Use a checkpoint that has it, or remove precondition."
+        )
+    return optimizer
 
 
 def _by_key(

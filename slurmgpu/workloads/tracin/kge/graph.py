@@ -97,6 +97,11 @@ def read_triples(path: str | Path, entities: Dictionary, relations: Dictionary) 
     return _triples(_read(path), str(path), entities, relations)
 
 
+def read_lines(path: str | Path) -> Sequence[str]:
+    """The lines of a file of triples."""
+    return _lines(_read(path), str(path))
+
+
 def parse_triple(text: str, entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
     """The ids (head, relation, tail) of one line; ItemError for a wrong one."""
     fields = text.removesuffix("\n").removesuffix("\r").split("\t")

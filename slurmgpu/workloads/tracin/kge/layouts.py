@@ -16,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
 from slurmgpu.workloads.tracin.kge.learning_rates import NO_RATE, Rate, learning_rate_in
 from slurmgpu.workloads.tracin.kge.parameter_names import (
     NAMINGS,
     NO_PARAMETERS,
+    Architecture,
     Inverse,
     ParameterNames,
     Stack,
@@ -31,7 +32,6 @@ from slurmgpu.workloads.tracin.kge.parameter_names import (
 )
 from slurmgpu.workloads.tracin.kge.torch_archive import state_of, told_in
 
-Architecture = Literal["conve", "distmult", "complex", "transe"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 ANOTHER = 'Name your own model class instead: architecture = "file.py:Class".'
@@ -131,8 +131,6 @@ def check(
             f"{entities.size:,}. Use the dictionary that the model was trained with; every row needs a name in it."
         )
     found, wanted = layout.n_relations, relations.size
-    if inverse is not None and inverse not in get_args(Inverse):
-        raise SlurmGPUError(f"inverse is {inverse!r}.{did_you_mean(inverse, get_args(Inverse))}")
     if found == wanted and inverse in (None, "none"):
         return replace(layout, inverse="none")
     if found == 2 * wanted and (lie := inverse or layout.inverse) in ("interleaved", "appended"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+Architecture = Literal["conve", "distmult", "complex", "transe"]
 Stack = Literal["height", "width"]
 Inverse = Literal["interleaved", "appended", "none"]
 

@@ -27,7 +27,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
-from slurmgpu.workloads.tracin.kge.graph import Dictionary, read_dictionary, read_triples
+from slurmgpu.workloads.tracin.kge.graph import Dictionary, read_dictionary, read_lines, read_triples
 from slurmgpu.workloads.tracin.kge.trainer import Recipe, Trainer, summary
 
 log = logging.getLogger(__name__)
@@ -147,11 +147,7 @@ def _dictionary(path: Path, files: Sequence[Path], fields: Sequence[int]) -> Dic
 
 def _names(path: Path, fields: Sequence[int]) -> set[str]:
     """The names in some fields of a file of triples; wrong lines are skipped here and refused by `read_triples`."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise SlurmGPUError(f"{path}: expected UTF-8, found {error}. Convert the file.") from error
-    triples = [line.split("\t") for line in lines]
+    triples = [line.split("\t") for line in read_lines(path)]
     return {triple[field] for triple in triples if len(triple) == 3 for field in fields}
 
 

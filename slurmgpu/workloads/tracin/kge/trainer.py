@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.differentiable import Model
-from slurmgpu.workloads.tracin.kge.layouts import Architecture
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
-from slurmgpu.workloads.tracin.kge.parameter_names import Inverse, Stack
+from slurmgpu.workloads.tracin.kge.parameter_names import Architecture, Inverse, Stack
 from slurmgpu.workloads.tracin.kge.queries import Known, Queries, rows_of, with_rows
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 
