@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import functools
 import os
-import secrets
 import shutil
 import stat
 from pathlib import Path
@@ -25,7 +24,7 @@ def task_folder(scratch: Path) -> Path:
 @functools.cache
 def _token(pid: int) -> str:
     # Nodes, or PID namespaces of a node, may share scratch: their processes may have the same pid.
-    return secrets.token_hex(4)
+    return os.urandom(4).hex()
 
 
 def take_task_folder(scratch: Path) -> Path:

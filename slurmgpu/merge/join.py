@@ -7,7 +7,6 @@ import errno
 import functools
 import logging
 import os
-import secrets
 import threading
 import time
 import zlib
@@ -143,7 +142,7 @@ def join(
     """
     _remove_stale(target, patience_s, check)
     # A unique name: removing the files of dead joins removes no file of a live one.
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(16)}.partial")
+    beside = target.with_name(f".{target.name}.{os.urandom(16).hex()}.partial")
     shards, damage = _Shards(columns, fingerprints, patience_s), _Damage()
     n_rounds = n_vanished = 0
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
     value = cast(
         Heartbeat,
         {
-            "token": secrets.token_hex(16),
+            "token": os.urandom(16).hex(),
             "beat": 0,
             "attempt": attempt,
             "job": job,

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import random
-import secrets
 import shlex
 import threading
 import time
@@ -225,7 +224,7 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
 
 def _try(path: Path, doing: str) -> Lock | None:
     """The lock, if it is free. The file appears with its content, which names its holder."""
-    about = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": own_name(), "since": time.time()}
+    about = {"token": os.urandom(16).hex(), "beat": 0, "doing": doing, "user": own_name(), "since": time.time()}
     value = cast(Holder, {**about, **own_id()})
     mine = path.with_name(f"{path.name}.{value['token']}.partial")
     try:
@@ -270,7 +269,7 @@ def _take_away(path: Path, holder: Holder, *, is_own: bool = False) -> bool:
 
     It is renamed first: one of several processes that try succeeds.
     """
-    mine = path.with_name(f"{path.name}.{secrets.token_hex(16)}.taken")
+    mine = path.with_name(f"{path.name}.{os.urandom(16).hex()}.taken")
     try:
         replace(path, mine)
         content = _parse(read_bytes(mine))

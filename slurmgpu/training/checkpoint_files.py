@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import pickle
-import secrets
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ class Checksum:
 
 def unique_partial(path: Path) -> Path:
     """A unique temporary name beside `path`."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> Checksum:
@@ -120,7 +119,7 @@ def checksum_of(path: Path) -> Checksum:
 
 def probe(folder: Path) -> None:
     """Raise OSError if nothing can be written in a folder, e.g. since the disk is full."""
-    path = folder / f"probe-{secrets.token_hex(4)}"
+    path = folder / f"probe-{os.urandom(4).hex()}"
     try:
         with open(path, "wb") as file:
             file.write(bytes(PROBE_BYTES))

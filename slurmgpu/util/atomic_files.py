@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +51,7 @@ def own_name(path: Path) -> Path:
 
     Nobody can guess it: in a folder where others may write, a link of theirs would lead the writer to another file.
     """
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import errno
 import io
 import logging
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -275,7 +274,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def _touch(folder: Path) -> None:
-    path = folder / f".{secrets.token_hex(8)}.anew"
+    path = folder / f".{os.urandom(8).hex()}.anew"
     try:
         with contextlib.suppress(FileExistsError):  # the reply was lost: no other process uses the name
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
