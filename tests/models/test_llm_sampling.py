@@ -204,6 +204,21 @@ def test_tokens_are_chosen_without_a_sort_and_scores_without_reading_a_value(mon
     assert len(choose(torch.randn(8, N_TOKENS), Rules.of(without_top_k, range(8)), positions[:8])) == 8
 
 
+@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}], ids=str)
+def test_logits_of_16_bits_are_ordered_as_they_are_and_give_the_tokens_of_32(sampling, monkeypatch):
+    """A GPU reads half as much, and sorts in half as many passes."""
+    logits = 3 * torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rules, positions = Rules.of([Sampling(temperature=0.7, **sampling)] * 64, range(64)), torch.arange(64)
+    expected = [way(logits.float(), rules, positions) for way in (choose, perturb)]
+    ordered = []
+    for name in ("topk", "sort"):
+        kept = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda of, *a, k=kept, **b: ordered.append(of.dtype) or k(of, *a, **b))
+    found = [way(logits, rules, positions) for way in (choose, perturb)]
+    assert all(map(torch.equal, found, expected))
+    assert {*ordered} == {torch.bfloat16}
+
+
 def test_rules_know_what_their_rows_ask_for():
     greedy, free, narrow = Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.9, min_p=0.1)
     top_k = Sampling(temperature=1.0, top_k=5, top_p=0.9)

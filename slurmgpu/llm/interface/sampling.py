@@ -139,7 +139,7 @@ def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     scores = add_noise(warped, rules.keys, positions)
     if kinds.top_k > 0 or kinds.nucleus:
         n_greatest = warped.shape[-1] if kinds.nucleus else kinds.top_k
-        least = _least_of_top(warped, rules.top_k, rules.top_p, n_greatest)
+        least = _least_of_top(logits, rules, n_greatest)
         is_free = (rules.top_k == 0) & (rules.top_p >= 1)
         scores.masked_fill_(warped < least.masked_fill(is_free[:, None], -torch.inf), -torch.inf)
     if kinds.min_p:
@@ -163,9 +163,12 @@ def _draw(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     if kinds.min_p:
         scores.masked_fill_(warped < _least_of_min_p(warped, rules.min_p), -torch.inf)
     if kinds.top_k > 0:
-        rows = (rules.top_k > 0).nonzero()[:, 0] if kinds.free or kinds.nucleus else slice(None)
-        least = torch.full_like(warped[:, :1], -torch.inf)
-        least[rows] = _least_of_top(warped[rows], rules.top_k[rows], rules.top_p[rows], kinds.top_k)
+        if kinds.free or kinds.nucleus:
+            rows = (rules.top_k > 0).nonzero()[:, 0]
+            least = torch.full_like(warped[:, :1], -torch.inf)
+            least[rows] = _least_of_top(logits[rows], rules.select(rows), kinds.top_k)
+        else:
+            least = _least_of_top(logits, rules, kinds.top_k)
         scores.masked_fill_(warped < least, -torch.inf)
     if not kinds.nucleus:
         return scores.argmax(-1)
@@ -193,7 +196,7 @@ def _draw_of_nucleus(scores: Tensor, warped: Tensor, top_p: Tensor) -> Tensor:
     found, rows = tokens, torch.arange(len(tokens), device=tokens.device)
     while True:
         logits = warped.gather(-1, tokens[:, None])
-        before = weights.masked_fill(warped <= logits, 0).sum(-1, dtype=torch.float64)
+        before = torch.where(warped <= logits, 0, weights).sum(-1, dtype=torch.float64)
         refused = ((before >= limits) & (before > 0)).nonzero()[:, 0]
         if not len(refused):
             return found
@@ -218,22 +221,26 @@ def _least_of_min_p(warped: Tensor, min_p: Tensor) -> Tensor:
     return warped.amax(-1, keepdim=True) + min_p.log()[:, None]
 
 
-def _least_of_top(warped: Tensor, top_k: Tensor, top_p: Tensor, n_greatest: int) -> Tensor:
-    """The least logit that top_k and top_p keep in each row: (row, 1). Ties with it are kept, too.
+def _least_of_top(logits: Tensor, rules: Rules, n_greatest: int) -> Tensor:
+    """The least logit, divided by the temperature, that top_k and top_p keep in each row: (row, 1).
 
-    It is one of the `n_greatest` greatest.
+    It is one of the `n_greatest` greatest. Ties with it are kept, too. The logits themselves are sorted, which have 16
+    bits where the model has: a division keeps their order.
     """
     import torch
 
-    n_tokens = warped.shape[-1]
+    n_tokens = logits.shape[-1]
     if n_greatest < n_tokens:
-        ordered = warped.topk(n_greatest, -1).values
+        greatest = logits.topk(n_greatest, -1).values
     else:
-        n_greatest, ordered = n_tokens, warped.sort(-1, descending=True).values
-    in_top_k = torch.arange(n_greatest, device=warped.device) < torch.where(top_k > 0, top_k, n_tokens)[:, None]
+        n_greatest, greatest = n_tokens, logits.sort(-1, descending=True).values
+    ordered = _warp(greatest, rules)
+    in_top_k = (
+        torch.arange(n_greatest, device=logits.device) < torch.where(rules.top_k > 0, rules.top_k, n_tokens)[:, None]
+    )
     # In float64 it makes no difference to a token in which order a device adds.
     weights = (ordered - ordered[:, :1]).exp_().masked_fill_(~in_top_k, 0)
     before = weights.cumsum(-1, dtype=torch.float64)
-    limits = torch.where(top_p < 1, top_p * before[:, -1], torch.inf)[:, None]
+    limits = torch.where(rules.top_p < 1, rules.top_p * before[:, -1], torch.inf)[:, None]
     n_stay = (in_top_k & (before.sub_(weights) < limits)).sum(-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, n_stay - 1)
