@@ -1,5 +1,8 @@
 """What computes on a GPU, on a pretended one: tensors of two devices never meet, and nothing waits that need not."""
 
+import contextlib
+import importlib
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -25,6 +28,8 @@ from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.embed.workload import Embed
+from tests.gpu import llm
+from tests.gpu.findings import Machine, NotHeld, NotToBeHad, findings_of
 from tests.gpu.influence import TOY, _graph, _influences
 from tests.models.test_embed import save_encoder
 from tests.support.influences import Little, examples, influences
@@ -159,10 +164,15 @@ def test_a_model_of_images_on_a_card_has_the_cpus_answers_and_scores(card, tmp_p
         assert each.logprobs == pytest.approx(expected[each.id], abs=1e-4)
 
 
-def test_continuous_batches_on_a_card_have_the_cpus_answers(card, llama, monkeypatch):
-    kept = continuous.settings
-    few = {"num_blocks": 64, "max_batch_tokens": 256}  # else it takes the memory that the card says it has
+@pytest.fixture
+def _small_caches(monkeypatch):
+    """Those of continuous batches, which else take the memory that the card says it has."""
+    kept, few = continuous.settings, {"num_blocks": 64, "max_batch_tokens": 256}
     monkeypatch.setattr(continuous, "settings", lambda *given, **more: {**kept(*given, **more), **few})
+
+
+@pytest.mark.usefixtures("_small_caches")
+def test_continuous_batches_on_a_card_have_the_cpus_answers(card, llama):
     ours, cpus = engine(llama, "cuda:0", batching="continuous"), engine(llama, "cpu")
     for sampling in ({}, SAMPLED):
         assert answers(ours, asked(8, **sampling)) == answers(cpus, asked(8, **sampling))
@@ -246,3 +256,36 @@ def test_influences_of_a_module_of_ones_own_are_the_cpus(card, of_module):
         model = of_module(module, there[0] if of_module is per_example.of_module else there)
         found.append(influences(there, [Checkpoint(model, 1.0)]).of(tests).full)
     assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+NOT_HERE = {
+    "the_usable_share_can_be_allocated",  # ends where memory does
+    "a_kill_changes_little_without_deterministic_kernels",  # these three start processes
+    "a_kill_changes_no_bit_of_deterministic_kernels",
+    "a_group_of_all_gpus_sums_and_trains",
+    "bf16_and_compilation_are_faster",  # these compile for a real card
+    "compiled_steps_pass_their_self_check",
+    "quantised_variants_have_their_size",  # these two have code of their own for CUDA
+    "vllm_answers_as_fp32",
+}
+
+
+class ToyMachine(Machine):
+    """A machine with a GPU, on which all has the size for a CPU."""
+
+    def pick(self, gpu, cpu):
+        return gpu if isinstance(gpu, str) else cpu
+
+
+@pytest.mark.parametrize("part", ["llm", "influence", "training"])
+@pytest.mark.usefixtures("_small_caches")
+def test_the_proofs_code_for_a_gpu_runs(part, card, tmp_path, monkeypatch):
+    """A run on a CPU does not come to it. Whether what is measured holds, a pretended card cannot say."""
+    for name, toy in (("SHAPE_1B", llm.TOY), ("SHAPE_8B", llm.TOY), ("N_WORDS", llm.N_TOY_WORDS)):
+        monkeypatch.setattr(llm, name, toy)
+    machine = ToyMachine("cuda:0", 1, tmp_path)
+    for each in findings_of(importlib.import_module(f"tests.gpu.{part}")):
+        if each.name not in NOT_HERE:
+            with contextlib.suppress(NotHeld, NotToBeHad):
+                each.function(machine)
+    llm._forget(machine)

@@ -113,7 +113,8 @@ class Card(TorchFunctionMode):
             goes_there = on_card(first)  # numbers of a list are read
         if goes_there and (name == "new_tensor" or (name in ("tensor", "as_tensor") and not there)):
             self.wait("upload", is_over=False)
-        found = func(*args, **kwargs)
+        sums = kwargs.pop("out_dtype", None) if there and name == "mm" else None  # the CPU has no such product
+        found = func(*args, **kwargs) if sums is None else func(*(each.to(sums) for each in args))
         if name == "__set__" and func.__self__.__name__ == "data":
             put(first, there=on_card(args[1]))
         elif goes_there and name != "__setitem__":
@@ -235,12 +236,16 @@ class Card(TorchFunctionMode):
             "graph": graph,
             "stream": lambda _: contextlib.nullcontext(),
             **dict.fromkeys(("_lazy_init", "empty_cache", "graph_pool_handle"), lambda: None),
-            **dict.fromkeys(("set_device", "set_stream", "reset_peak_memory_stats", "manual_seed_all"), lambda _: None),
+            **dict.fromkeys(("set_device", "set_stream", "manual_seed_all"), lambda _: None),
             **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda: True),
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             **dict.fromkeys(("current_stream", "default_stream"), lambda _=None: state.stream),
-            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda _=None: 0),
+            **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda _=None: 0),
+            **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda _=None: 0),
+            "reset_peak_memory_stats": lambda _=None: None,
+            "set_per_process_memory_fraction": lambda *_: None,
+            "device": lambda _: contextlib.nullcontext(),
             "synchronize": lambda _=None: card.wait("synchronize"),
             "mem_get_info": lambda _=None: (MEMORY // 2, MEMORY),
             "get_device_properties": lambda _=None: properties,
