@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from slurmgpu.cli import console as output
+from slurmgpu.cli.views.dry_run import show_scripts
 from slurmgpu.report.status import read_status
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
@@ -796,7 +796,7 @@ def test_a_dry_run_shows_no_secret_and_says_so_and_the_run_has_it(project, slurm
     assert key not in shown
     assert token not in shown
     assert "values that look like secrets are shown as •••" in shown
-    output.show_scripts({"array": f"export HF_TOKEN={token}\n"})
+    show_scripts({"array": f"export HF_TOKEN={token}\n"})
     assert "export HF_TOKEN=•••" in capsys.readouterr().out
     slurmgpu(*argv, cwd=folder, expect=0)
     plan = json.loads((folder / "run" / "run.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.console import (
-    result,
-    result_json,
-    show_origins,
-    show_plan,
-    show_resubmitted,
-    show_scripts,
-    wide_console,
-)
+from slurmgpu.cli.console import result, result_json, wide_console
 from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE
 from slurmgpu.executors import resubmission
 from slurmgpu.executors.interface import Preview
@@ -29,12 +22,14 @@ from slurmgpu.operations.resubmitting import Resubmission
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import count_of, time_words
-from slurmgpu.util.redact import HIDDEN, hidden
+from slurmgpu.util.amounts import count_of, size_of, time_words
+from slurmgpu.util.redact import HIDDEN, hidden, hide_in
 
 if TYPE_CHECKING:
     from slurmgpu.slurm.facts import Trial
 
+DIGESTS = ("planned", "model_files", "adapter_files")
+"""Settings that planning writes, of which people need nothing."""
 MAX_CONFIGURATIONS = 8
 """The most configurations of a sweep that are printed; the JSON has all."""
 SECRETS = f"values that look like secrets are shown as {HIDDEN}; --json and the submission have them"
@@ -88,12 +83,10 @@ def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: boo
 
 def show(shown: Shown) -> None:
     """Print a draft."""
-    draft, seen, plan, asked = shown.draft, shown.seen, shown.value["plan"], shown.value["submission"]
-    secrets = [SECRETS] if _has_secrets(plan, asked, seen.scripts) else []
-    show_plan(plan, asked, str(draft.run_dir), [*seen.notes, *secrets], _items_of(draft))
-    show_origins(shown.value["origins"])
-    show_scripts(seen.scripts)
-    _show_limits(seen, draft.plan.auto_resubmit)  # last, so that it is visible after a long script
+    _show_plan(shown)
+    _show_origins(shown.value["origins"])
+    show_scripts(shown.seen.scripts)
+    _show_limits(shown.seen, shown.draft.plan.auto_resubmit)  # last, so that it is visible after a long script
 
 
 def show_resubmission(run: Run, drafted: Resubmission, *, as_json: bool) -> int:
@@ -118,10 +111,77 @@ def show_resubmission(run: Run, drafted: Resubmission, *, as_json: bool) -> int:
         if again := drafted.again.shards:
             computes.append(f"{count_of(drafted.again.n_items, 'item')} again in {count_of(len(again), 'shard')}")
         secrets = [SECRETS] if HIDDEN in json.dumps(hidden(value), ensure_ascii=False) else []
-        show_resubmitted(str(run.folder), " and ".join(computes), asdict(seen.submission), [*seen.notes, *secrets])
+        rows = (("run", str(run.folder)), ("computes", " and ".join(computes)), ("tasks", _tasks(value["submission"])))
+        table = Table.grid(padding=(0, 2))
+        for name, text in (*rows, *(("note", hide_in(note)) for note in (*seen.notes, *secrets))):
+            table.add_row(name, escape(text))
+        wide_console().print(table)
         show_scripts(seen.scripts)
         _show_limits(seen, run.plan.auto_resubmit)
     return _code_of(seen)
+
+
+def _show_plan(shown: Shown) -> None:
+    """Print the plan and the submission without secrets, and the notes on them."""
+    seen, plan, submission = shown.seen, shown.value["plan"], shown.value["submission"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("run", escape(f"{shown.draft.run_dir} (not made)"))
+    for number, line in enumerate(_items_of(shown.draft)):
+        table.add_row("" if number else "input", escape(hide_in(line)))
+    # Digests that planning found in files are long; `--json` has them.
+    settings = hidden({name: value for name, value in plan["settings"].items() if name not in DIGESTS})
+    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings, ensure_ascii=False)}"))
+    columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
+    table.add_row("columns", escape(columns))
+    of_items = count_of(plan["shard_items"], "item")
+    parts = f", each in {plan['parts']} parts" if plan["parts"] > 1 else ""
+    table.add_row("shards", f"{shown.draft.plan.n_shards:,} of {of_items}, in batches of {plan['batch_size']}{parts}")
+    if plan["container"]:
+        image = plan["container"]["identity"]
+        table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))
+    table.add_row("tasks", _tasks(submission))
+    if submission["inject"]:
+        table.add_row("faults", f"{', '.join(submission['inject'])}: a rehearsal with injected faults")
+    if plan["on_end"]:
+        table.add_row("on_end", escape(hide_in(plan["on_end"])))
+    for line in plan["placement"]:
+        table.add_row("placement", escape(line))
+    for note in (*seen.notes, *([SECRETS] if _has_secrets(plan, submission, seen.scripts) else ())):
+        table.add_row("note", escape(note))
+    wide_console().print(table)
+
+
+def _show_origins(origins: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Print every value that was set, by table of the run file, with its origin."""
+    for name, values in origins.items():
+        if not values:
+            continue
+        result(f"\n[{name}]")
+        shown = {key: hidden(entry["value"], key) for key, entry in values.items()}
+        texts = {key: f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in shown.items()}
+        width = min(40, max(map(len, texts.values())))
+        for key, entry in values.items():
+            result(f"{texts[key]:<{width}}  # {entry['from']}")
+
+
+def show_scripts(scripts: Mapping[str, str]) -> None:
+    """Print the sbatch scripts of `submit --dry-run` without secrets."""
+    for job, text in scripts.items():
+        result(f"\n# ---- {job}.sbatch ----")
+        sys.stdout.write(hide_in(text))
+
+
+def _tasks(submission: Mapping[str, Any]) -> str:
+    n, per_task = submission["n_tasks"], submission["gpus_per_task"]
+    what = count_of(per_task, "GPU") if per_task else "CPUs only"
+    what += f" on {submission['nodes_per_task']} nodes" if submission["nodes_per_task"] > 1 else ""
+    at_once = "" if submission["n_concurrent"] == n else f", {submission['n_concurrent']} at once"
+    return f"{n} of {what}{at_once}, executor {submission['executor']}, device {submission['device']}"
+
+
+def _kind(column: Mapping[str, Any]) -> str:
+    shape = f"{column['shape']}" if column.get("shape") else ""
+    return f"{column['kind']} {column.get('dtype', '')}{shape}".strip()
 
 
 def _of_cluster(seen: Preview) -> dict[str, Any]:
@@ -201,11 +261,13 @@ def _in_words(trial: Trial) -> str:
 
 
 def _items_of(draft: Draft) -> list[str]:
-    """Lines on the items of a run without an input file: a description, and the first configurations of a sweep."""
+    """Lines on the input: its files, or a description of other items, and the first configurations of a sweep."""
     lines = [draft.items.said] if draft.items.said else []
     if configurations := draft.items.configurations or ():
         first = enumerate(configurations[:MAX_CONFIGURATIONS])
         lines += [f"{number}: {sweeps.describe(each)}" for number, each in first]
         if (n_more := len(configurations) - MAX_CONFIGURATIONS) > 0:
             lines.append(f"… and {n_more:,} more; --json has all")
-    return lines
+    files = draft.items.spec.files
+    size = size_of(sum(max(0, file.size_bytes) for file in files))
+    return lines or [f"{count_of(draft.plan.n_items, 'item')} in {count_of(len(files), 'file')}, {size}"]
