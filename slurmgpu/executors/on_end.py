@@ -1,4 +1,7 @@
-"""`on_end`: the command that the run file has run at the end. docs/how-to/notify.md shows examples."""
+"""What ends a run: the command `on_end` of its run file, and the trackers of `[track]`, each in a process of its own.
+
+Neither changes the run: a failure costs a warning. docs/how-to/notify.md has examples of `on_end`.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,25 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmgpu.report.build import Report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.util.redact import HIDDEN
 from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.signals import name_of_signal
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 60.0
-"""The command is killed after this time, with its children."""
+ON_END_S, TRACKING_S = 60.0, 1800.0
+"""After these times the command, or what sends to trackers, is killed, with its children."""
 
 
-def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
-    """Run the run file's `on_end`, if any, in its folder, with report.json on standard input; its errors are logged.
-
-    Its output goes to stderr: a merge's stdout may be JSON.
-    """
+def run_on_end(run: Run, report: Report) -> None:
+    """Run the run file's `on_end`, if any, in its folder, with report.json on standard input."""
     command = run.plan.on_end
     if not command:
         return
@@ -47,46 +50,57 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
         "SLURMGPU_N_MISSING": str(report["n_missing_items"]),
     }
     environ.pop("PYTHONSAFEPATH", None)  # for this process only: a user's script may import modules beside it
-    folder = Path(run.plan.search_path)
-    stderr = 2  # the file descriptor, as sys.stderr may have been replaced
     try:
         sys.stderr.flush()
         with open_file(report_path(run)) as stdin:
-            started = subprocess.Popen(
-                command,
-                shell=True,
-                cwd=folder if folder.is_dir() else run.folder,
-                env=environ,
-                stdin=stdin,
-                stdout=stderr,
-                stderr=stderr,
-                start_new_session=True,
-            )
+            code = _run_to_end(run, command, ON_END_S, shell=True, env=environ, stdin=stdin)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in it
         log.warning("on_end could not be started: %s", error)
         return
+    if code is None:
+        log.warning("on_end took longer than %.0f s, and was killed. The run is not affected.", ON_END_S)
+    elif code:
+        how = f"failed with exit code {code}" if code > 0 else f"died of {name_of_signal(-code)}"
+        log.warning("on_end %s. The run is not affected.", how)
+
+
+def track(run: Run) -> None:
+    """Send what tasks logged to the trackers of the run file, if it names any."""
+    if not run.plan.track:
+        return
+    typed = f"slurmgpu track {run.typed}"
+    if why := owners.why_foreign(run):
+        log.warning("nothing is sent to trackers: %s. To do it: %s", why, typed)
+        return
+    command = [sys.executable, "-m", "slurmgpu", "track", str(run.folder)]
+    code = _run_to_end(run, command, TRACKING_S, stdin=subprocess.DEVNULL)
+    if code is None:
+        log.warning("sending to trackers took longer than %.0f s, and was ended. To go on: %s", TRACKING_S, typed)
+    elif code:
+        log.warning("not everything was sent to trackers (exit code %d). To go on: %s", code, typed)
+
+
+def folder_of(run: Run) -> Path:
+    """The folder that relative paths of `on_end` and [track] start at: the run file's, or if it is gone, the run's."""
+    folder = Path(run.plan.search_path)
+    return folder if folder.is_dir() else run.folder
+
+
+def _run_to_end(run: Run, command: str | Sequence[str], timeout_s: float, **options: Any) -> int | None:
+    """The exit code of a command; None if it was killed after `timeout_s`, with the processes of its session.
+
+    Its output goes to stderr: a merge's stdout may be JSON.
+    """
+    stderr = 2  # the file descriptor, as sys.stderr may have been replaced
+    process = subprocess.Popen(
+        command, cwd=folder_of(run), stdout=stderr, stderr=stderr, start_new_session=True, **options
+    )
     try:
-        code = started.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        end_session(started)
-        log.warning("on_end took longer than %.0f s, and was killed. The run is not affected.", timeout_s)
-    except BaseException:
-        end_session(started)
+        return process.wait(timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None
         raise
-    else:
-        if code:
-            log.warning("on_end %s. The run is not affected.", _how(code))
-
-
-def _how(code: int) -> str:
-    if code > 0:
-        return f"failed with exit code {code}"
-    names = {int(number): number.name for number in signal.Signals}  # without most of the real-time ones
-    return f"died of {names.get(-code, f'signal {-code}')}"
-
-
-def end_session(started: subprocess.Popen[bytes]) -> None:
-    """End a command and the processes of its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(started.pid, signal.SIGKILL)
-    started.wait()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import on_end, tracker_process
+from slurmgpu.executors import on_end
 from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.live_tasks import alive, forget_dead_tasks, others_alive, refuse_alive
 from slurmgpu.executors.registry import executor_named, lives_of
@@ -332,7 +332,7 @@ def _once_answered(do: Callable[[], T]) -> T:
 def _tell_end(run: Run, report: Report, *, is_told: bool = False) -> None:
     if not is_told:
         on_end.run_on_end(run, report)
-    tracker_process.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
+    on_end.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
 
 
 def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:

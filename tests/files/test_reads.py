@@ -77,7 +77,6 @@ EXCEPTIONS = {
     **dict.fromkeys(("executors/slot.py", "task/spare_worker.py"), "pipes to forks of this process"),
     "executors/detached.py": "pipes, and the log of the process that submits, which is refused without one",
     "executors/here.py": "cancel names the processes that it leaves alone, and may be typed again",
-    "executors/tracker_process.py": "where trackers are started, the run directory or the folder of the run file",
     "util/shared_files.py": "it is what tries again",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",
@@ -85,7 +84,7 @@ EXCEPTIONS = {
     "cli/commands/submitted.py": "after Ctrl-C: it decides which sentence is said",
     "operations/probe.py": "it copies files of the input; after Ctrl-C it decides whether there is a probe to cancel",
     "executors/manual.py": "which of two scripts is named in what is printed",
-    "executors/on_end.py": "where on_end is started, the run directory or the folder of the run file",
+    "executors/on_end.py": "where on_end and trackers are started, the run directory or the folder of the run file",
     "results/stored.py": "which command a sentence names",
 }
 """The modules that ask the file system themselves, and why one failed answer does no harm there."""

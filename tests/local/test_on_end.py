@@ -146,7 +146,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monk
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     run = with_command(run, "sleep 600 & echo $! > child; wait")
-    on_end.run_on_end(run, value, timeout_s=1.0)
+    monkeypatch.setattr(on_end, "ON_END_S", 1.0)
+    on_end.run_on_end(run, value)
     assert "on_end took longer than 1 s" in caplog.text
     wait_until(lambda: not _lives(int(told.read_text())), "the end of the child")
 

@@ -46,7 +46,7 @@ def track(
     A step to which a living task may still add is sent later.
     """  # noqa: D301
     from slurmgpu.cli.console import result, result_json
-    from slurmgpu.executors import tracker_process
+    from slurmgpu.executors import on_end
     from slurmgpu.plan.trackers import parse_destination
     from slurmgpu.run.submissions import is_over
     from slurmgpu.trackers.replay import Replay
@@ -59,7 +59,7 @@ def track(
     if not texts:
         raise SlurmGPUError("Say where to: --to tensorboard:DIR, wandb:PROJECT, mlflow:URI or trackio:PROJECT.")
     if not to:  # folders of [track] are relative to the run file, as those of its merge job
-        os.chdir(tracker_process.folder_of(run))
+        os.chdir(on_end.folder_of(run))
     replay = Replay(run, list(dict.fromkeys(map(parse_destination, texts))))
     over = is_over(run.submissions())
     try:
