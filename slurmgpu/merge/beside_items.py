@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
-from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.selection import Selection, Source
 from slurmgpu.run.directory import Run
 from slurmgpu.util.json_values import json_value
@@ -54,11 +53,11 @@ class BesideItems:
         """The number of rows that were read, chosen or not."""
         return self._rows.n_seen
 
-    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+    def plain_rows(self, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
         own = list(self._rows.columns)
         with open_items(self.run) as read:
-            rows = self._rows.plain_rows(n_bytes, as_cells=as_cells)
+            rows = self._rows.plain_rows(as_cells=as_cells)
             while some := list(islice(rows, _AT_ONCE)):
                 places = own.index("index")
                 for row, data in zip(some, _data(read, [row[places] for row in some]), strict=True):

@@ -29,7 +29,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.build import build
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields, refuse_unknown_fields
 from slurmgpu.report.build import MOST_BYTES
-from slurmgpu.results import BLOCK_BYTES, Merged
+from slurmgpu.results import Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.results.views import ArrayData, without_value
@@ -51,8 +51,6 @@ from slurmgpu.util.shared_files import (
 )
 
 log = logging.getLogger(__name__)
-
-_ROW_GROUP_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class PlainRows(Protocol):
         """The names of the values of each row."""
         ...
 
-    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+    def plain_rows(self, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The rows, in the order of `columns`."""
         ...
 
@@ -102,38 +100,48 @@ class Choice:
 def export(
     source: Path | Run,
     format: str,  # noqa: A002 - the word of the command line
-    output: Path,
+    output: Path | IO[bytes],
     columns: Sequence[str] = (),
     where: str | None = None,
     *,
     with_items: bool = False,
 ) -> Exported:
-    """Write the rows of a merged file, or those that a run has now, to `output`; SlurmGPUError if a byte differs.
+    """Write the rows of a merged file, or those that a run has now, to a path or an open file.
 
-    With `columns` only these, with `where` only rows for which the condition is true. With `with_items`, or columns
-    such as `item.text`, rows of a run stand beside the data of their items. Starts again after a transient failure.
+    SlurmGPUError if a byte differs. With `columns` only these, with `where` only rows for which the condition is true.
+    With `with_items`, or columns such as `item.text`, rows of a run stand beside the data of their items. At a path it
+    starts again after a transient failure.
     """
     chosen = Choice(columns, where, with_items)
-    return retried(lambda: cause_raised(lambda: _export(source, format, output, chosen)), BRIEF_PATIENCE_S)
+    if isinstance(output, Path):
+        path = output
+        return retried(lambda: cause_raised(lambda: _export(source, format, path, chosen)), BRIEF_PATIENCE_S)
+    with _opened(source) as rows:
+        if format in FORMATS and format not in (*LINE_FORMATS, *_own_formats(rows)):
+            formats = " or ".join(LINE_FORMATS)
+            raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {formats}.")
+        exported = _write(rows, format, output, chosen)
+        output.flush()
+        return exported
 
 
 def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Exported:  # noqa: A002
-    if format in FOLDERS:
+    if format == FOLDER:
         _refuse_used(output)
     with _opened(source) as rows:
-        if format not in FOLDERS:
-            write = _writer(rows, format, chosen)
-            exported = write_whole(output, write)
-            if format == "pt" and rows.merged is not None:
-                write_json(output.with_name(f"{output.name}.json"), _about(rows.merged))
+        if format == FOLDER:
+            _refuse_items(chosen, format)
+            selection = Selection(rows, chosen.columns, chosen.where)
+            with beside(output) as partial:
+                partial.mkdir()
+                exported = _exported(rows, _write_data_set(selection, partial), selection)
+                replace(partial, output)
+            fsync_dir(output.parent)
             return exported
-        _refuse_items(chosen, format)
-        with beside(output) as partial:
-            partial.mkdir()
-            exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), chosen)
-            replace(partial, output)
-    fsync_dir(output.parent)
-    return exported
+        exported = write_whole(output, lambda file: _write(rows, format, file, chosen))
+        if format == "pt" and rows.merged is not None:
+            write_json(output.with_name(f"{output.name}.json"), _about(rows.merged))
+        return exported
 
 
 _Exported = TypeVar("_Exported", bound=Exported)
@@ -151,24 +159,6 @@ def write_whole(output: Path, write: Callable[[IO[bytes]], _Exported]) -> _Expor
     return exported
 
 
-def export_to(
-    source: Path | Run,
-    format: str,  # noqa: A002 - the word of the command line
-    file: IO[bytes],
-    columns: Sequence[str] = (),
-    where: str | None = None,
-    *,
-    with_items: bool = False,
-) -> Exported:
-    """Write the rows to an open file, as `export` does."""
-    with _opened(source) as rows:
-        if format in FORMATS and format not in (*STREAMS, *_own_formats(rows)):
-            raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
-        exported = _writer(rows, format, Choice(columns, where, with_items))(file)
-        file.flush()
-        return exported
-
-
 @contextlib.contextmanager
 def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
     if isinstance(source, Run):
@@ -183,40 +173,30 @@ def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
             yield FileRows(merged)
 
 
-def _writer(
-    rows: RunRows | FileRows,
-    format: str,  # noqa: A002 - the word of the command line
-    chosen: Choice,
-) -> Callable[[IO[bytes]], Exported]:
-    """The writer of a format: the workload's own if it has one of this name."""
+def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choice) -> Exported:  # noqa: A002
+    """Write the rows in a format: the workload's own if it has one of this name."""
     is_own = format in _own_formats(rows)
     if not is_own and format not in FORMATS:
         raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
-    if not is_own and (lines := LINE_FORMATS.get(format)):
-        return lambda file: _written_in_lines(rows, lambda selection: lines(selection, file), chosen)
+    if not is_own and (write := LINE_FORMATS.get(format)):
+        lines = _lines(rows, chosen)
+        return _exported(rows, write(lines, file), lines)
     _refuse_items(chosen, format)
-    if not is_own and (write := ROW_FORMATS.get(format)):
-        return lambda file: _written(rows, lambda selection: write(selection, file), chosen)
+    if not is_own and format == "parquet":
+        selection = Selection(rows, chosen.columns, chosen.where)
+        return _exported(rows, _write_parquet(selection, file), selection)
     if chosen.columns or chosen.where is not None:
         raise SlurmGPUError(f"Format {format!r} has all columns and rows; --columns and --where are for other formats.")
-    if rows.merged is None:
+    if (merged := rows.merged) is None:
         raise SlurmGPUError(
             f"Format {format!r} is made from merged.h5, and there is none yet. Other formats need none."
         )
-    merged, run = rows.merged, None
+    said = None
     if is_own:
-        run = Run.open(merged.path.parent)
-        owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
-
-    def write_all(file: IO[bytes]) -> Exported:
-        said = None
-        if run is None:
-            _write_pt(merged, file)
-        else:
-            said = _write_by_workload(run, format, merged, file)
-        return Exported(len(merged), said, int(merged.attributes.get("n_items", len(merged))) - len(merged))
-
-    return write_all
+        said = _write_by_workload(format, merged, file)
+    else:
+        _write_pt(merged, file)
+    return Exported(len(merged), said, int(merged.attributes.get("n_items", len(merged))) - len(merged))
 
 
 def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
@@ -227,21 +207,17 @@ def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
         )
 
 
-def _written(rows: RunRows | FileRows, write: Callable[[Selection], int], chosen: Choice) -> Exported:
-    selection = Selection(rows, chosen.columns, chosen.where)
-    return _exported(rows, write(selection), selection)
-
-
-def _written_in_lines(rows: RunRows | FileRows, write: Callable[[PlainRows], int], chosen: Choice) -> Exported:
+def _lines(rows: RunRows | FileRows, chosen: Choice) -> Selection | BesideItems:
+    """The chosen rows for a format of lines, beside their items if these are asked for."""
     if not chosen.reads_items:
         if isinstance(rows, RunRows):
             refuse_bare_fields(rows.run, chosen.columns, stored_columns(rows.columns))
-        return _written(rows, write, chosen)
+        return Selection(rows, chosen.columns, chosen.where)
     if isinstance(rows, FileRows):
         raise SlurmGPUError("A merged file alone has no items: export the run directory.")
     selection = BesideItems(rows, rows.run, chosen.columns, chosen.where)
     refuse_unknown_fields(selection.columns, selection.known_fields())
-    return _exported(rows, write(selection), selection)
+    return selection
 
 
 def _exported(rows: RunRows | FileRows, n_rows: int, selection: Selection | BesideItems) -> Exported:
@@ -252,7 +228,7 @@ def _exported(rows: RunRows | FileRows, n_rows: int, selection: Selection | Besi
 
 def _write_jsonl(selection: PlainRows, file: IO[bytes]) -> int:
     n_rows = 0
-    for row in selection.plain_rows(BLOCK_BYTES):
+    for row in selection.plain_rows():
         line = json.dumps(dict(zip(selection.columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
         file.write(f"{line}\n".encode())
         n_rows += 1
@@ -265,7 +241,7 @@ def _write_csv(selection: PlainRows, file: IO[bytes]) -> int:
     writer, names = csv.writer(text), list(selection.columns)
     error = names.index("error") if "error" in names else None
     writer.writerow(names)
-    for row in selection.plain_rows(BLOCK_BYTES, as_cells=True):
+    for row in selection.plain_rows(as_cells=True):
         cells = [json.dumps(value) if isinstance(value, list | dict | bool) else value for value in row]
         if error is not None and cells[error] is not None:
             cells[error] = cells[error].partition("\n")[0]
@@ -282,7 +258,7 @@ def _write_parquet(selection: Selection, file: IO[bytes]) -> int:
         raise SlurmGPUError("Parquet needs pyarrow: pip install 'slurmgpu[parquet]'") from error
     n_rows = 0
     with ParquetWriter(file, selection.schema) as writer:
-        for table in selection.tables(_ROW_GROUP_BYTES):
+        for table in selection.tables():
             writer.write_table(table)
             n_rows += len(table)
     return n_rows
@@ -332,7 +308,9 @@ def _own_formats(rows: RunRows | FileRows) -> Sequence[str]:
     return found
 
 
-def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
+def _write_by_workload(format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
+    run = Run.open(merged.path.parent)
+    owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
     # Relative settings are relative to the run file's folder.
     plan, base = run.plan, Path(run.plan.search_path)
     with working_folder(base), importer.using(run.folder, code_digest(run.submissions())):
@@ -368,19 +346,8 @@ def _beside(merged: Merged, name: str) -> dict[str, Any]:
     return found if is_same else {}
 
 
-LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {
-    "jsonl": _write_jsonl,
-    "csv": _write_csv,
-}
-"""Writers of chosen columns and rows, one by one; each returns the number of rows."""
-
-ROW_FORMATS: Mapping[str, Callable[[Selection, IO[bytes]], int]] = {"parquet": _write_parquet}
-"""As LINE_FORMATS, by columns."""
-
-FOLDERS: Mapping[str, Callable[[Selection, Path], int]] = {"hf": _write_data_set}
-"""As ROW_FORMATS, into a new folder."""
-
-FORMATS = (*LINE_FORMATS, *ROW_FORMATS, *FOLDERS, "pt")
-
-STREAMS = tuple(LINE_FORMATS)
-"""The formats that can be written to a stream."""
+LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {"jsonl": _write_jsonl, "csv": _write_csv}
+"""Writers of chosen columns and rows, one by one, also to a stream; each returns the number of rows."""
+FOLDER = "hf"
+"""The format that makes a folder."""
+FORMATS = (*LINE_FORMATS, "parquet", FOLDER, "pt")

@@ -16,7 +16,6 @@ from typing import IO, TYPE_CHECKING, Any
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
 from slurmgpu.merge.export import LINE_FORMATS, Exported, write_whole
-from slurmgpu.results import BLOCK_BYTES
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
@@ -134,13 +133,13 @@ class SweepRows:
         refuse_unknown_fields(self.columns, known)
         return n_rows
 
-    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+    def plain_rows(self, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The rows as JSON values, or as cells of CSV, in the order of `columns`."""
         self.n_seen.clear()
         for number, (run, _) in enumerate(self.runs):
             with RunRows(run) as rows:  # whose blocks are verified one by one
                 selection = self._selection(number, rows)
-                for row in selection.plain_rows(n_bytes, as_cells=as_cells):
+                for row in selection.plain_rows(as_cells=as_cells):
                     found = {**dict(zip(selection.columns, row, strict=True)), **self._fixed[number]}
                     yield tuple(found.get(name) for name in self.columns)
                 self.n_seen.append(selection.n_seen)

@@ -14,7 +14,6 @@ from slurmgpu.results.selection import Selection
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import fsync_dir, write_bytes
 
-_ROW_GROUP_BYTES = 32 << 20
 _FILE_BYTES = 256 << 20
 
 _HEAD = """---
@@ -51,7 +50,7 @@ def write_data_set(selection: Selection, folder: Path) -> int:
 
 def _files(selection: Selection) -> Iterator[Iterator[pa.Table]]:
     """The tables of each file; at least one file, which may have no row."""
-    tables = selection.tables(_ROW_GROUP_BYTES)
+    tables = selection.tables()
     first = next(tables, None)
     yield _until_full(first, tables)
     while (first := next(tables, None)) is not None:

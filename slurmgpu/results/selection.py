@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from slurmgpu.results.conditions import Condition
     from slurmgpu.results.constants import Constants
 
+ROW_GROUP_BYTES = 32 << 20
+"""About the most bytes of an Arrow table."""
+
 
 class Source(Protocol):
     """Rows in input order: those of a run, or of a file."""
@@ -110,9 +113,9 @@ class Selection:
         for chosen in self.blocks():
             yield from chosen.of(chosen.block.rows(names))
 
-    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+    def plain_rows(self, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
-        for chosen in self.blocks(n_bytes):
+        for chosen in self.blocks(BLOCK_BYTES):
             block = chosen.block
             failed, values = block.failed, []
             for name, column in self.columns.items():
@@ -150,9 +153,9 @@ class Selection:
                 n_before += 1
         return sorted(drawn)
 
-    def tables(self, n_bytes: int) -> Iterator[pa.Table]:
-        """The chosen rows as Arrow tables of one schema, of at most about `n_bytes`."""
-        for chosen in self.blocks(n_bytes):
+    def tables(self) -> Iterator[pa.Table]:
+        """The chosen rows as Arrow tables of one schema, of about ROW_GROUP_BYTES at most."""
+        for chosen in self.blocks(ROW_GROUP_BYTES):
             table = self._table_of(chosen.block, self.columns)
             yield table if chosen.mask is None else table.filter(chosen.mask)
 

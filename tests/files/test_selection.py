@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.merge.export import export, export_to
+from slurmgpu.merge.export import export
 from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
@@ -259,7 +259,7 @@ def test_an_export_of_a_run_at_work_has_what_is_published_and_counts_the_rest(ru
     ]
     assert (done.n_rows, done.n_missing) == (len(expected), 8)
     stream = io.BytesIO()
-    assert export_to(run, "csv", stream).n_rows == len(THERE)
+    assert export(run, "csv", stream).n_rows == len(THERE)
     records = list(csv.DictReader(io.StringIO(stream.getvalue().decode())))
     assert [int(record["index"]) for record in records] == THERE
     assert [record["id"] for record in records] == [f"q{index}" if index in GOOD else "" for index in THERE]
@@ -416,7 +416,7 @@ def test_a_data_set_is_not_written_over_the_working_folder(run, tmp_path, monkey
 
 def test_a_large_data_set_has_several_files_and_every_row(run, tmp_path, monkeypatch):
     monkeypatch.setattr("slurmgpu.results.data_set._FILE_BYTES", 100)
-    monkeypatch.setattr("slurmgpu.results.data_set._ROW_GROUP_BYTES", 100)
+    monkeypatch.setattr("slurmgpu.results.selection.ROW_GROUP_BYTES", 100)
     export(run, "hf", tmp_path / "set")
     names = sorted(path.name for path in (tmp_path / "set" / "data").iterdir())
     assert len(names) > 3
@@ -438,12 +438,12 @@ def test_a_table_of_several_json_columns_verifies_each_shard_once_and_again_afte
         selection = Selection(rows, (), "id != 'q1'")
         opened = []
         monkeypatch.setattr(rows, "blocks", lambda *args, blocks=rows.blocks: opened.append(args) or blocks(*args))
-        assert sum(map(len, selection.tables(1 << 20))) == sum(each in GOOD and each != 1 for each in THERE)
+        assert sum(map(len, selection.tables())) == sum(each in GOOD and each != 1 for each in THERE)
         assert verified == [0, 10, 15]
         assert len(opened) == 2  # the type of the other JSON column, then the rows
         path = run.shards / "00003.h5"
         with changed(path, path.stat().st_size - 1, b"\xff"):
-            assert sum(map(len, selection.tables(1 << 20))) == sum(each in GOOD and 1 != each < 15 for each in THERE)
+            assert sum(map(len, selection.tables())) == sum(each in GOOD and 1 != each < 15 for each in THERE)
         assert "00003.h5 is damaged" in rows.problems[0]
 
 

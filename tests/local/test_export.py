@@ -12,10 +12,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-import slurmgpu.merge.export
 import slurmgpu.results
+import slurmgpu.results.selection
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.merge.export import FORMATS, export, export_to
+from slurmgpu.merge.export import FORMATS, export
 from slurmgpu.results import stored
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from tests.support.shard_files import (
@@ -42,8 +42,8 @@ def merged(tmp_path):
 @pytest.fixture(params=["in one block", "row by row"])
 def _blocks(request, monkeypatch):
     if request.param == "row by row":
-        monkeypatch.setattr(slurmgpu.merge.export, "BLOCK_BYTES", 1)
-        monkeypatch.setattr(slurmgpu.merge.export, "_ROW_GROUP_BYTES", 1)
+        monkeypatch.setattr(slurmgpu.results.selection, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(slurmgpu.results.selection, "ROW_GROUP_BYTES", 1)
 
 
 def plain(value):
@@ -248,7 +248,7 @@ def test_no_turned_bit_is_exported_and_nothing_is_left(merged, tmp_path):
         with pytest.raises(SlurmGPUError, match=r"`slurmgpu merge RUN` writes merged\.h5 again"):
             export(merged, "jsonl", tmp_path / "a.jsonl")
         with pytest.raises(SlurmGPUError):
-            export_to(merged, "csv", stream)
+            export(merged, "csv", stream)
         assert (tmp_path / "a.jsonl").read_bytes() == b"old", (name, at)
     assert sorted(os.listdir(tmp_path)) == before
     assert stream.getvalue() == b""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmgpu.cli.console import result, say
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.merge.export import FOLDERS, FORMATS, export, export_to
+from slurmgpu.merge.export import FOLDER, FORMATS, export
 from slurmgpu.merge.sweep_export import export_sweep
 from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import said_not_submitted
@@ -27,12 +27,11 @@ def export_rows(
     chosen = _format(output, file_format)
     if chosen not in (known := [*FORMATS, *run.plan.exports]):
         raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
-    if chosen not in FOLDERS:
+    if chosen != FOLDER:
         _refuse_no_file(output)
-    if str(output) == "-":
-        exported = export_to(run, chosen, sys.stdout.buffer, columns, where, with_items=with_items)
-    else:
-        exported = export(run, chosen, output, columns, where, with_items=with_items)
+    to = sys.stdout.buffer if str(output) == "-" else output
+    exported = export(run, chosen, to, columns, where, with_items=with_items)
+    if to is output:
         result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
     tell_missing(run, exported.n_missing, exported.problems)
 
@@ -44,9 +43,9 @@ def export_sweep_rows(
     if with_items:
         raise SlurmGPUError("--with-items is for one run; of a sweep name fields as item.FIELD among --columns.")
     _refuse_no_file(output)
-    where_to = sys.stdout.buffer if str(output) == "-" else output
-    exported = export_sweep(folder, _format(output, file_format), where_to, columns, where)
-    if str(output) != "-":
+    to = sys.stdout.buffer if str(output) == "-" else output
+    exported = export_sweep(folder, _format(output, file_format), to, columns, where)
+    if to is output:
         result(f"{output}: {count_of(exported.n_rows, 'row')}")
     for line in (*map(said_not_submitted, exported.not_made), *exported.problems):
         say(line)
