@@ -15,9 +15,9 @@ from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.operations.probe import probe_draft
-from slurmgpu.operations.resubmitting import packed, resubmit
-from slurmgpu.operations.submitting import Submitted, check_drafts, naming_submitted, submit_draft
-from slurmgpu.operations.waiting import follow_rows, incomplete, wait_for
+from slurmgpu.operations.resubmit import Request, packed, resubmit
+from slurmgpu.operations.submit import Submitted, check_drafts, naming_submitted, submit_draft
+from slurmgpu.operations.wait import follow_rows, incomplete, wait_for
 from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
@@ -131,10 +131,8 @@ class RunHandle:
         """
         refuse_if_importing("resubmit")
         given = packed(self.run, function, load, code)
-        outcome = resubmit(
-            self.run, resources, failed=failed, force=force, code=code, other_code=other_code, functions=given
-        )
-        return RunHandle(self.run, outcome)
+        asked = Request(resources, failed=failed, code=code, other_code=other_code, functions=given)
+        return RunHandle(self.run, resubmit(self.run, asked, force=force))
 
     def cancel(self) -> str:
         """Stop the run's tasks and its merge, and say what was stopped."""

@@ -167,9 +167,11 @@ def resubmit(
     it asks for 1.5 times as much; nodes that failed are excluded. Changes in the code are reported.
     """
     from slurmgpu.cli.commands import submit as submitting
+    from slurmgpu.operations.resubmit import Request
 
     tables = options.overrides_of_resubmission(given)
-    which: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
+    own = {name: tables.get(name, {}) for name in ("resources", "slurm", "merge")}
+    asked = Request(**own, failed=failed, code=code, other_code=other_code)
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
         from slurmgpu.run import owners
@@ -179,9 +181,9 @@ def resubmit(
             owners.trust(each)
         if dry_run:
             raise SlurmGPUError(f"--dry-run is for one run, and {folder} has those of a sweep. Name one of them.")
-        raise typer.Exit(sweep.resubmit(runs, tables, wait=wait, as_json=as_json, **which))
+        raise typer.Exit(sweep.resubmit(runs, asked, force=force, wait=wait, as_json=as_json))
     run = options.open_run(folder, trust=trust)
-    raise typer.Exit(submitting.resubmit(run, tables, dry_run=dry_run, wait=wait, as_json=as_json, **which))
+    raise typer.Exit(submitting.resubmit(run, asked, force=force, dry_run=dry_run, wait=wait, as_json=as_json))
 
 
 @app.command()

@@ -26,8 +26,9 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
-from slurmgpu.operations import probe, submitting
+from slurmgpu.operations import probe
 from slurmgpu.operations.replacement import room
+from slurmgpu.operations.submit import submission_of, submit_draft
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.overrides import SET, Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -143,12 +144,12 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         refuse_other_modules(draft.code.files, modules, base)
         if "pickled" in settings:
             _refuse_other_python(draft)
-        submitting.submission_of(draft, None, inject)  # finds errors before an item is computed
+        submission_of(draft, None, inject)  # finds errors before an item is computed
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
         if former is not None:
             log.warning("%s", _about_former(former, draft))
-        submitted = submitting.submit_draft(draft, None, inject=inject, background=background)
+        submitted = submit_draft(draft, None, inject=inject, background=background)
         if known is None:
             _remove_probe(probe.probe_dir(draft.run_dir))
     for note in submitted.outcome.notes if submitted.outcome else ():

@@ -14,8 +14,8 @@ from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.operations.replacement import room
-from slurmgpu.operations.submitting import submission_of, submit_draft
-from slurmgpu.operations.waiting import wait_for
+from slurmgpu.operations.submit import submission_of, submit_draft
+from slurmgpu.operations.wait import wait_for
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.run_file import parse_resources

@@ -8,7 +8,7 @@ from pathlib import Path
 from slurmgpu.cli import main
 from slurmgpu.code import snapshots
 from slurmgpu.executors.job_entry import run_local_task
-from slurmgpu.operations.submitting import submission_of
+from slurmgpu.operations.submit import submission_of
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run import heartbeats, liveness
 from slurmgpu.run.directory import create_run

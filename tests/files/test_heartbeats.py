@@ -12,7 +12,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks
-from slurmgpu.operations import resubmitting
+from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer, beating
@@ -179,7 +179,7 @@ def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, mo
 def test_a_silent_task_is_waited_for_once_by_a_resubmission_that_merges_as_well(run):
     beat(run, 1)
     with pytest.raises(SlurmGPUError, match="no-such-code"):  # as far as this test needs it
-        resubmitting.resubmit(run, code="no-such-code")
+        resubmit(run, Request(code="no-such-code"))
     assert not list(run.tasks.glob("*.alive"))
 
 

@@ -15,7 +15,7 @@ from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.item_names import name_of
 from slurmgpu.merge.merge import merge
-from slurmgpu.operations import waiting
+from slurmgpu.operations import wait
 from slurmgpu.page.facts import item_reasons
 from slurmgpu.report import build
 from slurmgpu.report.attempts import TOO_LARGE, Life, attempts_of, computed_with, versions_in_words
@@ -304,8 +304,8 @@ def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     written = write_report(run)
     read, reading, looks = [], Run.attempt, iter(["its merge", "its merge", None])
     monkeypatch.setattr(Run, "attempt", lambda run, name: read.append(name) or reading(run, name))
-    monkeypatch.setattr(waiting.live_tasks, "alive", lambda run: next(looks))
+    monkeypatch.setattr(wait.live_tasks, "alive", lambda run: next(looks))
     told = []
-    assert waiting.wait_for(run, told.append)["written"] == written["written"]
+    assert wait.wait_for(run, told.append)["written"] == written["written"]
     assert len(told) == 3
     assert sorted(read) == [f"4711_{task}.0" for task in range(4)]

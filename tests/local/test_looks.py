@@ -10,7 +10,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.operations import replacement, submitting
+from slurmgpu.operations import replacement, submit
 from slurmgpu.operations.probe import draft_probe
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
@@ -162,7 +162,7 @@ def looking(project):
 def test_a_look_stays_if_the_next_one_is_refused(looking, monkeypatch):
     first = looking("0:2")
     with monkeypatch.context() as patch:
-        patch.setattr(submitting, "start", lambda *_, **__: refuse("Slurm refuses it."))
+        patch.setattr(submit, "start", lambda *_, **__: refuse("Slurm refuses it."))
         with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
             looking("4:7")
     assert package.open(first.folder / "merged.h5").index[:].tolist() == [0, 1]
@@ -188,7 +188,7 @@ def test_a_refused_look_leaves_what_another_process_made_in_its_place(looking, m
         refuse("Slurm refuses it.")
 
     folders = []
-    monkeypatch.setattr(submitting, "start", replaced)
+    monkeypatch.setattr(submit, "start", replaced)
     with pytest.raises(SlurmGPUError, match="Slurm refuses it"):
         looking("0:2")
     assert (folders[0] / "run.json").exists()

@@ -12,7 +12,7 @@ import slurmgpu
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.merge.item_names import find_item, name_by_key
 from slurmgpu.merge.merge import merge
-from slurmgpu.operations import waiting
+from slurmgpu.operations import wait
 from slurmgpu.report.build import last_report
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
@@ -90,7 +90,7 @@ def test_they_are_followed_while_the_run_is_at_work(folder, monkeypatch):
         yield
         raise AssertionError("rows that are published were left for later")
 
-    monkeypatch.setattr(waiting, "_while_alive", one_look)
+    monkeypatch.setattr(wait, "_while_alive", one_look)
     assert [row.index for row in slurmgpu.open_run(folder / "run-look").rows()] == INDICES
 
 

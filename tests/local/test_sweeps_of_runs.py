@@ -11,7 +11,8 @@ import slurmgpu as package
 from slurmgpu import api
 from slurmgpu.cli.commands import submitted, sweep
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.operations import replacement, submitting
+from slurmgpu.operations import replacement, submit
+from slurmgpu.operations.resubmit import Request
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.run.directory import Run
@@ -340,10 +341,10 @@ def test_all_runs_are_resubmitted_before_the_first_is_waited_for(computed, monke
     for name in ("items", "others"):
         (computed / name / "merged.h5").unlink()
     calls = []
-    monkeypatch.setattr(submitted, "resubmit", lambda run, *_, **__: calls.append(f"submit {run.name}"))
+    monkeypatch.setattr(submitted, "resubmit_followed", lambda run, *_, **__: calls.append(f"submit {run.name}"))
     monkeypatch.setattr(submitted, "conclude", lambda run, *_, **__: (calls.append(f"wait {run.name}"), (0, {}))[1])
-    which = {"failed": False, "other_code": False}
-    assert sweep.resubmit([computed / "items", computed / "others"], {}, wait=True, as_json=False, **which) == 0
+    folders, ways = [computed / "items", computed / "others"], {"force": False, "as_json": False}
+    assert sweep.resubmit(folders, Request(), wait=True, **ways) == 0
     assert calls == ["submit items", "submit others", "wait items", "wait others"]
 
 
@@ -388,7 +389,7 @@ def test_no_look_of_a_sweep_is_replaced_if_another_cannot_be(swept, monkeypatch,
         done = slurmgpu(*command, "--gpus", "0", "--limit", "3", cwd=swept, expect=2)
         assert "others was made less than" in done.stderr
     monkeypatch.setattr(replacement, "MAKING_S", 0.0)
-    monkeypatch.setattr(submitting, "create_run", lambda *_: refuse("Slurm refuses it."))
+    monkeypatch.setattr(submit, "create_run", lambda *_: refuse("Slurm refuses it."))
     with pytest.raises(SlurmGPUError, match=r"None was submitted\.$"):
         looks(3)
 

@@ -10,15 +10,16 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from slurmgpu.cli.commands import submitted, sweep
-from slurmgpu.cli.commands.submitted import conclude, following
+from slurmgpu.cli.commands import sweep
+from slurmgpu.cli.commands.submitted import conclude, following, resubmit_followed
 from slurmgpu.cli.console import bar_console, json_alone, result, result_json, say
 from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft, show_resubmission
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.operations import resubmitting, submitting
 from slurmgpu.operations.probe import draft_probe, probe_draft
+from slurmgpu.operations.resubmit import Request, foresee
+from slurmgpu.operations.submit import plan_draft, submission_of, submit_draft
 from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
@@ -73,14 +74,14 @@ def submit(
         for line in (*draft.notes, *draft.plan.placement):
             say(line)
         if probe is not None:
-            submitting.submission_of(draft, other, inject)  # finds errors before the probe
+            submission_of(draft, other, inject)  # finds errors before the probe
             estimate = _probe(draft, probe, as_json=as_json)
             if estimate["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
                 if as_json:
                     result_json({**estimate, "submitted": None})
                 return EXIT_INCOMPLETE if estimate["failure"] else 0
         with following(draft.run_dir, draft.plan.n_items) as follow:
-            made = submitting.submit_draft(draft, other, follow.run, inject)
+            made = submit_draft(draft, other, follow.run, inject)
     assert made.outcome is not None
     code, told = conclude(made.run, made.outcome, wait=wait, as_json=as_json)
     if as_json:
@@ -130,7 +131,7 @@ def plan(
         sweep.plan(run_file, variants, look, as_json=as_json)
         return
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
-        run, lines, notes = submitting.plan_draft(draft)
+        run, lines, notes = plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
     if as_json:
@@ -142,12 +143,11 @@ def plan(
 
 
 @json_alone
-def resubmit(run: Run, tables: Mapping[str, Any], *, dry_run: bool, wait: bool, as_json: bool, **which: Any) -> int:
-    """Submit the missing items, `which` as for `operations.resubmitting`, unless it is a dry run; the exit code."""
+def resubmit(run: Run, asked: Request, *, force: bool, dry_run: bool, wait: bool, as_json: bool) -> int:
+    """Submit the missing items, unless it is a dry run; the exit code."""
     if dry_run:
-        tables_of = (tables.get(name) for name in ("resources", "slurm", "merge"))
-        return show_resubmission(run, resubmitting.foresee(run, *tables_of, **which), as_json=as_json)
-    exit_code, told = conclude(run, submitted.resubmit(run, tables, **which), wait=wait, as_json=as_json)
+        return show_resubmission(run, foresee(run, asked, force=force), as_json=as_json)
+    exit_code, told = conclude(run, resubmit_followed(run, asked, force=force), wait=wait, as_json=as_json)
     if as_json:
         result_json(told)
     return exit_code

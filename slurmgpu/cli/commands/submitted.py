@@ -20,7 +20,8 @@ from slurmgpu.cli.views.tables import show_report
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
-from slurmgpu.operations import resubmitting, waiting
+from slurmgpu.operations.resubmit import Request, resubmit
+from slurmgpu.operations.wait import wait_for
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record
@@ -31,18 +32,10 @@ PROGRESS_S = 3.0
 """How often attempts' records are read for progress: as often as they are written."""
 
 
-def resubmit(run: Run, tables: Mapping[str, Any], **which: Any) -> Outcome:
+def resubmit_followed(run: Run, asked: Request, *, force: bool) -> Outcome:
     """Submit the missing items of a run, and follow what is computed here; the outcome."""
     with following(run.folder, run.plan.n_items) as follow:
-        return resubmitting.resubmit(
-            run,
-            tables.get("resources"),
-            tables.get("slurm"),
-            follow.run,
-            merging=tables.get("merge"),
-            tell=say,
-            **which,
-        )
+        return resubmit(run, asked, follow.run, force=force, tell=say)
 
 
 def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[int, Mapping[str, Any]]:
@@ -53,7 +46,7 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
     if report is None and wait:
         _say_submitted(run, outcome, to_stderr=True)
         with following(run.folder, run.plan.n_items) as follow:
-            report = waiting.wait_for(run, follow.status)
+            report = wait_for(run, follow.status)
     if report is None:
         if not as_json:
             _say_submitted(run, outcome, to_stderr=False)

@@ -21,7 +21,16 @@ from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.inputs import sweeps
-from slurmgpu.operations import submitting, waiting
+from slurmgpu.operations.resubmit import Request
+from slurmgpu.operations.submit import (
+    Submitted,
+    check_drafts,
+    check_place,
+    naming_submitted,
+    plan_draft,
+    submit_draft,
+)
+from slurmgpu.operations.wait import incomplete, wait_for
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.site_file import Origins
@@ -57,13 +66,13 @@ def submit(
         _say_first(drafts)
         if dry_run:
             return _show_drafts(drafts, after, origins, as_json=as_json, inject=inject)
-        submitting.check_drafts(drafts, after, inject)
+        check_drafts(drafts, after, inject)
         drafts.record()
-        queued: list[submitting.Submitted] = []
+        queued: list[Submitted] = []
         told: list[Mapping[str, Any]] = []
         codes, n_queued = [0], 0
 
-        def conclude(made: submitting.Submitted) -> None:
+        def conclude(made: Submitted) -> None:
             nonlocal n_queued
             assert made.outcome is not None
             n_queued += made.outcome.report is None and not wait
@@ -76,11 +85,11 @@ def submit(
         for variant, draft in drafts.to_submit:
             say(f"{variant.name}: {_values_in_words(variant)}")
             with (
-                submitting.naming_submitted(drafts, variant),
+                naming_submitted(drafts, variant),
                 submitted.following(draft.run_dir, draft.plan.n_items) as follow,
             ):
                 drafts.record()  # another command may have left out what was not made yet
-                made = submitting.submit_draft(draft, after, follow.run, inject)
+                made = submit_draft(draft, after, follow.run, inject)
             # Others are queued before the first is waited for.
             if wait and made.outcome is not None and made.outcome.report is None:
                 queued.append(made)
@@ -103,12 +112,12 @@ def _wait_for_end(run: Run) -> int:
     if not is_complete(run) and not is_over(run.submissions()):
         try:
             with submitted.following(run.folder, run.plan.n_items) as follow:
-                waiting.wait_for(run, follow.status)
+                wait_for(run, follow.status)
         except SlurmGPUError as error:
             say(f"{run.name}: {error}")
     if is_complete(run):
         return EXIT_COMPLETE
-    say(waiting.incomplete(run))
+    say(incomplete(run))
     return EXIT_INCOMPLETE
 
 
@@ -118,12 +127,12 @@ def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool
     with drafted(run_file, variants, None, look) as drafts:
         _say_first(drafts)
         for _, draft in drafts.to_submit:
-            submitting.check_place(draft)
+            check_place(draft)
         drafts.record()
         for variant, draft in drafts.to_submit:
-            with submitting.naming_submitted(drafts, variant):
+            with naming_submitted(drafts, variant):
                 drafts.record()  # another command may have left out what was not made yet
-                run, lines, notes = submitting.plan_draft(draft)
+                run, lines, notes = plan_draft(draft)
             for note in dict.fromkeys(notes):
                 say(note)
             told.append({"run_dir": str(run.folder), "lines": lines})
@@ -237,7 +246,7 @@ def say_not_submitted(folders: Sequence[Path]) -> None:
 
 
 @json_alone
-def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, as_json: bool, **which: Any) -> int:
+def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool, as_json: bool) -> int:
     """Submit what the runs of a sweep lack; runs that lack nothing, or are at work, are left as they are.
 
     All are submitted before the first is waited for. The largest exit code; 2 if one is refused, or if nothing was
@@ -256,8 +265,8 @@ def resubmit(folders: Sequence[Path], tables: Mapping[str, Any], *, wait: bool, 
     for folder in filter(was_submitted, folders):
         try:
             run = Run.open(folder)
-            if not is_complete(run) or which["failed"] or which["other_code"]:
-                outcomes.append((run, submitted.resubmit(run, tables, **which)))
+            if not is_complete(run) or asked.failed or asked.other_code:
+                outcomes.append((run, submitted.resubmit_followed(run, asked, force=force)))
         except NothingToSubmitError as error:
             say(f"{folder.name}: {error}")
         except SlurmGPUError as error:

@@ -17,8 +17,8 @@ from slurmgpu.executors import resubmission
 from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs import sweeps
-from slurmgpu.operations import submitting
-from slurmgpu.operations.resubmitting import Resubmission
+from slurmgpu.operations.resubmit import Resubmission
+from slurmgpu.operations.submit import check_place, submission_of
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
@@ -56,8 +56,8 @@ class Shown:
 
 def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequence[str]) -> Shown:
     """A draft with what the cluster says of it."""
-    submitting.check_place(draft)
-    submission = submitting.submission_of(draft, after, inject)
+    check_place(draft)
+    submission = submission_of(draft, after, inject)
     seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
     seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
     value = {

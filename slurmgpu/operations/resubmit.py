@@ -1,9 +1,9 @@
-"""Submits what a run lacks, or what failed in it."""
+"""Submit what a run lacks, or what failed in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +28,41 @@ from slurmgpu.util.amounts import count_of
 from slurmgpu.util.shared_files import remove
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a resubmission is asked for: by default the missing items, with the resources of the last submission.
+
+    `resources` are keys of [resources]; `slurm` and `merge` are sbatch options of the array job and the merge job. All
+    override those of the last submission. The rest is as of `RunHandle.resubmit`; `functions` take the place of those
+    of a mapped run.
+    """
+
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    merge: Mapping[str, Any] = field(default_factory=dict)
+    failed: bool = False
+    code: str | None = None
+    other_code: bool = False
+    functions: Packed | None = None
+
+
 def resubmit(
     run: Run,
-    resources: Mapping[str, Any] | None = None,
-    slurm: Mapping[str, Any] | None = None,
+    asked: Request,
     on_tick: Callable[[Run], None] = lambda run: None,
     *,
-    failed: bool = False,
-    merging: Mapping[str, Any] | None = None,
     force: bool = False,
-    code: str | None = None,
-    other_code: bool = False,
-    functions: Packed | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Submit the missing items as `RunHandle.resubmit` does; the outcome's notes say what was adjusted.
 
-    `slurm` and `merging` are sbatch options of the array job and the merge job; they override those of the last
-    submission. Changes in the code are notes, too; if `tell` is given, it gets them before anything starts.
-    `functions` take the place of those of a mapped run.
+    Changes in the code are notes, too; if `tell` is given, it gets them before anything starts.
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         live_tasks.refuse_alive(run, "resubmit", force=force)
         live_tasks.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
-        drafted = _draft(run, resources, slurm, merging, failed, code, other_code, functions)
+        drafted = _draft(run, asked)
         notes = [*drafted.notes]
         if tell is None:
             notes += drafted.changed
@@ -86,48 +96,29 @@ class Resubmission:
     computed: Sequence[str]
 
 
-def foresee(
-    run: Run,
-    resources: Mapping[str, Any] | None,
-    slurm: Mapping[str, Any] | None,
-    merging: Mapping[str, Any] | None,
-    *,
-    failed: bool,
-    force: bool,
-    code: str | None,
-    other_code: bool,
-) -> Resubmission:
+def foresee(run: Run, asked: Request, *, force: bool) -> Resubmission:
     """What `resubmit` would submit; it writes nothing, and refuses what that refuses."""
     live_tasks.refuse_alive(run, "resubmit", force=force)
-    return _draft(run, resources, slurm, merging, failed, code, other_code, None, writes=False)
+    return _draft(run, asked, writes=False)
 
 
-def _draft(
-    run: Run,
-    resources: Mapping[str, Any] | None,
-    slurm: Mapping[str, Any] | None,
-    merging: Mapping[str, Any] | None,
-    failed: bool,
-    code: str | None,
-    other_code: bool,
-    functions: Packed | None,
-    *,
-    writes: bool = True,
-) -> Resubmission:
+def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     number = max((line["submission"] for line in run.submissions()), default=0) + 1
-    again = merge.failed_again(run, number) if failed else Recompute(number, {})
+    again = merge.failed_again(run, number) if asked.failed else Recompute(number, {})
     missing = sorted(set(range(run.plan.n_shards)) - run.published(fresh=True))
-    if not missing and not again.shards and not other_code:
-        raise _nothing_to_compute(run, failed)
-    if code:
-        taken, changed = former.former_code(run, code)
+    if not missing and not again.shards and not asked.other_code:
+        raise _nothing_to_compute(run, asked.failed)
+    if asked.code:
+        taken, changed = former.former_code(run, asked.code)
     else:
-        taken, changed = former.code_now(run, run.plan.container, functions, writes=writes)
-    if other_code:
+        taken, changed = former.code_now(run, run.plan.container, asked.functions, writes=writes)
+    if asked.other_code:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:
             raise NothingToSubmitError(f"{run.folder} has every shard, and this code computed all rows.")
-    submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
+    submission, notes = resubmission.next_submission(
+        run, asked.resources, asked.slurm, asked.merge, n_again=len(again.shards)
+    )
     if container := submission.container or run.plan.container:
         container, changes = contain_again(
             container, Path(run.plan.provenance["run_file"]), run.plan.provenance.get("container", {})
@@ -138,10 +129,10 @@ def _draft(
     executor_named(submission.executor).check(submission, container)
     computed = []
     if again.shards:
-        what = count_of(again.n_items, "item" if other_code else "failed item")
+        what = count_of(again.n_items, "item" if asked.other_code else "failed item")
         verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
         computed.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
-    if failed and functions is None and (name := mapped_function.function_by_value(run)) is not None:
+    if asked.failed and asked.functions is None and (name := mapped_function.function_by_value(run)) is not None:
         computed.append(
             f"They are computed with the function that the run keeps; an edited one takes Python: "
             f"{mapped_function.with_another_function(run, name)}"

@@ -1,4 +1,4 @@
-"""Makes the run directory of a draft, and submits it."""
+"""Make the run directory of a draft, and submit it."""
 
 from __future__ import annotations
 

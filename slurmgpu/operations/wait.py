@@ -1,4 +1,4 @@
-"""Waits for a run, and gives its rows as they are published."""
+"""Wait for a run, and give its rows as they are published."""
 
 from __future__ import annotations
 
