@@ -24,6 +24,9 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 from slurmgpu.util.users import expanded
 
 Configurations = Sequence[Mapping[str, Any]]
+Progress = Callable[[int, int], None] | None
+"""Is called with the bytes of the input that were read, and with all of them."""
+Room = Callable[[], Path]
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,53 @@ def look_at(items: str | None, limit: int | None) -> Look | None:
     return None if items is None and limit is None else Look(items, limit)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The run file at `path` and its workload, whose items are read; `kept` are fields that rows keep.
+
+    `index` is the index to make, with a place for each `stride` items.
+    """
+
+    config: RunFile
+    path: Path
+    workload: Adapted
+    kept: Collection[str]
+    index: Path
+    stride: int
+
+    def check(self, spec: inputs.InputSpec, called: str | None = None) -> Sequence[str]:
+        """Refuse items that the workload does not accept; notes on the others."""
+        workload, key, title = self.workload, self.config.key, title_of(self.workload.name)
+        inputs.check_fields(spec, self.index, self.kept, "keep", {}, called)
+        inputs.check_fields(spec, self.index, [key] if key else (), "key", {}, called)
+        notes = [said] if key and (said := check_names(spec, self.index, key)) else []
+        inputs.check_fields(spec, self.index, workload.fields, title, workload.advice, called)
+        inputs.refuse_fields(spec, self.index, workload.not_fields, title, workload.advice, called)
+        if workload.check_input is None:
+            return notes
+        with working_folder(self.path.parent):
+            return [*notes, *(workload.check_input(spec.readable, spec.n_items) or ())]
+
+    def repacked(self, spec: inputs.InputSpec) -> Items:
+        """The items of files that were repacked, and move into the run directory."""
+        folder, lines = Path(spec.files[0].path).parent.parent, self.check(spec)
+        files = (replace(file, path=str(Path(file.path).relative_to(folder))) for file in spec.files)
+        return Items(replace(spec, files=tuple(files)), [self.index, folder / inputs.FOLDER], lines=lines)
+
+
 def items_of(
     config: RunFile,
     path: Path,
     workload: Adapted,
     stride: int,
     folder: Path,
-    after: Run | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    after: Run | None,
+    progress: Progress,
     *,
-    room: Callable[[], Path],
-    kept: Collection[str] = (),
-    records: Any = None,
-    made: Path | None = None,
+    room: Room,
+    kept: Collection[str],
+    records: Any,
+    made: Path | None,
 ) -> Items:
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
@@ -91,47 +128,53 @@ def items_of(
     is a table from Python, in place of `input`; `made` is a file of items that is to move into the run directory. What
     is repacked, and may be large, is made in the folder that `room` gives.
     """
-    index = folder / "input.idx"
+    asked = _Asked(config, path, workload, kept, folder / "input.idx", stride)
     if made is not None:
-        found = inputs.scan([made], index, stride=stride)
-        lines = _check(found, index, workload, path, config.key, kept, "items")
-        return Items(_in_run(found), [index, made], lines=lines)
+        found = inputs.scan([made], asked.index, stride=stride)
+        return Items(_in_run(found), [asked.index, made], lines=asked.check(found, "items"))
     if records is not None:
-        packed = inputs.repack_table(records, room(), index, stride=stride)
-        return _repacked(packed, index, workload, path, config.key, kept)
-    if config.input is not None:
-        if config.sweep is not None:
-            sweeps.expand(config.sweep, config.seed)  # which refuses it: there is no key in it
-        passed = [note] if (note := inputs.passed_over(config.input, path.parent)) else []
-        if (listed := _listed(config.input, path.parent, folder, index, stride)) is not None:
-            lines = _check(listed.spec, index, workload, path, config.key, kept, f"the input {config.input}")
-            return replace(listed, spec=_in_run(listed.spec), lines=[*passed, *lines])
-        spec = _promised(config.input, path.parent, after, index, stride)
-        spec = spec or _scan(config.input, path.parent, index, stride, progress, room)
-        if spec.repacked:
-            repacked = _repacked(spec, index, workload, path, config.key, kept)
-            return replace(repacked, lines=[*passed, *repacked.lines])
-        lines = _check(spec, index, workload, path, config.key, kept)
-        return Items(spec, [index], lines=[*passed, *lines])
+        return asked.repacked(inputs.repack_table(records, room(), asked.index, stride=stride))
+    return _without_files(asked, folder) if config.input is None else _of_input(asked, folder, after, progress, room)
+
+
+def _of_input(asked: _Asked, folder: Path, after: Run | None, progress: Progress, room: Room) -> Items:
+    config, base = asked.config, asked.path.parent
+    assert config.input is not None
+    if config.sweep is not None:
+        sweeps.expand(config.sweep, config.seed)  # which refuses it: there is no key in it
+    passed = [note] if (note := inputs.passed_over(config.input, base)) else []
+    if (listed := _listed(asked, config.input, folder)) is not None:
+        lines = asked.check(listed.spec, f"the input {config.input}")
+        items = replace(listed, spec=_in_run(listed.spec), lines=lines)
+    else:
+        spec = _promised(asked, config.input, after) or _scan(asked, config.input, progress, room)
+        items = asked.repacked(spec) if spec.repacked else Items(spec, [asked.index], lines=asked.check(spec))
+    return replace(items, lines=[*passed, *items.lines])
+
+
+def _without_files(asked: _Asked, folder: Path) -> Items:
+    """The items of [sweep], or the workload's own."""
+    config = asked.config
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
-    own = configurations or workload.default_items
+    own = configurations or asked.workload.default_items
     if not own:
         raise SlurmGPUError(
-            f'{named(path)}: input is missing. Name the files with the items, as in input = "items.jsonl", '
+            f'{named(asked.path)}: input is missing. Name the files with the items, as in input = "items.jsonl", '
             f"or give configurations under [sweep]."
         )
     made = folder / sweeps.FILE
     sweeps.write(own, made)
-    spec = inputs.scan([made], index, stride=stride)
-    called = "[sweep]" if configurations else None
-    lines = _check(spec, index, workload, path, config.key, kept, called)
-    spec = _in_run(spec)
-    count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
-    said = sweeps.headline(config.sweep, len(own)) if config.sweep else count
-    return Items(spec, [index, made], said, configurations, lines)
+    spec = inputs.scan([made], asked.index, stride=asked.stride)
+    lines = asked.check(spec, "[sweep]" if configurations else None)
+    said = (
+        sweeps.headline(config.sweep, len(own))
+        if config.sweep
+        else f"{count_of(len(own), 'item')} of the workload's own"
+    )
+    return Items(_in_run(spec), [asked.index, made], said, configurations, lines)
 
 
-def some_of(items: Items, look: Look | None) -> Items:
+def items_of_look(items: Items, look: Look | None) -> Items:
     """The items of a look; all of them without one."""
     if look is None:
         return items
@@ -150,45 +193,8 @@ def _in_run(spec: inputs.InputSpec) -> inputs.InputSpec:
     return replace(spec, files=tuple(replace(file, path=Path(file.path).name) for file in spec.files))
 
 
-def _repacked(
-    spec: inputs.InputSpec, index: Path, workload: Adapted, path: Path, key: str | None, kept: Collection[str]
-) -> Items:
-    """The items of files that were repacked, and move into the run directory."""
-    folder = Path(spec.files[0].path).parent.parent
-    lines = _check(spec, index, workload, path, key, kept)
-    files = (replace(file, path=str(Path(file.path).relative_to(folder))) for file in spec.files)
-    return Items(replace(spec, files=tuple(files)), [index, folder / inputs.FOLDER], lines=lines)
-
-
-def _check(
-    spec: inputs.InputSpec,
-    index: Path,
-    workload: Adapted,
-    path: Path,
-    key: str | None,
-    kept: Collection[str],
-    called: str | None = None,
-) -> Sequence[str]:
-    """Refuse items that the workload does not accept; notes on the others."""
-    inputs.check_fields(spec, index, kept, "keep", {}, called)
-    inputs.check_fields(spec, index, [key] if key else (), "key", {}, called)
-    notes = [said] if key and (said := check_names(spec, index, key)) else []
-    inputs.check_fields(spec, index, workload.fields, title_of(workload.name), workload.advice, called)
-    inputs.refuse_fields(spec, index, workload.not_fields, title_of(workload.name), workload.advice, called)
-    if workload.check_input is None:
-        return notes
-    with working_folder(path.parent):
-        return [*notes, *(workload.check_input(spec.readable, spec.n_items) or ())]
-
-
-def _scan(
-    named: str | list[str],
-    base: Path,
-    index: Path,
-    stride: int,
-    progress: Callable[[int, int], None] | None,
-    room: Callable[[], Path],
-) -> inputs.InputSpec:
+def _scan(asked: _Asked, named: str | list[str], progress: Progress, room: Room) -> inputs.InputSpec:
+    base, index, stride = asked.path.parent, asked.index, asked.stride
     query = inputs.query_in(named, base)
 
     def scan() -> inputs.InputSpec:
@@ -199,30 +205,28 @@ def _scan(
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
-def _listed(named: str | list[str], base: Path, folder: Path, index: Path, stride: int) -> Items | None:
+def _listed(asked: _Asked, named: str | list[str], folder: Path) -> Items | None:
     """The files of an input as items, if they are; their listing lies in `folder`."""
     made = folder / file_items.FILE
 
     def scan() -> Items | None:
-        if (found := inputs.list_files(named, base)) is None:
+        if (found := inputs.list_files(named, asked.path.parent)) is None:
             return None
         said, folders = found.write(made)
-        spec = inputs.scan([made], index, stride=stride, of_format=file_items.Files())
-        return Items(replace(spec, folders=folders), [index, made], said)
+        spec = inputs.scan([made], asked.index, stride=asked.stride, of_format=file_items.Files())
+        return Items(replace(spec, folders=folders), [asked.index, made], said)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
-def _promised(
-    named: str | list[str], base: Path, after: Run | None, index: Path, stride: int
-) -> inputs.InputSpec | None:
+def _promised(asked: _Asked, named: str | list[str], after: Run | None) -> inputs.InputSpec | None:
     """The input that `after` will merge, if the run file names it and it is not complete yet."""
     if after is None or not isinstance(named, str) or is_complete(after):
         return None
-    path = (base / expanded(named)).resolve()
+    path = (asked.path.parent / expanded(named)).resolve()
     if path != after.merged.resolve():
         return None
     plan, columns = after.plan, ("index", *after.plan.columns)
     return inputs.promise(
-        path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
+        path, asked.index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=asked.stride
     )

@@ -30,7 +30,7 @@ from slurmgpu.plan.checked_workload import batch_size_of, build_workload
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.extension import Extension, extend
-from slurmgpu.plan.items import Items, Look, items_of, some_of
+from slurmgpu.plan.items import Items, Look, items_of, items_of_look
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile
 from slurmgpu.plan.run_path import refuse_odd_path, run_path
@@ -132,7 +132,7 @@ def draft_run(
                 records=records,
                 made=given.items,
             )
-            items = some_of(replace(items, files=[*items.files, *given.files]), look)
+            items = items_of_look(replace(items, files=[*items.files, *given.files]), look)
             size = _size_of(asked, built, items.spec.n_items, most_shards)
             plan = _plan_of(asked, built, items, size)
             notes = [*built.notes, *([size.note] if size.note else [])]
