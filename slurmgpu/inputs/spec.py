@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.item_ranges import spans_within
+from slurmgpu.util.item_ranges import n_to_ends, spans_within
 
 PROMISED = -1
 """The size and time of a file that does not exist yet; in place of its SHA-256 stands the fingerprint of its plan."""
@@ -77,9 +77,10 @@ class InputSpec:
         n_items = sum(stop - start for start, stop in ranges)
         return replace(self, n_items=n_items, ranges=tuple(span for each in ranges for span in self.spans(*each)))
 
-    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The ranges (start, stop) of items start..stop-1 among the items of all files."""
-        return spans_within(self.ranges if self.ranges is not None else [(0, self.n_items)], start, stop)
+        ranges = [(0, self.n_items)] if self.ranges is None else self.ranges
+        return spans_within(ranges, n_to_ends(ranges), start, stop)
 
     def to_json(self) -> dict[str, Any]:
         """The spec as JSON values, for run.json."""

@@ -11,12 +11,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any, TypedDict
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.submissions import Git
+from slurmgpu.util.item_ranges import n_to_ends, spans_within
 from slurmgpu.util.typed_json import check_kinds, check_objects
 
 NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
@@ -137,17 +137,11 @@ class Plan:
     @cached_property
     def _ends(self) -> list[int]:
         """How many of the run's items there are up to the end of each range."""
-        return list(accumulate(stop - start for start, stop in self.ranges))
+        return n_to_ends(self.ranges)
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The indices in the input of the run's items `start` to `stop` - 1, as (start, stop)."""
-        ranges, number = self.ranges, bisect_right(self._ends, start)
-        found: list[tuple[int, int]] = []
-        while start < stop and number < len(ranges) and (before := self._ends[number - 1] if number else 0) < stop:
-            first, end = ranges[number]
-            found.append((first + max(start - before, 0), min(end, first + stop - before)))
-            number += 1
-        return found
+        return spans_within(self.ranges, self._ends, start, stop)
 
     def indices(self, start: int, stop: int) -> Sequence[int]:
         """The indices of the run's items `start` to `stop` - 1 in the input."""

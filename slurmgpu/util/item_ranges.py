@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 from slurmgpu.errors import SlurmGPUError
 
 
-def spans_within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The items `start` to `stop` - 1 of those in `ranges`, counted from 0 in their order, as ranges."""
-    n_before = 0
-    for first, end in ranges:
-        low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
-        if low < high:
-            yield low, high
-        n_before += end - first
+def n_to_ends(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """How many items there are up to the end of each range."""
+    return list(accumulate(stop - start for start, stop in ranges))
+
+
+def spans_within(
+    ranges: Sequence[tuple[int, int]], ends: Sequence[int], start: int, stop: int
+) -> list[tuple[int, int]]:
+    """The items `start` to `stop` - 1 of those in `ranges`, counted from 0 in their order, as ranges.
+
+    `ends` is `n_to_ends` of the ranges.
+    """
+    number, found = bisect_right(ends, start), list[tuple[int, int]]()
+    while start < stop and number < len(ranges) and (before := ends[number - 1] if number else 0) < stop:
+        first, end = ranges[number]
+        found.append((first + max(start - before, 0), min(end, first + stop - before)))
+        number += 1
+    return found
 
 
 def parse_item_ranges(text: str, n_items: int, of: str, *, clip: bool = False) -> list[tuple[int, int]]:
