@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from slurmgpu.page.clock import Clock
 from slurmgpu.page.spans import STATES, Life, rows_of
 from slurmgpu.page.svg import COLOURS, NARROW, RIGHT, figure
+from slurmgpu.report.ledger import KINDS
 
 MAX_HEIGHT = 1000
 ROW_HEIGHT = 18
@@ -24,7 +25,6 @@ LEAST_LEFT = 56
 TICK_GAP = 1.5
 """Ticks of shards that are closer, in pixels, are drawn as one."""
 N_BINS = 160
-PARTS = ("useful", "loading", "overhead", "idle", "lost", "repeated")
 OF_SHARDS = ("useful", "repeated", "lost")
 """Kinds of shard computations, from bottom to top."""
 
@@ -195,7 +195,7 @@ def ledger_bar(parts: Mapping[str, float], width: int) -> Figure:
     total = sum(parts.values()) or 1.0
     axes.set_xlim(0, total)
     at = 0.0
-    for name in PARTS:
+    for name in KINDS:
         share = parts.get(name, 0.0)
         if share > 0:
             axes.barh(0, share, left=at, height=1, color=COLOURS[name], edgecolor=COLOURS["surface"], linewidth=1)

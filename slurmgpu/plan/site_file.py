@@ -209,7 +209,6 @@ def _read(source: RunFileSource) -> dict[str, Any]:
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-
     def whole_bind(bind: str | Mapping[str, Any]) -> str | dict[str, Any]:
         if isinstance(bind, str):
             source, colon, rest = bind.partition(":")

@@ -376,13 +376,11 @@ def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_it
 
 
 def _image(run: Run) -> Image | None:
-
     container = run.plan.container
     return None if container is None else cast(Image, {"path": container["image"], **container["identity"]})
 
 
 def _holes(run: Run, joined: Joined | None) -> list[Hole]:
-
     there = frozenset() if joined is None else joined.shards
     damaged = run.damaged() | dict(() if joined is None else joined.damaged)
     holes = sorted(set(range(run.plan.n_shards)) - there)
