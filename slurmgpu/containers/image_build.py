@@ -12,7 +12,7 @@ import slurmgpu
 from slurmgpu.containers.runtime import DEFAULT_RUNTIME, RUNTIMES, Runtime, runtime_named
 from slurmgpu.containers.settings import Bind, ContainerError, Identity
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.atomic_files import own_name
+from slurmgpu.util.atomic_files import partial_path
 
 
 def definition(name: str, suffix: str = ".def") -> Path:
@@ -78,7 +78,7 @@ def build_image(
         raise SlurmGPUError(f"The folder of {output} does not exist.")
     binds = [_existing(bind) for bind in binds]
     runtime = find_runtime(builds=True)
-    partial = own_name(output)
+    partial = partial_path(output)
     log = output.with_name(f"{output.name}.log")
     recipe = definition(name, runtime.definitions or "")
     command = runtime.build_command(partial, recipe, base=base, arguments=arguments or {}, binds=binds)

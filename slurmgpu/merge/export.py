@@ -13,11 +13,10 @@ import csv
 import io
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,7 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import stored_columns
 from slurmgpu.shards.numbers import as_lists
-from slurmgpu.util.atomic_files import beside, fsync_dir, write_json
+from slurmgpu.util.atomic_files import beside, fsync_dir, whole_file, write_json
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
@@ -138,25 +137,11 @@ def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Ex
                 replace(partial, output)
             fsync_dir(output.parent)
             return exported
-        exported = write_whole(output, lambda file: _write(rows, format, file, chosen))
+        with whole_file(output) as file:
+            exported = _write(rows, format, file, chosen)
         if format == "pt" and rows.merged is not None:
             write_json(output.with_name(f"{output.name}.json"), _about(rows.merged))
         return exported
-
-
-_Exported = TypeVar("_Exported", bound=Exported)
-
-
-def write_whole(output: Path, write: Callable[[IO[bytes]], _Exported]) -> _Exported:
-    """Write a file that appears whole or not at all, by a function of the open file."""
-    with beside(output) as partial:
-        with open(partial, "wb") as file:
-            exported = write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        replace(partial, output)
-    fsync_dir(output.parent)
-    return exported
 
 
 @contextlib.contextmanager

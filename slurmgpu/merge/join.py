@@ -46,7 +46,7 @@ from slurmgpu.shards.userblock import (
     verify,
     write_at,
 )
-from slurmgpu.util.atomic_files import fsync_dir
+from slurmgpu.util.atomic_files import fsync_dir, partial_path
 from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_fresh, remove, replace, retried
 
 _N_THREADS = 4  # one keeps up with most disks; more hide the latency of a network
@@ -142,7 +142,7 @@ def join(
     """
     _remove_stale(target, patience_s, check)
     # A unique name: removing the files of dead joins removes no file of a live one.
-    beside = target.with_name(f".{target.name}.{os.urandom(16).hex()}.partial")
+    beside = partial_path(target)
     shards, damage = _Shards(columns, fingerprints, patience_s), _Damage()
     n_rounds = n_vanished = 0
     try:

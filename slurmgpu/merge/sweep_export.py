@@ -15,12 +15,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
-from slurmgpu.merge.export import LINE_FORMATS, Exported, write_whole
+from slurmgpu.merge.export import LINE_FORMATS, Exported
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import listed_runs, was_submitted
 from slurmgpu.shards.columns import columns_from_json, stored_columns
+from slurmgpu.util.atomic_files import whole_file
 from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
@@ -61,12 +62,13 @@ def export_sweep(
         raise SlurmGPUError(f"The rows of a sweep are written as {' or '.join(LINE_FORMATS)}, not as {format!r}.")
     if not isinstance(output, Path):
         return _written(folder, format, output, columns, where)
-    target = output
+    path = output
 
-    def write(file: IO[bytes]) -> SweepExported:
-        return _written(folder, format, file, columns, where)
+    def write() -> SweepExported:
+        with whole_file(path) as file:
+            return _written(folder, format, file, columns, where)
 
-    return retried(lambda: cause_raised(lambda: write_whole(target, write)), BRIEF_PATIENCE_S)
+    return retried(lambda: cause_raised(write), BRIEF_PATIENCE_S)
 
 
 def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str], where: str | None) -> SweepExported:  # noqa: A002

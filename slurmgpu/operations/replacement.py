@@ -13,7 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.live_tasks import refuse_alive
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import RUN_LOCK, is_left_by_dead, run_lock
-from slurmgpu.util.atomic_files import own_name
+from slurmgpu.util.atomic_files import partial_path
 from slurmgpu.util.shared_files import exists, is_folder, list_names, remove, replace, retried
 from slurmgpu.util.users import name_in_words
 
@@ -63,7 +63,7 @@ def room(folder: Path, kind: str) -> Iterator[None]:
     if check_room(folder, kind) is None:
         yield
         return
-    aside = own_name(folder)
+    aside = partial_path(folder)
     with run_lock(folder, "removing") as lock:
         check_room(folder, kind)
         lock.check()

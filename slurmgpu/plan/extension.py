@@ -18,8 +18,8 @@ from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.atomic_files import beside, fsync_dir
-from slurmgpu.util.shared_files import exists, make_folder, replace, retried
+from slurmgpu.util.atomic_files import fsync_dir, whole_file
+from slurmgpu.util.shared_files import exists, make_folder, retried
 
 OF_INPUT = frozenset({"input_digest", "n_items", "ranges"})
 """The parts of `Plan.basis` that may differ: the input, which is compared file by file."""
@@ -188,12 +188,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
                 raise
 
     def copy() -> None:
-        with beside(target) as partial:
-            with open(source, "rb") as content, open(partial, "wb") as file:
-                shutil.copyfileobj(content, file, CHUNK_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
-            replace(partial, target)
+        with open(source, "rb") as content, whole_file(target) as file:
+            shutil.copyfileobj(content, file, CHUNK_BYTES)
 
     try:
         retried(link)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slurmgpu.run.counters import encode
 from slurmgpu.run.lock import checked
-from slurmgpu.util.atomic_files import own_name
+from slurmgpu.util.atomic_files import partial_path
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, exists, read_bytes, remove, retried
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Claims:
         path = self.path(shard)
         if self._stands(path) != stale:
             return False
-        mine = own_name(path).with_suffix(".taken")
+        mine = partial_path(path).with_suffix(".taken")
         if not self._rename(path, mine):
             return False
         try:

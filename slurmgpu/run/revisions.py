@@ -17,7 +17,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.shard_file import DamagedShardError, publish, read_rows, write_shard
-from slurmgpu.util.atomic_files import own_name
+from slurmgpu.util.atomic_files import partial_path
 from slurmgpu.util.shared_files import remove
 
 Row = Mapping[str, Any] | ItemError
@@ -86,7 +86,7 @@ def publish_rows(
 ) -> Path:
     """Publish rows as a revision of a shard; its path, also if another attempt published it first."""
     target = run.revision_path(shard, revision)
-    partial = own_name(target)
+    partial = partial_path(target)
     start, stop = run.plan.bounds(shard)
     about: dict[str, Any] = {"fingerprint": run.plan.fingerprint, "notes": notes, "made_by": made_by}
     try:

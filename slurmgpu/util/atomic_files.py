@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from slurmgpu.util.shared_files import PATIENCE_S, link_first, naming, replace, retried
 
@@ -46,7 +46,7 @@ def fsync_dir(path: Path) -> None:
     retried(sync)
 
 
-def own_name(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """A hidden name beside `path`, ending in `.partial`, that no other process, thread or machine uses.
 
     Nobody can guess it: in a folder where others may write, a link of theirs would lead the writer to another file.
@@ -57,7 +57,7 @@ def own_name(path: Path) -> Path:
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`; after an error it is removed, and the error names `path` instead."""
-    partial = own_name(path)
+    partial = partial_path(path)
     try:
         yield partial
     except BaseException as error:
@@ -75,27 +75,37 @@ def beside(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write in the block, which takes the place of `path` at its end, in one step.
+
+    A reader sees the old file or the new one, never a part; after an error the old one stays. Without `durable` nothing
+    is fsynced: for progress that may be lost with the machine.
+    """
+    with beside(path) as partial:
+        with open(partial, "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        replace(partial, path)
+    if durable:
+        fsync_dir(path.parent)
+
+
 def write_bytes(
     path: Path, content: bytes, *, durable: bool = True, mode: int | None = None, patience_s: float = PATIENCE_S
 ) -> None:
-    """Put `content` at `path` in one step; a reader sees the old file or the new one, never a part.
+    """Put `content` at `path` as by `whole_file`; a transient error is tried again for `patience_s`.
 
-    Without `durable` nothing is fsynced: for progress that may be lost with the machine. `mode` are its permissions,
-    by default those of the umask. A transient error is tried again for `patience_s`.
+    `mode` are its permissions, by default those of the umask.
     """
 
     def write() -> None:
-        with beside(path) as partial:
-            with open(partial, "wb") as file:
-                if mode is not None:
-                    os.fchmod(file.fileno(), mode)
-                file.write(content)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            replace(partial, path)
-        if durable:
-            fsync_dir(path.parent)
+        with whole_file(path, durable=durable) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(content)
 
     retried(write, patience_s)
 

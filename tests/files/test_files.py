@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slurmgpu.shards.names import partial_name, partials_of
-from slurmgpu.util.atomic_files import FULL, beside, own_name, write_bytes
+from slurmgpu.util.atomic_files import FULL, beside, partial_path, write_bytes
 
 
 def half_of_it(path):
@@ -60,7 +60,7 @@ def test_a_link_of_somebody_who_saw_the_name_before_leads_no_writer_elsewhere(tm
     folder, theirs = tmp_path / "shared", tmp_path / "theirs"
     folder.mkdir()
     theirs.write_bytes(b"precious")
-    seen = own_name(folder / "rows.csv")
+    seen = partial_path(folder / "rows.csv")
     for later in range(100):
         guess = re.sub(r"\d+(?=\.partial$)", lambda number, later=later: str(int(number[0]) + later), seen.name)
         if not os.path.lexists(folder / guess):

@@ -54,7 +54,6 @@ EXCEPTIONS = {
             "code/snapshots.py",
             "util/atomic_files.py",
             "run/directory.py",
-            "merge/export.py",
             "results/data_set.py",
         ),
         WITHIN,
