@@ -46,6 +46,8 @@ SAMPLER_SHARE = 0.1
 """The most that sampling may take of a decoding step of 64 rows."""
 SMALL_GPU_BYTES = 20e9
 """On a card with less, the model has 0.4 billion parameters in place of 1.5."""
+SET_UP_S = 80.0
+"""The seconds for what findings share, if this one comes first: the model, its engines, and the check of its graphs."""
 LARGE_GPU_BYTES, LARGE_DISK_BYTES = 30e9, 20e9
 """What the finding with 8 billion parameters needs."""
 
@@ -218,7 +220,7 @@ def _foretold(machine: Machine, folder: Path) -> str:
     return hold(good, figures)
 
 
-@finding(limit_s=45)
+@finding(limit_s=SET_UP_S)
 def placement_foretells_the_memory_of_a_small_model(machine: Machine) -> str:
     """The weights of a small model are as large as foretold, and the planned batch needs what placement keeps."""
     return _foretold(machine, _model(machine))
@@ -348,26 +350,26 @@ def _static(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Fini
     return list(engine._static.generate(encoded))
 
 
-@finding(limit_s=45)
+@finding(limit_s=SET_UP_S)
 def static_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
     """Greedy tokens of static batches in bf16 are as good by fp32's scores as those of the model alone in bf16."""
     return _within(machine, _static)
 
 
-@finding()
+@finding(limit_s=SET_UP_S)
 def a_shared_prefix_in_bf16_answers_as_fp32(machine: Machine) -> str:
     """The same where all prompts share their first 320 tokens, which are computed once."""
     return _within(machine, _static, shared=True)
 
 
-@finding(limit_s=45)
+@finding(limit_s=SET_UP_S)
 def continuous_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
     """The same by continuous batching."""
     machine.needs_gpu()
     return _within(machine, _by_continuous)
 
 
-@finding()
+@finding(limit_s=SET_UP_S)
 def scores_are_those_of_the_model_alone(machine: Machine) -> str:
     """Log-probabilities of four labels are the model's alone: in fp32 to 0.001, in bf16 as near to fp32 as its own."""
     import torch
@@ -398,7 +400,7 @@ def scores_are_those_of_the_model_alone(machine: Machine) -> str:
     return hold(good, figures)
 
 
-@finding()
+@finding(limit_s=SET_UP_S + 20)
 def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
     """Samples in fp32 are the same in small and in large batches; the docs say that in bf16 some are not."""
     from slurmgpu.llm.interface.batching import Budget
@@ -460,7 +462,7 @@ def _answers(machine: Machine, precision: str, requests: Sequence[Request]) -> l
     return found
 
 
-@finding(limit_s=75)
+@finding(limit_s=SET_UP_S)
 def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
     """The self-check finds steps by CUDA graphs right and faster, in bf16 and fp32, for 1, 32 and 4 long rows."""
     figures, good = [], True
@@ -472,7 +474,7 @@ def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
     return hold(good, "; ".join(figures))
 
 
-@finding(limit_s=45)
+@finding(limit_s=SET_UP_S + 20)
 def cuda_graphs_in_fp32_give_eager_tokens(machine: Machine) -> str:
     """Greedy and sampled tokens in fp32 are those of eager steps, in batches whose rows come and go."""
     engine, shares = _eager(machine, "fp32"), []
@@ -485,7 +487,7 @@ def cuda_graphs_in_fp32_give_eager_tokens(machine: Machine) -> str:
     return hold(min(shares) == 1.0, f"{shares[0]:.0%} of greedy and {shares[1]:.0%} of sampled answers are equal")
 
 
-@finding()
+@finding(limit_s=SET_UP_S + 20)
 def cuda_graphs_in_bf16_answer_as_fp32(machine: Machine) -> str:
     """Greedy tokens by CUDA graphs in bf16 are as good by fp32's scores as those of the model alone in bf16."""
     said = _within(machine, lambda engine, encoded: _answers(machine, "bf16", [each.request for each in encoded]))
@@ -493,7 +495,7 @@ def cuda_graphs_in_bf16_answer_as_fp32(machine: Machine) -> str:
     return said
 
 
-@finding(limit_s=60)
+@finding(limit_s=SET_UP_S + 30)
 def cuda_graphs_are_faster_and_hold_what_placement_keeps(machine: Machine) -> str:
     """Static batches by CUDA graphs are 1.3 times as fast, their graphs hold 0.5 GB at most, and both are freed."""
     from slurmgpu.llm.placement.needs import GRAPHS_BYTES, look_at
@@ -558,7 +560,7 @@ def _bandwidth(machine: Machine) -> float:
     return float(2 * source.nbytes) / best_of(5, lambda: target.copy_(source), machine.device)
 
 
-@finding(limit_s=120)
+@finding(limit_s=SET_UP_S + 80)
 def generation_is_faster_than_by_hand(machine: Machine) -> str:
     """Answers of 2 to 160 tokens: 10 times as fast as one by one, 1.2 times as in the best sorted batches by hand."""
     rng, n = np.random.default_rng(0), machine.pick(192, 6)
@@ -601,7 +603,7 @@ def _seconds(machine: Machine, work: Callable[..., object], *arguments: Any) -> 
     return seconds_of(lambda: work(*arguments), machine.device)
 
 
-@finding(limit_s=90)
+@finding(limit_s=SET_UP_S)
 def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step by a graph, and the CPU's tokens.
 
