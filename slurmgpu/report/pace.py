@@ -15,7 +15,7 @@ from typing import Any, TypedDict, cast
 from slurmgpu.report.queued import Queue, requeued, startable, task_of
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
-from slurmgpu.run.records import BriefRecord
+from slurmgpu.run.records import ALL_FAIL, BriefRecord
 
 WINDOW_S = 300.0
 """A rate covers the shards that ended in the last five minutes …"""
@@ -141,7 +141,12 @@ def computes(record: BriefRecord) -> bool:
 
 
 def rate_of(plan: Plan, record: BriefRecord) -> float | None:
-    """An attempt's items per second over its last minutes, including the time between shards; None before any."""
+    """An attempt's items per second over its last minutes, including the time between shards; None before any.
+
+    None also while each of its calls fails: it publishes nothing at that rate.
+    """
+    if (record["progress"] or "").startswith(ALL_FAIL):
+        return None
     recent = _recent(record)
     n_items, seconds = 0.0, 0.0
     begins = [*(entry[1] for entry in recent[1:]), record["shard_started"]]

@@ -108,6 +108,10 @@ class Computed(TypedDict):
     published: list[list[Any]]
 
 
+ALL_FAIL = "each call failed so far"
+"""What the progress of a task begins with before any of its calls has worked."""
+
+
 class BriefRecord(_Heard):
     """The fields of a record that `status` keeps in memory, of thousands of attempts: also those of `Computed`."""
 

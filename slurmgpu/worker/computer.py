@@ -17,6 +17,7 @@ from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import LOADING, POLICIES
+from slurmgpu.run.records import ALL_FAIL
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.broken_process import is_used_up
@@ -154,6 +155,7 @@ class Computer:
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
     _ways: set[tuple[str, ...] | None] = field(default_factory=set)
     _has_computed: bool = False
+    _has_row: bool = False
     _has_told: bool = False
     _preparer: Preparer | None = field(init=False)
 
@@ -307,24 +309,16 @@ class Computer:
         """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively."""
         self.on_batch([item.index for item in items], isolated, [item.index for item in ahead])
         failure = self._call(items, ahead, shard)
+        all_fail = self._note_way(failure or self._common_failure(items, shard))
         if failure is None:
-            if self._has_told:
-                self._has_told = False
-                self.tell("")
             self._put_rows_off(items, shard, isolated=isolated)
             return
-        if not self._has_computed:
-            self._ways.add(failure.way)
         if self._preparer is not None:
             self._preparer.drop()  # its items may be cut in another way now
         if failure.retry_after is not None and shard.n_tries_left:
             shard.done.rows.update({item.index: failure for item in items})
             self._put_items_off(items, failure, shard, isolated=isolated)
             return
-        all_fail = self._fails_for_all(failure)
-        if all_fail and not self._has_told:
-            self._has_told = True
-            self.tell(f"each call failed so far: {failure.first_line}")
         if len(items) == 1:
             self._log(shard, items[0].index, failure)
             shard.done.rows[items[0].index] = shard.alone[items[0].index] = failure
@@ -360,9 +354,31 @@ class Computer:
                 break
         return list(left.values())
 
+    def _common_failure(self, items: Sequence[Item], shard: _Shard) -> Failure | None:
+        """The failure of all rows of a call, if there is no good row yet."""
+        if self._has_row or not self.keeps_rows:
+            return None
+        return common_failure([Computed({item.index: shard.done.rows[item.index] for item in items})])
+
+    def _note_way(self, failure: Failure | None) -> bool:
+        """Note how all items of a call failed, or that some did not; whether all items so far failed so."""
+        if failure is None:
+            self._has_row = True
+            if self._has_told:
+                self._has_told = False
+                self.tell("")
+            return False
+        if not self._has_row and len(self._ways) < 2:
+            self._ways.add(failure.way)
+        all_fail = self._fails_for_all(failure)
+        if all_fail and not self._has_told and failure.retry_after is None:
+            self._has_told = True
+            self.tell(f"{ALL_FAIL}: {failure.first_line}")
+        return all_fail
+
     def _fails_for_all(self, failure: Failure) -> bool:
         """Whether no item was computed yet, all failed as this one, and the worker doubts that any can be."""
-        is_alike = not self._has_computed and failure.way is not None and self._ways == {failure.way}
+        is_alike = not self._has_row and failure.way is not None and self._ways == {failure.way}
         return is_alike and failure.kind == "item_error" and self.doubts()
 
     def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:

@@ -627,6 +627,19 @@ def test_calls_that_all_fail_alike_are_told_once_until_one_does_not(caplog):
     assert logged.startswith("items 0..15: ValueError: cannot do")
 
 
+def failing_alike(index):
+    error = ItemError(f"the program fails for {index}")
+    error.way = ("program",)
+    return error
+
+
+def test_errors_in_place_of_rows_that_are_all_alike_are_told_until_there_is_a_row():
+    told = []
+    workload = Recorder(lambda items: [{"x": 0} if item.index == 6 else failing_alike(item.index) for item in items])
+    compute(workload, n=16, batch_size=4, doubts=lambda: True, tell=told.append)
+    assert told == ["each call failed so far: the program fails for 0", ""]
+
+
 def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
     ways = {0: ValueError, 1: KeyError}
 

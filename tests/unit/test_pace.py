@@ -48,6 +48,16 @@ def test_after_a_third_of_a_steady_run_the_time_left_is_right_within_a_fifth(sha
         assert pace.n_shards_left_over == 0
 
 
+def test_no_end_is_foretold_while_each_call_fails():
+    pretended = Pretended(n_tasks=1, n_shards=30)
+    records, _ = pretended.records(95)
+    [record] = records
+    assert pace_of(pretended.plan(), records, [], None, BEGIN + 95).left_s
+    record["progress"] = "each call failed so far: no such model"
+    failing = pace_of(pretended.plan(), records, [], None, BEGIN + 95)
+    assert (failing.items_per_s, failing.left_s, failing.n_living) == (None, None, 1)
+
+
 @pytest.fixture
 def steady():
     """Four tasks of 0.25 items a second; 50 s after they have loaded the first shard is not done yet."""
