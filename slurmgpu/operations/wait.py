@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import live_tasks
+from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.report.build import Report, last_report, read_report
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.results.published import Row as RunRow
@@ -21,17 +22,22 @@ from slurmgpu.util.shared_files import exists
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""The pause between two looks at a run that is waited for."""
+LOOK_S, QUEUE_S = 0.2, 30.0
+"""The pause between two looks at a run that is waited for, and at Slurm's queue for its status."""
 ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
 """The first pause after new rows: in general, and when at most FEW_SHARDS shards are left."""
 
 
 def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
-    """Wait until no task of the run is queued or alive, and return the report. Asks Slurm at most every 5 s."""
-    reader = StatusReader(run)
+    """Wait until no task of the run is queued or alive, and return the report. Asks Slurm at most every 5 s.
+
+    `on_tick` gets each status, with the queue as it was QUEUE_S ago at most.
+    """
+    reader, queued, asked = StatusReader(run), None, -QUEUE_S
     for _ in _while_alive(run):
-        on_tick(reader.read(gpus_of=()))
+        if time.monotonic() - asked >= QUEUE_S:
+            queued, asked = queued_jobs(run, queued), time.monotonic()
+        on_tick(reader.read(queued, gpus_of=()))
     report = last_report(run)
     if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
         raise SlurmGPUError(

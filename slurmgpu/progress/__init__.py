@@ -1,4 +1,4 @@
-"""The progress of a run that Python waits for: a bar in a terminal, a line in a notebook, else nothing.
+"""The progress of a run that Python waits for: a bar in a terminal, a line in a notebook, else lines on stderr.
 
 May import: report, run and util.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slurmgpu.report.state_words import News, line_of
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of
@@ -32,12 +33,9 @@ def following(run: Run, on_tick: Callable[[dict[str, Any]], None] | None = None)
             with _bar(run) as show:
                 yield show
         else:
-            yield lambda status: None
+            yield _lines()
     except KeyboardInterrupt:
-        if display is not None or sys.stderr.isatty():
-            print(  # noqa: T201 - only where progress is shown
-                f"interrupted; the run goes on. To come back: slurmgpu.open_run({str(run.folder)!r})", file=sys.stderr
-            )
+        _say(f"interrupted; the run goes on. To come back: slurmgpu.open_run({str(run.folder)!r})")
         raise
 
 
@@ -50,6 +48,16 @@ def in_words(status: Status) -> str:
         f"{status['n_items_done']:,} of {count_of(status['n_items'], 'item')}{failed}; "
         f"{status['state']}, {count_of(running, 'task')}"
     )
+
+
+def _lines() -> Callable[[Status], None]:
+    """Tells statuses in lines for a log; a run that ends soon has none."""
+    news = News(at_once=False)
+    return lambda status: _say(line_of(status)) if news.is_due(status) else None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - only while Python waits for a run
 
 
 class _Line:

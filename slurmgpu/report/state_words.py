@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -9,13 +10,18 @@ from collections.abc import Mapping
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.queued import requeued
 from slurmgpu.report.status import Status, StatusAttempt
-from slurmgpu.util.amounts import clock, count_of, rate_of, span_of
+from slurmgpu.run.records import ALL_FAIL
+from slurmgpu.util.amounts import clock, count_of, rate_of, share_of, span_of
 from slurmgpu.util.ansi import without_escapes
 
 GRACE_S = 45.0
 """How long to wait once tasks are over: the merge may still run, or the queue was asked too early."""
 SETTLED_S = 10.0
 """A task without a shard this long after loading found no free one."""
+LINE_S, QUIET_S = 10.0, 300.0
+"""The least time between two lines of a log, and the longest while a run is followed."""
+PERCENT = 5
+"""The least progress that is news."""
 
 
 def plain(text: str) -> str:
@@ -117,6 +123,12 @@ def failure_words(status: Status) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items() if text)
 
 
+def all_fail_words(status: Status) -> str:
+    """How each call has failed so far in a living task, if one says so."""
+    told = (attempt["progress"] or "" for attempt in status["attempts"] if not attempt["silent"])
+    return next((plain(text) for text in told if text.startswith(ALL_FAIL)), "")
+
+
 def queue_words(status: Status) -> str:
     """Pending tasks with their reasons, their start, and the time left with them."""
     pending = [job for job in status["queue"] or () if job["state"] == "PENDING" and job["n_tasks"]]
@@ -163,3 +175,39 @@ def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> s
     elif task["shard"] is None and task["items_per_s"] is None and since_s > SETTLED_S:
         parts.append("idle: others have the last shards")
     return "; ".join(filter(None, [*parts, plain(said)]))
+
+
+class News:
+    """When to print a status in a pipe or a log: at news, at most every LINE_S, and after QUIET_S without any.
+
+    The first is printed `at_once`, or after LINE_S.
+    """
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self._told: object = None
+        self._at = -math.inf if at_once else time.monotonic()
+
+    def is_due(self, status: Status, *, always: bool = False) -> bool:
+        """Whether to print this status now; with `always` also one without news."""
+        done = status["n_items_done"] * 100 // (status["n_items"] * PERCENT)
+        news = done, status["state"], failure_words(status), queue_words(status), all_fail_words(status)
+        silent_s = time.monotonic() - self._at
+        if silent_s < (LINE_S if always or news != self._told else QUIET_S):
+            return False
+        self._told, self._at = news, time.monotonic()
+        return True
+
+
+def line_of(status: Status) -> str:
+    """A status in a line, for a log."""
+    done, total = status["n_items_done"], status["n_items"]
+    parts = [
+        f"{time.strftime('%H:%M:%S', time.localtime(status['time']))} {plain(status['run'])} {status['state']}",
+        f"{done:,} of {count_of(total, 'item')} ({share_of(done, total)})",
+        pace_words(status),
+        merge_words(status) or parting_words(status),
+        failure_words(status),
+        all_fail_words(status),
+        queue_words(status),
+    ]
+    return "; ".join(part for part in parts if part)

@@ -94,7 +94,7 @@ def state_of(
         return "queued" if all(job["state"] == "PENDING" for job in tasks) else "running"
     latest = [attempt for attempt in attempts if attempt["submission"] == lines[-1]["submission"]]
     if not latest:
-        return "queued"  # earlier submissions do not matter any more
+        return "running" if at_work else "queued"  # processes start at once; earlier submissions do not matter
     if not at_work:
         return "ended"
     return "merging" if all(attempt["state"] == "ended" for attempt in latest) else "running"

@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from slurmgpu.cli.views.screens import Screen
-from slurmgpu.cli.views.state_words import tasks_of
 from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.report.pace import pace_of
+from slurmgpu.report.state_words import tasks_of
 from slurmgpu.report.status import StatusReader
 from tests.support.pretend_runs import BEGIN, Pretended, pretend_run, update
 from tests.unit.test_pace import SHAPES, end_of, queue_at

@@ -520,7 +520,7 @@ def blurred(text, folder):
         line = " ".join(line.split())
         if re.match(r"(local|debug)\d+_\d+\.\d+ laptop ", line):
             line = re.sub(r" (#\.#|–)", "", re.sub(r"\d[\d,]*", "#", line))
-        if line and not re.fullmatch(r"[\d,]+ of [\d,]+ items", line):
+        if line and not re.match(r"\S+ \S+ (running|merging); [\d,]+ of [\d,]+ items ", line):
             lines.append(line)
     return "\n".join(lines)
 

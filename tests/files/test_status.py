@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from slurmgpu.cli.views.state_words import failure_words, merge_words, moment, parting_words, queue_words
 from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import judged_attempts, read_report
+from slurmgpu.report.state_words import failure_words, merge_words, moment, parting_words, queue_words
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run.directory import Run
@@ -418,13 +418,13 @@ def test_a_run_of_this_machine_whose_tasks_have_ended_is_merged_as_long_as_it_ha
     assert read_status(run)["state"] == "ended"
 
 
-def test_a_run_of_this_machine_that_was_just_submitted_again_waits_for_its_tasks(here):
+def test_a_run_of_this_machine_that_was_just_submitted_again_is_running_before_its_tasks_have_begun(here):
     run, _ = here
     for task in range(2):
         change(run, f"4711_{task}.0", state="ended", ended=time.time(), shard=None)
     again = {**run.submissions()[0], "submission": 2}
     run.record_submission(again)  # the first one ends when this one has
-    assert read_status(run)["state"] == "queued"
+    assert read_status(run)["state"] == "running"
 
 
 def test_a_clock_that_was_set_makes_no_living_process_look_dead(here):

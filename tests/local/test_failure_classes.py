@@ -4,10 +4,10 @@ import pytest
 
 import slurmgpu
 from slurmgpu.cli import completion
-from slurmgpu.cli.views.state_words import failure_words
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.page.facts import classes_of
 from slurmgpu.report.build import bad_nodes, retriable
+from slurmgpu.report.state_words import failure_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import ITEM, LOADING, POLICIES, Policy, class_of_job
 from slurmgpu.search.classes import events_of_class

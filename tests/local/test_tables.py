@@ -19,10 +19,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
-from slurmgpu.cli.views.state_words import plain
 from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.build import judged_attempts, last_report, report_path
+from slurmgpu.report.state_words import plain
 from slurmgpu.report.status import read_status
 from tests.support.nightly import by_night
 from tests.support.pretend_runs import BEGIN, pretend_run, reported

@@ -20,9 +20,8 @@ from slurmgpu.cli.views import status_poller
 from slurmgpu.cli.views import watch as watching
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
-from slurmgpu.cli.views.state_words import last_message, plain, state_of, tasks_of
 from slurmgpu.cli.views.status_poller import Look, StatusPoller, last_line
-from slurmgpu.cli.views.watch import line_of
+from slurmgpu.report.state_words import News, last_message, line_of, plain, state_of, tasks_of
 from slurmgpu.report.status import StatusReader
 from slurmgpu.slurm import queue
 from slurmgpu.util.atomic_files import write_json
@@ -258,6 +257,23 @@ def test_a_line_says_what_the_walltimes_leave_unless_that_depends_on_the_queue(t
     assert told.endswith("; 4 of 10 tasks ended; waiting for the merge; 6 pending (JobArrayTaskLimit)")
 
 
+def test_a_log_has_a_line_at_news_and_one_after_minutes_without(tmp_path, monkeypatch):
+    run, now = pretend_run(tmp_path / "judge", 300, n_tasks=2), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    status = StatusReader(run).read(now=BEGIN + 300)
+    failing = {**status, "attempts": [{**status["attempts"][0], "progress": "each call failed so far: no model"}]}
+    assert "each call failed so far: no model" in line_of(failing)
+    news, later = News(), News(at_once=False)
+    told = []
+    for at, shown in ((0, status), (5, failing), (11, failing), (30, failing), (310, failing), (312, failing)):
+        now[0] = 1000.0 + at
+        told += [(at, news.is_due(shown), later.is_due(shown))]
+    assert told == [
+        (0, True, False), (5, False, False), (11, True, True), (30, False, False), (310, False, False),
+        (312, True, True),
+    ]  # fmt: skip
+
+
 def test_a_share_is_never_rounded_up_to_all_of_it(tmp_path):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=2)
     status = {**StatusReader(run).read(now=BEGIN + 300), "n_items": 10_000, "n_items_done": 9_999}
@@ -397,7 +413,7 @@ def test_a_dumb_terminal_gets_lines_and_no_bar(project):
     with Terminal("submit", "--executor", "local", "--gpus", "0", cwd=project(20), TERM="dumb") as terminal:
         assert terminal.end() == 0
     lines = terminal.written.decode().splitlines()
-    assert any(line.endswith(" of 20 items") for line in lines)
+    assert any("run running; 0 of 20 items (0.0%)" in line for line in lines)
     assert lines[0]
 
 

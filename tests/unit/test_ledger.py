@@ -8,10 +8,10 @@ import random
 import pytest
 from rich.console import Console
 
-from slurmgpu.cli.views.state_words import failure_words
 from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
+from slurmgpu.report.state_words import failure_words
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run import directory
 from slurmgpu.run.records import Attempt, new_record, read_record

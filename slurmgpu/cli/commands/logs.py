@@ -10,11 +10,11 @@ from pathlib import Path
 from slurmgpu.cli.console import result, result_json, say
 from slurmgpu.cli.views.log_follower import LogFollower, follow_run
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
-from slurmgpu.cli.views.state_words import plain
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import attempts_with_logs, merge_files
 from slurmgpu.logs.lines import Line
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.state_words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
 from slurmgpu.search.classes import Event, events_of_class, events_of_failed_items

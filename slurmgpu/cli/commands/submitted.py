@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.operations.wait import wait_for
-from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.report.state_words import News, line_of
+from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
-from slurmgpu.run.records import Record
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import INTERRUPTS
 
@@ -74,38 +74,30 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
 
 
 class _Follower:
-    """Shows how many items are done: by a bar on a terminal, else by a line for each tenth."""
+    """Shows how far a run is: by a bar on a terminal, else by the lines of `status --watch` in a pipe."""
 
     def __init__(self, bar: Progress | None, n_items: int) -> None:
         self._bar = partial(bar.update, bar.add_task("items", total=n_items, progress="")) if bar else None
-        self._n_items = n_items
-        self._last = -1
-        self._looked = 0.0
+        self._news = News()
+        self._reader: StatusReader | None = None
+        self._looked = -PROGRESS_S
 
     def run(self, run: Run) -> None:
-        """Show published shards, and on a terminal also the progress of items."""
-        if self._bar is not None and time.monotonic() - self._looked >= PROGRESS_S:
+        """Show the status every PROGRESS_S, and on a terminal published shards meanwhile."""
+        self._reader = self._reader or StatusReader(run)
+        if time.monotonic() - self._looked >= PROGRESS_S:
             self._looked = time.monotonic()
-            self._tell(run.attempts())
-        self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
+            self.status(self._reader.read(gpus_of=()))
+        elif self._bar is not None:
+            self._bar(completed=sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
 
     def status(self, status: Status) -> None:
-        """Show the progress in a status."""
-        self._tell(status["attempts"])
-        self._show(status["n_items_done"])
-
-    def _tell(self, attempts: Sequence[Record] | Sequence[StatusAttempt]) -> None:
-        """Show the item progress of the first attempt that reports one."""
+        """Show a status, with the progress of the first attempt that tells one."""
         if self._bar is not None:
-            told = [text for attempt in attempts if (text := attempt["progress"])]
-            self._bar(progress=escape(told[0]) if told else "")
-
-    def _show(self, n_done: int) -> None:
-        if self._bar is not None:
-            self._bar(completed=n_done)
-        elif n_done * 10 // self._n_items > self._last:
-            self._last = n_done * 10 // self._n_items
-            say(f"{n_done:,} of {count_of(self._n_items, 'item')}")
+            told = next(filter(None, (attempt["progress"] for attempt in status["attempts"])), "")
+            self._bar(completed=status["n_items_done"], progress=escape(told))
+        elif self._news.is_due(status):
+            say(line_of(status))
 
 
 @contextlib.contextmanager

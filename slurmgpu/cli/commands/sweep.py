@@ -16,7 +16,6 @@ from slurmgpu.cli.views import run_list
 from slurmgpu.cli.views.columns import headed_table
 from slurmgpu.cli.views.comparison import values_of
 from slurmgpu.cli.views.dry_run import look_at_draft, show
-from slurmgpu.cli.views.state_words import plain
 from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.submission import Outcome
@@ -36,6 +35,7 @@ from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
 from slurmgpu.report.build import is_complete, last_report
+from slurmgpu.report.state_words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.run.sweep_file import said_not_submitted, was_submitted

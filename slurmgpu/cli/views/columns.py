@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from slurmgpu.cli.views.state_words import plain
 from slurmgpu.report.attempts import AttemptRow
+from slurmgpu.report.state_words import plain
 from slurmgpu.report.status import StatusAttempt
 from slurmgpu.run.records import Usage
 from slurmgpu.util.amounts import rate_of

@@ -13,8 +13,8 @@ from rich.markup import escape
 from slurmgpu.cli.console import result, say, wide_console
 from slurmgpu.cli.views.columns import headed_table
 from slurmgpu.cli.views.rows import text_of
-from slurmgpu.cli.views.state_words import plain
 from slurmgpu.merge.compare import Comparison
+from slurmgpu.report.state_words import plain
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.ansi import harmless

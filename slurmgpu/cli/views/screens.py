@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slurmgpu.cli.views.state_words import (
+from slurmgpu.report.state_words import (
     failure_words,
     last_message,
     merge_words,

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from slurmgpu.cli.views.state_words import GRACE_S, plain
 from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.report.queued import Job, Queue
+from slurmgpu.report.state_words import GRACE_S, plain
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
 from slurmgpu.util.exceptions import described

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu.cli.console import result
-from slurmgpu.cli.views.state_words import plain
+from slurmgpu.report.state_words import plain
 from slurmgpu.report.summaries import Table, summary_of
 
 MAX_ROWS = 30

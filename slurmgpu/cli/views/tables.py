@@ -11,16 +11,6 @@ from rich.markup import escape
 
 from slurmgpu.cli.console import result, say, wide_console
 from slurmgpu.cli.views.columns import counts_of, doing_now, show_table, used_by
-from slurmgpu.cli.views.state_words import (
-    if_words,
-    merge_words,
-    moment,
-    pace_words,
-    plain,
-    shard_of,
-    state_of,
-    unknown_words,
-)
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import (
@@ -35,6 +25,16 @@ from slurmgpu.report.attempts import (
 from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.queued import is_held
+from slurmgpu.report.state_words import (
+    if_words,
+    merge_words,
+    moment,
+    pace_words,
+    plain,
+    shard_of,
+    state_of,
+    unknown_words,
+)
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_of, wide_clock

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -20,24 +19,12 @@ from rich.text import Text
 from slurmgpu.cli.console import json_text, result, say
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
-from slurmgpu.cli.views.state_words import (
-    failure_words,
-    merge_words,
-    pace_words,
-    parting_words,
-    plain,
-    queue_words,
-    tasks_of,
-)
 from slurmgpu.cli.views.status_poller import StatusPoller
 from slurmgpu.cli.views.tables import show_status
+from slurmgpu.report.state_words import LINE_S, News, line_of, plain, tasks_of
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import count_of, share_of
 
-LINE_S = 10.0
-"""The least time between two lines, except before the last."""
-PERCENT = 5
 WAIT_S = 5.0
 """A screen is redrawn at a key, a resize or a new status, and at least this often."""
 MAX_ROWS = 50
@@ -151,8 +138,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
     poller = StatusPoller(run, looked.set)
     poller.visible = () if on_look is None and not as_json else None
     poller.start()
-    told: object = None
-    told_at, seen = -LINE_S, None
+    news, seen = News(), None
     try:
         while True:
             status, has_ended = poller.latest()
@@ -161,9 +147,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
                     seen = status
                     if on_look is not None:
                         on_look(status)
-                is_due = time.monotonic() - told_at >= LINE_S and (as_json or _news(status) != told)
-                if is_due or has_ended:
-                    told, told_at = _news(status), time.monotonic()
+                if news.is_due(status, always=as_json) or has_ended:
                     _tell(status, as_json)
                 if has_ended:
                     return status
@@ -173,29 +157,9 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
         poller.stop()
 
 
-def _news(status: Status) -> object:
-    """A value that changes when there is something to print."""
-    done = status["n_items_done"] * 100 // (status["n_items"] * PERCENT)
-    return done, status["state"], failure_words(status), queue_words(status)
-
-
 def _tell(status: Status, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(f"{json_text(status)}\n")
     else:
         result(line_of(status))
     sys.stdout.flush()
-
-
-def line_of(status: Status) -> str:
-    """A status in a line, for a log."""
-    done, total = status["n_items_done"], status["n_items"]
-    parts = [
-        f"{time.strftime('%H:%M:%S', time.localtime(status['time']))} {plain(status['run'])} {status['state']}",
-        f"{done:,} of {count_of(total, 'item')} ({share_of(done, total)})",
-        pace_words(status),
-        merge_words(status) or parting_words(status),
-        failure_words(status),
-        queue_words(status),
-    ]
-    return "; ".join(part for part in parts if part)
