@@ -114,6 +114,13 @@ def test_attempts_with_other_versions_are_told_apart():
     assert versions_in_words(found, leaving_out=["python"]) == "torch 2.11.0 (2 attempts), torch 2.13.0 (1 attempt)"
 
 
+def test_items_that_failed_by_the_same_message_are_one_line_of_the_report(project, slurmgpu):
+    lines = [{"text": f"line {i}"} for i in range(8)]
+    folder = project(workload="Rows", items=lines, settings={"faults": {str(i): "item_error" for i in (2, 5, 6)}})
+    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
+    assert '  item 2 (text = "line 2") and 2 more: item_error: not this one\n\n' in shown
+
+
 def test_failed_items_are_told_by_their_first_fields_and_configurations_by_their_settings(project, slurmgpu):
     lines = [{"text": "of\x1b[2J many" * 20, "x": [i], "id": None, "more": 1} for i in range(8)]
     folder = project(workload="Rows", items=lines, settings={"faults": {"3": "item_error"}})

@@ -22,7 +22,7 @@ from slurmgpu.report.attempts import (
     outcome_of,
     versions_in_words,
 )
-from slurmgpu.report.build import Hole, Report, every_item_failed, faults_of, last_death
+from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.queued import is_held
 from slurmgpu.report.state_words import (
@@ -261,15 +261,20 @@ def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
 
 
 def _show_errors(console: Console, report: Report) -> None:
+    """Print each message once, after the first item that failed by it."""
     if not report["errors"]:
         return
     classes = ", ".join(f"{count:,} {name}" for name, count in report["errors_by_class"].items())
     console.print(f"\n[bold]failed items[/]  {classes}")
-    for item in report["errors"][:MAX_LISTED]:
+    met: dict[str, list[FailedItem]] = {}
+    for item in report["errors"]:
         first_line = plain(item["message"].partition("\n")[0])
-        name = f" ({plain(known)})" if (known := item.get("name")) else ""
-        result(f"  item {item['index']}{name}: {item['class']}: {first_line}")
-    _more(len(report["errors"]), "report --json lists them")
+        met.setdefault(f"{item['class']}: {first_line}", []).append(item)
+    for message, items in list(met.items())[:MAX_LISTED]:
+        name = f" ({plain(known)})" if (known := items[0].get("name")) else ""
+        more = f" and {len(items) - 1:,} more" if len(items) > 1 else ""
+        result(f"  item {items[0]['index']}{name}{more}: {message}")
+    _more(len(met), "report --json lists them")
 
 
 def _show_attempts(console: Console, report: Report) -> None:
