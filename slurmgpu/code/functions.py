@@ -82,9 +82,9 @@ def minor_version() -> str:
 
 def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, *, loads: bool) -> None:
     """Raise SlurmGPUError unless a function can be called with an item, and with what `load` returns if it `loads`."""
-    for each in (function, load):
+    for name, each, takes in (("function", function, "that takes an item"), ("load", load, "without arguments")):
         if each is not None and not callable(each):
-            raise SlurmGPUError(f"{each!r} is no function; expected one that takes an item.")
+            raise SlurmGPUError(f"{name} is {each!r}; expected a function {takes}.")
     if function is None:
         return
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

@@ -63,6 +63,8 @@ ARGUMENTS = {
 }
 """The keys of a run file for which `map` has arguments."""
 
+CALLED = "the arguments of slurmgpu.map"
+
 Columns = Column | str | Mapping[str, Column | str]
 
 
@@ -106,7 +108,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     values = overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": MAPPED, "batch_size": batch_size}
     _refuse_given_twice(values)
-    asked = read_run_file(GivenRunFile({"workload": table}, base), values).resources
+    asked = read_run_file(GivenRunFile({"workload": table}, base, called=CALLED), values).resources
     with contextlib.ExitStack() as open_ones:
         # Its modules are imported while the run is planned.
         background = None
@@ -129,7 +131,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
         settings |= {} if argv is None else {"argv": argv}
         tables = {"input": named, "workload": table, "settings": settings}
-        given = GivenRunFile(tables, base, made, files, modules, texts)
+        given = GivenRunFile(tables, base, made, files, modules, texts, CALLED)
         draft = open_ones.enter_context(
             draft_run(
                 given,
@@ -199,6 +201,8 @@ def _function(
 
     The texts may name files that they read.
     """
+    if function is None:
+        raise SlurmGPUError("function is None; expected a function that takes an item.")
     functions.check(function, load, loads=load is not None)
     names = pickling.name_of(function), None if load is None else pickling.name_of(load)
     if names[0] is not None and (load is None or names[1] is not None):

@@ -48,6 +48,7 @@ class GivenRunFile:
 
     `items` is a file that is the input and moves into the run directory, as do `files`. `modules` are modules of the
     user's that tasks import although no setting names them, `texts` those of functions, which may name files.
+    `called` is what it is, with all options, where it is wrong; by default a run file.
     """
 
     tables: Mapping[str, Any]
@@ -56,6 +57,7 @@ class GivenRunFile:
     files: Sequence[Path] = ()
     modules: Sequence[str] = ()
     texts: Sequence[str] = ()
+    called: str | None = None
 
     @property
     def path(self) -> Path:
@@ -156,11 +158,7 @@ def named(path: Path) -> str:
 def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """A run file, which overrides the site file; `overrides`, by table and key, override both."""
     below = merge_tables(read_site(), _read(source))
-    where = (
-        f"{named(path_of(source))} with the options over it"
-        if any((overrides or {}).values())
-        else named(path_of(source))
-    )
+    where = _called(source) or named(path_of(source)) + " with the options over it" * any((overrides or {}).values())
     tables = merge_tables(below, overrides or {})
     if isinstance(overrides, Overrides):
         tables |= overrides.replaced
@@ -191,6 +189,10 @@ def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
     return found
 
 
+def _called(source: RunFileSource) -> str | None:
+    return source.called if isinstance(source, GivenRunFile) else None
+
+
 def _read(source: RunFileSource) -> dict[str, Any]:
     if isinstance(source, GivenRunFile):
         value: dict[str, Any] = plain(source.tables, named(path_of(source)))
@@ -204,7 +206,7 @@ def _read(source: RunFileSource) -> dict[str, Any]:
     alone = value
     if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
         alone = {**value, "resources": {**resources, "gpus": 0}}  # the executor may be the site file's, or an option's
-    parse_table(RunFile, alone, named(path_of(source)))  # by itself, so that errors name this file
+    parse_table(RunFile, alone, _called(source) or named(path_of(source)))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
 

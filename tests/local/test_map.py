@@ -334,7 +334,11 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
 
     one = {"function": len, "items": ["a"], "columns": "int64"}
     held = [
-        ({"function": "text", "items": [1]}, "is no function"),
+        ({"function": "text", "items": [1]}, "function is 'text'; expected a function that takes an item"),
+        ({"function": None, "items": [1]}, "function is None; expected a function that takes an item"),
+        ({**one, "load": 3}, "load is 3; expected a function without arguments"),
+        ({**one, "executor": "slrum"}, r"^the arguments of slurmgpu.map: \[resources\] executor: should be 'slurm', "),
+        ({**one, "batch_size": 0}, r"^the arguments of slurmgpu.map: \[workload\] batch_size: should be greater"),
         ({"function": coroutine, "items": [1]}, r"is a coroutine: .* by asyncio\.run"),
         ({"function": Asks(), "items": [1]}, "Asks is a coroutine"),
         ({"function": len, "items": [1], "load": dict}, r"len cannot .*: too many .* What load returns is its second"),
