@@ -22,6 +22,10 @@ from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
 _JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+_OF_LINES = {
+    "{": "an object over several lines: jq -c . OLD > NEW writes each in one",
+    "[": "a list over several lines: jq -c '.[]' OLD > NEW writes each of its objects in a line",
+}
 _DECODER = json.JSONDecoder()
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 16
@@ -280,7 +284,8 @@ def json_object(record: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        found = f"text that is not JSON ({error.msg} at column {error.colno})"
+        of_lines = _OF_LINES.get(text.strip())
+        found = of_lines or f"text that is not JSON ({error.msg} at column {error.colno})"
         raise ItemError(f"expected a JSON object, found {found}") from error
     except (ValueError, RecursionError) as error:  # a number of over 4300 digits; deep nesting
         raise ItemError(f"expected a JSON object, found text that is not JSON ({error})") from error
