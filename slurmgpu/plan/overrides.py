@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -57,6 +58,12 @@ class Overrides(dict[str, Any]):
         if not equals or not key.strip():
             raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
         path, found = self.path_of(key.strip()), read_value(value)
+        if path[0] == "sweep" and found == value and "," in value and not value.startswith("["):
+            several, one = ([read_value(part.strip()) for part in value.split(",")], [value])
+            raise SlurmGPUError(
+                f"-s {text} is one text with a comma in it. For a value each: -s '{key}={json.dumps(several)}'; for "
+                f"this text: -s '{key}={json.dumps(one)}'."
+            )
         if takes(path, found) is False:
             found = next(
                 (each for each in (value, [part.strip() for part in value.split(",")], [found]) if takes(path, each)),

@@ -105,6 +105,12 @@ def test_a_key_that_takes_a_list_takes_one_value_or_texts_with_commas():
         assert overrides == {"keep": value, "input": "a,b.jsonl"}
 
 
+def test_a_text_with_a_comma_is_no_value_of_a_sweep_unless_it_is_quoted():
+    with pytest.raises(SlurmGPUError, match=r"""each: -s 'sweep.o=\["adam", 1\]'; for .*: -s 'sweep.o=\["adam,1"\]'"""):
+        given("sweep.o=adam,1")
+    assert given('sweep.o="adam,1"', "sweep.p=one") == {"sweep": {"o": "adam,1", "p": "one"}}
+
+
 def test_an_option_and_s_for_the_same_key_are_refused():
     overrides = Overrides()
     overrides.put({"resources": {"gpus": 4, "tasks": None}})
