@@ -162,9 +162,9 @@ def apart(command: Sequence[str], more: Sequence[str] = (), texts: Mapping[str, 
     binds += [each for path, file in (texts or {}).items() for each in ("--ro-bind-data", str(file), path)]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-        *binds,
         *("--proc", "/proc", "--dev", "/dev"),
         *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *binds,  # later, as Python may be in /tmp
         *("--remount-ro", "/dev", "--remount-ro", "/"),  # which are file systems in memory, without a size
         *command,
     ]

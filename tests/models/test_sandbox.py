@@ -7,8 +7,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -263,3 +265,11 @@ def test_votes_of_texts_that_are_there_already_take_it_too(box):
     item = Item(0, {"text": [ANSWER, RIGHT.replace("+", "-")], "tests": TESTS})
     [row] = samples.compute([item], lambda items: [{"score": 1.0} for _ in items])
     assert row["correct"] == [True, False]
+
+
+def test_an_environment_in_tmp_has_its_python(box, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, symlinks=True)
+        monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
+        monkeypatch.setattr(sys, "prefix", folder)
+        assert box._run("import sys", f"assert sys.prefix == {folder!r}") is None
