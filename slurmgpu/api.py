@@ -14,7 +14,7 @@ from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import Verdict, judge
-from slurmgpu.operations.probe import probe_draft
+from slurmgpu.operations.probe import draft_probe, probe_draft
 from slurmgpu.operations.resubmit import Request, packed, resubmit
 from slurmgpu.operations.submit import Submitted, check_drafts, naming_submitted, submit_draft
 from slurmgpu.operations.wait import follow_rows, incomplete, wait_for
@@ -249,7 +249,7 @@ def probe(
     refuse_if_importing("slurmgpu.probe")
     values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     with draft_run(_source(run_file), values, _path(run_dir)) as draft:
-        return probe_draft(draft, n_items, on_tick)
+        return probe_draft(draft, draft_probe(draft, n_items), on_tick)
 
 
 def overrides_of(

@@ -51,12 +51,14 @@ def probe_dir(run_dir: Path) -> Path:
 
 def probe_draft(
     draft: Draft,
-    n_items: int,
+    small: Draft,
     on_tick: Callable[[Run], None] = lambda run: None,
     on_status: Callable[[Status], None] = lambda status: None,
 ) -> dict[str, Any]:
-    """Probe a draft; the keys of `slurmgpu submit --probe --json`. An exception cancels the probe."""
-    small = draft_probe(draft, n_items)
+    """Probe a draft by `small`, its probe; the keys of `slurmgpu submit --probe --json`.
+
+    An exception cancels the probe.
+    """
     submission = submission_of(draft)
     run, report = compute_probe(small, on_tick, on_status)
     head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}

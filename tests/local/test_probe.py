@@ -1,5 +1,6 @@
 """The probe: which items it takes, what is foretold from its records, and what is queued after it."""
 
+import gzip
 import json
 import re
 import signal
@@ -228,6 +229,13 @@ def test_a_probe_on_this_machine_foretells_and_queues_only_when_told_to(project,
     assert found["submitted"]["complete"] is True
     assert found["errors"] == []
     check_rows(folder, 100)
+
+
+def test_a_compressed_input_is_probed(project, slurmgpu):
+    folder = project(100)
+    (folder / "items.jsonl.gz").write_bytes(gzip.compress((folder / "items.jsonl").read_bytes()))
+    done = slurmgpu(*DEBUG, "--probe", "8", "-s", "input=items.jsonl.gz", cwd=folder, expect=0)
+    assert "8 items in 2 batches" in done.stdout
 
 
 def test_items_of_a_probe_bear_the_numbers_of_the_whole_input(project):

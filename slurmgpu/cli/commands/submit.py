@@ -105,7 +105,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
     with following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
-        estimate = probe_draft(draft, n_items, follow.run, follow.status)
+        estimate = probe_draft(draft, small, follow.run, follow.status)
     if estimate["failure"]:
         forecasts.show_failure(estimate)
     elif not as_json:
