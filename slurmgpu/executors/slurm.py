@@ -114,8 +114,9 @@ class Slurm(Executor):
         )
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Cancel its jobs, also those that have not joined the run yet."""
-        jobs = sorted({job.array_job for job in _surely_of(run, _jobs(run, None, _queue(lines) or ()))}, key=int)
+        """Cancel its jobs, also those that have not joined the run yet, or were requeued after its end."""
+        queued = queue.jobs_of(run, _queue(lines) or (), and_requeued=True)
+        jobs = sorted({job.array_job for job in _surely_of(run, queued)}, key=int)
         cluster = queue.own_cluster() if lines else None
         if not jobs and cluster is not None and (others := _elsewhere(lines, cluster)):
             raise SlurmGPUError(

@@ -143,8 +143,10 @@ _SUBMITTED_BY: dict[str, str] = {}
 """The lines from accounting: `status --watch` asks for the queue again and again."""
 
 
-def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
+def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None, *, and_requeued: bool = False) -> list[QueuedJob]:
     """A run's jobs in the queue, for all submissions that have not ended, and those that have not joined it yet.
+
+    `and_requeued`: also tasks of submissions that have ended, as where somebody requeues one after its run's merge.
 
     The id is not enough to identify a job: on another cluster that shares the disk it is another job's, and so it is
     where ids began again because slurmctld lost its state. `among` are all of the user's jobs, if they are known
@@ -160,6 +162,7 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJo
         lines = [line for line in lines if here is None or line.get("cluster", here) == here]
         over = ended_jobs(lines)
     names = {line[key]: _name_of(run, line, key) for line in lines for key in JOB_KEYS if key in line}
+    merges = {line.get("merge_job") for line in lines}
 
     def is_known(job: QueuedJob) -> bool:
         if job.array_job not in names:
@@ -167,7 +170,12 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJo
         name = names[job.array_job]
         return job.name.startswith(JOB_NAME) if name is None else job.name == name.strip()
 
-    return [job for job in jobs if job.array_job not in over and (job.is_of(run) or is_known(job))]
+    def counts(job: QueuedJob) -> bool:
+        if job.array_job not in over:
+            return job.is_of(run) or is_known(job)
+        return and_requeued and job.array_job not in merges and job.is_of(run)
+
+    return [job for job in jobs if counts(job)]
 
 
 def _name_of(run: Run, line: SubmissionLine, key: Literal["array_job", "merge_job"]) -> str | None:

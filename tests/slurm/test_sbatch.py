@@ -526,6 +526,17 @@ def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_i
     assert cancelling(job, cluster="there", state="ended") == (["7"], False)
 
 
+@pytest.mark.parametrize(
+    ("told", "stops"),
+    [({"array_job": "7"}, True), ({"array_job": "6", "merge_job": "7"}, False)],  # which tells of the end
+    ids=["task", "merge"],
+)
+def test_a_task_that_was_requeued_after_the_end_is_cancelled(cancelling, tmp_path, told, stops):
+    script = str(tmp_path / "run" / "logs" / "submission_file_1.sh")
+    job = queue.QueuedJob("7_0", "PENDING", "BeginTime", "slurmgpu:run", "/", script)
+    assert cancelling(job, cluster="here", by_hand=False, state="ended", **told) == (["7"] if stops else [], False)
+
+
 def test_a_hetjob_by_hand_is_cancelled_by_its_own_id(cancelling):
     parts = [queue.QueuedJob(f"7+{part}", "PENDING", "None", "any", "/", "x") for part in (0, 1)]
     assert cancelling(*parts, cluster="here", array_name="any") == (["7"], True)
