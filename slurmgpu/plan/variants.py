@@ -15,7 +15,7 @@ from slurmgpu.inputs import sweeps
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.overrides import Overrides, place_of
 from slurmgpu.plan.planner import Draft, draft_run
-from slurmgpu.plan.run_path import LOOK
+from slurmgpu.plan.run_path import run_path
 from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.plan.sweep_keys import split_sweep
 from slurmgpu.plan.variant_names import as_text, names_beside, respelled
@@ -125,10 +125,7 @@ def variants_of(
             f"[sweep] stands for {len(found):,} runs; expected at most {MOST_RUNS:,}, as each has jobs and a directory "
             f"of its own. Shorten its lists, or draw from them with random = 20, for example."
         )
-    path = path_of(source)
-    named = expanded(config.run_dir or f"runs/{path.stem}")
-    named = named.with_name(f"{named.name}{LOOK}") if look is not None else named
-    folder = (path.parent / named if run_dir is None else expanded(run_dir)).absolute()
+    folder = run_path(config, path_of(source), run_dir, is_look=look is not None)
     if exists(folder / "run.json"):
         refuse_existing(folder)
     _refuse_twice(found[0])
@@ -186,24 +183,19 @@ def drafted(
     with contextlib.ExitStack() as stack:
         for variant in variants.runs:
             with _naming(variant):
-                if variant.namesake and not replaces:
-                    folder = variants.folder / variant.namesake
-                    if was_submitted(folder):
-                        run = Run.open(folder)
-                        since = _changed_since(run, source, variant, after, look)
-                        if since is not None:
-                            changed[run.name] = since
-                            there.append(run)
-                            found.append(replace(variant, name=variant.namesake))
-                            continue
+                since = None
+                if variant.namesake and not replaces and was_submitted(variants.folder / variant.namesake):
+                    run = Run.open(variants.folder / variant.namesake)
+                    if (since := _changed_since(run, source, variant, after, look)) is not None:
+                        variant = replace(variant, name=variant.namesake)
                 folder = variants.folder / variant.name
                 found.append(variant)
-                if replaces or not was_submitted(folder):
+                if since is None and (replaces or not was_submitted(folder)):
                     draft = draft_run(source, variant.overrides, folder, None, after, look, replaces_look=replaces)
                     to_submit.append((variant, stack.enter_context(draft)))
                     continue
                 there.append(run := Run.open(folder))
-                since = _changed_since(run, source, variant, after, look)
+                since = _changed_since(run, source, variant, after, look) if since is None else since
                 if since is None:
                     raise SlurmGPUError(
                         f"{folder} holds a run that computes something else. Name another folder, by --run-dir or "
