@@ -104,7 +104,6 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     base, is_batched = Path.cwd(), batch_size is not None
     declared = _declared(columns) or annotated_types(function, batched=is_batched)
     known = None if not declared or None in declared.values() else declared
-    former = None
     values = overrides_of(None, image, resources, overrides, profile)
     table: dict[str, Any] = {"use": MAPPED, "batch_size": batch_size}
     _refuse_given_twice(values)
@@ -119,14 +118,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         argv = functions.arguments_read()
         settings, files, modules, texts = _function(function, load, scratch, base, argv)
         made, settings["items"] = _written(items, scratch)
-        if run_dir is not None:
-            target = expanded(run_dir)
-        elif name is not None:
-            target = base / "runs" / _refuse_no_name(name)
-        else:
-            stem = functions.shown_name(function)
-            target = open_ones.enter_context(reserved_run_dir(base / "runs", stem))
-            former = _before(target, stem)
+        target, former = _place(run_dir, name, functions.shown_name(function), base / "runs", open_ones)
         named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
         settings |= {} if argv is None else {"argv": argv}
@@ -162,10 +154,18 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     return handle
 
 
-def _refuse_no_name(name: str) -> str:
+def _place(
+    run_dir: str | Path | None, name: str | None, stem: str, folder: Path, open_ones: contextlib.ExitStack
+) -> tuple[Path, Path | None]:
+    """The run directory; and where the function's name, `stem`, names it, the last one of this name before it."""
+    if run_dir is not None:
+        return expanded(run_dir), None
+    if name is None:
+        target = open_ones.enter_context(reserved_run_dir(folder, stem))
+        return target, _before(target, stem)
     if not isinstance(name, str) or not Path(name).parts:
         raise SlurmGPUError(f"name is {name!r}; expected the name of a folder, 'first' for runs/first.")
-    return name
+    return folder / name, None
 
 
 def _refuse_unknown(resources: Mapping[str, Any]) -> None:
