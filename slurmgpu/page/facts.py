@@ -14,7 +14,7 @@ from slurmgpu.report.build import MESSAGE_CHARACTERS, Report
 from slurmgpu.report.ledger import energy_in_words, in_words
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Usage
-from slurmgpu.util.amounts import duration, gigabytes
+from slurmgpu.util.amounts import duration
 
 MAX_ITEMS = 1000
 """The most failed items and missing shards that the page lists."""
@@ -217,7 +217,7 @@ def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
         (Column("deaths", True), lambda a, u: f"{len(a['deaths'])}"),
         (Column("useful", True), lambda a, u: _useful(a)),
         (Column("GPU %", True), lambda a, u: _whole(u.get("gpu_utilisation"))),
-        (Column("GPU GB", True), lambda a, u: gigabytes(u.get("gpu_memory_peak_bytes"))),
+        (Column("GPU GB", True), lambda a, u: _sized(u.get("gpu_memory_peak_bytes"), 1e9)),
         (Column("W", True), lambda a, u: _whole(u.get("power_mean_w"))),
         (Column("°C", True), lambda a, u: _whole(u.get("temperature_max_c"))),
         (Column(f"host {unit}", True), lambda a, u: _sized(u.get("host_memory_peak_bytes"), size)),

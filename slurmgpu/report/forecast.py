@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission
-from slurmgpu.util.amounts import about, gigabytes, time_words
+from slurmgpu.util.amounts import about, size_of, time_words
 
 FORECAST_FORMAT = "slurmgpu forecast"
 FORECAST_VERSION = 1
@@ -280,13 +280,13 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
     notes = []
     if seen.gpu_peak_bytes and seen.gpu_total_bytes and seen.gpu_peak_bytes > NEAR_FULL * seen.gpu_total_bytes:
         notes.append(
-            f"GPU memory is nearly full: {gigabytes(seen.gpu_peak_bytes)} GB of {gigabytes(seen.gpu_total_bytes)} GB. "
+            f"GPU memory is nearly full: {size_of(seen.gpu_peak_bytes)} of {size_of(seen.gpu_total_bytes)}. "
             f"Larger items than the probe's may not fit; a smaller batch_size leaves room."
         )
     if not seen.host_peak_bytes or not seen.host_total_bytes:
         return notes
     share = seen.host_peak_bytes / seen.host_total_bytes
-    peak, total = (f"{gigabytes(size)} GB" for size in (seen.host_peak_bytes, seen.host_total_bytes))
+    peak, total = map(size_of, (seen.host_peak_bytes, seen.host_total_bytes))
     n_enough = max(1, math.ceil(1.5 * seen.host_peak_bytes / 1024**3))
     enough = f"{n_enough}G"
     asked = _asked_bytes(submission.slurm.get("mem"))

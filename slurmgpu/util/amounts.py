@@ -105,11 +105,6 @@ def gb(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
-def gigabytes(size: float | None) -> str:
-    """A number of bytes in GB."""
-    return "–" if size is None else f"{size / 1e9:.1f}"
-
-
 def share_of(done: int, total: int) -> str:
     """The share that is done, in percent with one decimal, rounded down: 100.0% is all of it."""
     return f"{1000 * done // total / 10:.1f}%" if total else "–"
