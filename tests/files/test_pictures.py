@@ -10,10 +10,11 @@ import pytest
 from slurmgpu import page as pages
 from slurmgpu.page import page
 from slurmgpu.page.clock import make_clock
-from slurmgpu.page.pictures import LABELLED_ROWS, PARTS, left_of, rates, throughput, timeline
+from slurmgpu.page.pictures import LABELLED_ROWS, left_of, rates, throughput, timeline
 from slurmgpu.page.spans import Life, begin_of, lives_of
 from slurmgpu.page.svg import NARROW, WIDE, style
 from slurmgpu.page.usage import draw_usage, read_usage
+from slurmgpu.report.ledger import KINDS
 from tests.support.pretend_runs import pretend_run, reported
 
 SEEN_WITH = {
@@ -32,7 +33,7 @@ TO_XYZ = np.array(
 WHITE = np.array([0.95047, 1.0, 1.08883])
 TOLD_APART = 25
 """The least difference (CIE 1976) of two colours that have to be told apart; 2 can just be seen side by side."""
-LEGENDS = (PARTS, ("starting", "loading", "running", "bad"), ("running", "chosen"))
+LEGENDS = (KINDS, ("starting", "loading", "running", "bad"), ("running", "chosen"))
 
 
 def palettes():
