@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypedDict
 
 from slurmgpu.run.liveness import last_heard
@@ -46,10 +46,18 @@ def requeued(queue: Queue) -> set[str]:
     return {array_task(job) for job in queue if _waits(job)}
 
 
-def of_open(queue: Queue, lines: Sequence[SubmissionLine]) -> list[Job]:
-    """The queue without jobs of submissions that ended since squeue was asked."""
+def of_open(queue: Queue, lines: Sequence[SubmissionLine], over_before: Collection[str | None]) -> list[Job]:
+    """The queue without jobs of submissions that ended since squeue was asked.
+
+    Tasks of jobs that were `over_before` stay: somebody has requeued them, or they are at work behind their merge.
+    """
     over = ended_jobs(lines)
-    return [job for job in queue if array_of(job["job_id"]) not in over]
+
+    def stays(job: Job) -> bool:
+        array = array_of(job["job_id"])
+        return array not in over or (job["n_tasks"] > 0 and array in over_before)
+
+    return list(filter(stays, queue))
 
 
 def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) -> list[Job]:

@@ -75,7 +75,8 @@ def state_of(
     """
     if not lines:
         return "queued" if queue else "planned"
-    if is_over(lines) and not queue:  # the merge may be in the queue a little longer
+    # The merge may be in the queue a little longer, and a task may be requeued when all is done.
+    if is_over(lines) and (is_complete or not queue):
         if lines[-1].get("copied"):
             return "ended"
         return "complete" if is_complete else "incomplete"

@@ -24,7 +24,7 @@ from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_o
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord, Record, Unread
-from slurmgpu.run.submissions import ENDS, is_of_processes, is_over
+from slurmgpu.run.submissions import ENDS, ended_jobs, is_of_processes, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, exists, list_entries
@@ -129,6 +129,7 @@ class StatusReader:
         self._queued: Queue | None = None
         self._asked = 0.0
         self._asked_of: set[int] = set()
+        self._over_before: set[str | None] = set()
 
     def read(
         self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
@@ -214,8 +215,11 @@ class StatusReader:
         """
         if queued is not self._queued:
             self._queued, self._asked = queued, now
+            self._over_before = ended_jobs(lines)
             self._asked_of = {line["submission"] for line in lines if line["uid"] == os.getuid()}
-        queue = None if queued is None else still_waiting(of_open(queued, lines), records, self._asked)
+        queue = (
+            None if queued is None else still_waiting(of_open(queued, lines, self._over_before), records, self._asked)
+        )
         open_ones = [line for line in lines if line["state"] not in ENDS and not is_of_processes(line)]
         if queue is None or (not queue and {line["submission"] for line in open_ones} - self._asked_of):
             return None, set()

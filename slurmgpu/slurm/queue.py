@@ -198,7 +198,7 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
     expected = any(line["state"] not in ENDS and ("array_job" in line or _was_lost(line)) for line in lines)
     merges = {line.get("merge_job") for line in lines}
     try:
-        told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
+        told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among, and_requeued=True)]
         expected = expected and (bool(told) or _are_here(lines))
     except commands.SlurmUnavailableError as error:
         log.log(logging.WARNING if expected else logging.DEBUG, "the queue is not known: %s", in_short(error))

@@ -191,6 +191,19 @@ def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_ru
     assert reader.read(queue, now=NOW + 20)["state"] == "incomplete"
 
 
+def test_a_task_that_works_behind_the_end_of_its_run_is_no_lost_one(run):
+    """Somebody has requeued it, or has taken the merge's dependency away."""
+    run.record_submission({"submission": 1, "state": "ended"})
+    script = str(run.logs / "submission_file_1.sh")
+    jobs = [slurms_queue.QueuedJob(f"4711_{task}", "RUNNING", "None", "slurmgpu:run", "/", script) for task in range(3)]
+    merge = slurms_queue.QueuedJob("4712", "RUNNING", "None", "slurmgpu-merge:run", "/", script)
+    status = read_status(run, slurms_queue.queued_jobs(run, [*jobs, merge]), now=NOW + 5)
+    assert (status["state"], status["at_work"], status["failures"]) == ("running", True, {})
+    assert [job["job_id"] for job in status["queue"]] == [job.job_id for job in jobs]
+    over = read_status(run, slurms_queue.queued_jobs(run, [merge]), now=NOW + 5)
+    assert (over["state"], over["failures"]) == ("incomplete", {"lost": 3})
+
+
 def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
     again = {**run.submissions()[0], "submission": 2, "array_job": "4800", "merge_job": "4801"}
     run.record_submission(again)
