@@ -59,7 +59,7 @@ class Overrides(dict[str, Any]):
             raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
         path, found = self.path_of(key.strip()), read_value(value)
         if path[0] == "sweep" and found == value and "," in value and not value.startswith("["):
-            several, one = ([read_value(part.strip()) for part in value.split(",")], [value])
+            several, one = ([read_value(part.strip()) for part in value.strip("()").split(",")], [value])
             raise SlurmGPUError(
                 f"-s {text} is one text with a comma in it. For a value each: -s '{key}={json.dumps(several)}'; for "
                 f"this text: -s '{key}={json.dumps(one)}'."

@@ -190,7 +190,9 @@ def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
 
 
 def _called(source: RunFileSource) -> str | None:
-    return source.called if isinstance(source, GivenRunFile) else None
+    if isinstance(source, GivenRunFile):
+        return source.called
+    return f"the options of {NO_RUN_FILE}" if source.name == NO_RUN_FILE else None
 
 
 def _read(source: RunFileSource) -> dict[str, Any]:

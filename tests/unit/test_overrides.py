@@ -12,6 +12,7 @@ from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import merge_tables
 from slurmgpu.plan.site_file import GivenRunFile, origins, put_profile, read_run_file
+from slurmgpu.run.frozen_plan import NO_RUN_FILE
 
 
 def given(*texts):
@@ -105,7 +106,14 @@ def test_a_key_that_takes_a_list_takes_one_value_or_texts_with_commas():
         assert overrides == {"keep": value, "input": "a,b.jsonl"}
 
 
+def test_what_is_wrong_without_a_run_file_is_said_of_the_options():
+    with pytest.raises(SlurmGPUError, match=r"^the options of slurmgpu run: \[resources\] executor: should be"):
+        read_run_file(Path(NO_RUN_FILE), given("workload.use=command", "resources.executor=slrum"))
+
+
 def test_a_text_with_a_comma_is_no_value_of_a_sweep_unless_it_is_quoted():
+    with pytest.raises(SlurmGPUError, match=r"For a value each: -s 'sweep.lr=\[0.1, 0.4\]'"):
+        given("sweep.lr=(0.1, 0.4)")
     with pytest.raises(SlurmGPUError, match=r"""each: -s 'sweep.o=\["adam", 1\]'; for .*: -s 'sweep.o=\["adam,1"\]'"""):
         given("sweep.o=adam,1")
     assert given('sweep.o="adam,1"', "sweep.p=one") == {"sweep": {"o": "adam,1", "p": "one"}}
