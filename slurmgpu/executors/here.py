@@ -88,9 +88,9 @@ def _heard_of(run: Run) -> dict[str, list[int]]:
 
 
 def surely_of(run: Run, pids: Iterable[int]) -> list[int]:
-    """Those of the processes that may be ended as the run's: all, where nobody else can have written which these are.
+    """The processes that may be ended as the run's: all of them, unless another user may have written their pids.
 
-    Else those whose arguments name the run, or that write into its logs, which their own user alone can bring about.
+    Then those whose arguments name the run, or that write into its logs: only their own user can bring that about.
     """
     named = sorted(pids)
     if not named or (why := why_forgeable(run, run.tasks)) is None:

@@ -1,4 +1,4 @@
-"""`Executor`, the interface of an executor: everything in which executors differ.
+"""`Executor`, the interface of all executors: everything in which they differ.
 
 `slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names that run files may
 use; executors of other packages are found by the entry-point group `slurmgpu.executors`.

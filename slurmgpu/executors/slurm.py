@@ -225,9 +225,9 @@ def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]
 
 
 def _surely_of(run: Run, jobs: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
-    """Those of the jobs that may be cancelled as the run's: all, where nobody else can have written which these are.
+    """The jobs that may be cancelled as the run's: all of them, unless another user may have written their ids.
 
-    Else those that Slurm shows to be the run's by their scripts or comments, which their own user gave them.
+    Then those that Slurm shows to be the run's by their scripts or comments, which their own user gave them.
     """
     why = why_forgeable(run) if jobs else None
     logs = run.logs.resolve() if not run.logs.is_symlink() else None

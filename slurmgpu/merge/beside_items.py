@@ -1,4 +1,4 @@
-"""Rows beside the data of the items that they were made from, for exports: the columns `item.FIELD`."""
+"""Join rows with the data of their items, for exports: the columns `item.FIELD`."""
 
 from __future__ import annotations
 

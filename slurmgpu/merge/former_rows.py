@@ -1,4 +1,4 @@
-"""The verified rows of an earlier merged file, by shard: a newer merge must not lose them."""
+"""Read the verified rows of an earlier merged file, by shard: a newer merge must not lose them."""
 
 from __future__ import annotations
 

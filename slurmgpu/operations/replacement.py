@@ -20,7 +20,7 @@ from slurmgpu.util.users import name_in_words
 PLANNED = ".planned"
 """The file by which a run directory is known that is to be submitted by hand."""
 MAKING_S = 60.0
-"""A run that was made before, and is not submitted, is not being submitted any more."""
+"""A run that is older than this and has no submission is no longer being submitted."""
 
 
 def check_room(folder: Path, kind: str) -> Run | None:
@@ -80,9 +80,9 @@ def room(folder: Path, kind: str) -> Iterator[None]:
 
 
 def remove_left(folder: Path) -> None:
-    """Remove earlier probes or looks of `folder` that processes had renamed, which were killed before the end.
+    """Remove earlier probes or looks of `folder` that this user's killed processes have renamed and left.
 
-    Of this user's alone, and of those processes that are known to be dead.
+    A process has to be known to be dead.
     """
     if not exists(folder.parent):
         return

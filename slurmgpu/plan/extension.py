@@ -1,4 +1,4 @@
-"""A run that extends another one: of an input that has more items at its end, only these are computed."""
+"""A run that extends another one: its input has more items at the end, and only these are computed."""
 
 from __future__ import annotations
 

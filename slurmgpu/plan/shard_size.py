@@ -1,4 +1,4 @@
-"""How many items a shard has, unless the run file says it: by the input, and for a small one by the tasks."""
+"""The size of shards, unless the run file sets it: by the input, and for a small one by the tasks."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _refuse_twice(values: Mapping[str, Any]) -> None:
 
 
 def _has_other_secrets(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Whether settings of the run in `folder` are others than `values` where sweep.json hides them."""
+    """Whether secrets that sweep.json hides differ between the run in `folder` and `values`."""
     secrets = {key: value for key, value in values.items() if hidden({key: value}) != {key: value}}
     if not secrets or not was_submitted(folder):
         return False

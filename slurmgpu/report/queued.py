@@ -1,4 +1,4 @@
-"""The run's jobs in Slurm's queue, from an earlier squeue and from what attempts have written since."""
+"""The run's jobs in Slurm's queue, by an earlier squeue and the attempts' records since."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Constants:
 
 
 def constants_of(values: Sequence[Mapping[str, Any]], columns: Sequence[Collection[str]]) -> list[Constants]:
-    """For each of several runs its `values` as columns, and null for those of the `columns` that only others have.
+    """The `values` of each of several runs as columns, with null for those of the `columns` that only others have.
 
     Over all runs a value's column has one type: that which all have in common, else the text of their JSON.
     """

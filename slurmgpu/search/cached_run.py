@@ -1,4 +1,4 @@
-"""A run whose files are read once: reading them for each of a thousand failures would take a quarter of an hour."""
+"""A run that reads its files once: a search for a thousand failures would take a quarter of an hour otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Escape sequences and control characters in text, which are meant for a terminal."""
+"""Remove escape sequences and control characters, which a terminal would obey, from text."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or of one with more than so many characters the beginning and the end: a message may quote anything."""
+    """The text; if it has more than so many characters, its beginning and its end: a message may quote anything."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [… {len(text) - most:,} characters …] {text[-(most // 2) :]}"

@@ -1,4 +1,4 @@
-"""A digest of a file, to notice that it has changed; of samples of a large file."""
+"""A digest of a file, to notice that it has changed; a large file is sampled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 WHOLE_BYTES = 64 << 20
-"""Files up to this size are read whole; of larger ones samples are read, spread evenly over the file.
+"""Files up to this size are read whole; larger ones by samples, spread evenly over the file.
 
 A training step changes every matrix, so samples show it; reading hundreds of gigabytes would take minutes.
 """

@@ -46,7 +46,7 @@ def parse_item_ranges(text: str, n_items: int, of: str, *, clip: bool = False) -
 
 
 def ranges_said(ranges: Sequence[tuple[int, int]]) -> str:
-    """Ranges (start, stop) as words, such as `1, 5 to 6`; of many the first eight."""
+    """Ranges (start, stop) as words, such as `1, 5 to 6`; at most the first eight."""
     said = ", ".join(str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in ranges[:8])
     return said + ", …" * (len(ranges) > 8)
 

@@ -1,4 +1,4 @@
-"""What a block changes of the whole process, such as its environment or its working folder, and a lock for threads."""
+"""Change the process for a block: its environment, its working folder, its umask; with a lock among threads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ os.register_at_fork(after_in_child=_renew)
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let no other thread into such a block: each puts back what it found, which is another's change otherwise."""
+    """Let no other thread into such a block: each puts back what it found, which could be another's change."""
     with _lock:
         yield
 
 
 def own_umask() -> int:
-    """The umask of this process, which is only told when it is set."""
+    """The umask of this process; it can only be read by setting it."""
     with one_thread():
         umask = os.umask(0o077)
         os.umask(umask)

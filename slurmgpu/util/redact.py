@@ -1,4 +1,4 @@
-"""Hide values that look like tokens, keys and passwords in what is shown or shared."""
+"""Hide values that look like tokens, keys and passwords before they are shown or shared."""
 
 from __future__ import annotations
 

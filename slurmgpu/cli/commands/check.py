@@ -79,7 +79,7 @@ def run_checks(
 def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool) -> int:
     """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run.
 
-    Of a sweep, a task of its first run. `gpu` also tries the GPUs, by a run of real faults.
+    For a sweep, it is a task of its first run. `gpu` also tries the GPUs, by a run of real faults.
     """
     try:
         variants = variants_of(run_file, overrides, Path(NOWHERE))

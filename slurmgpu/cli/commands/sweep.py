@@ -228,7 +228,7 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
 
 
 def status(folder: Path, runs: Sequence[Path], *, as_json: bool) -> None:
-    """Print what `list` does of the folder of a sweep, and its runs that were never made."""
+    """Print the folder of a sweep as `list` does, and name its runs that were never made."""
     value = run_list.list_runs(folder)
     if as_json:
         missing = [str(run) for run in runs if not was_submitted(run)]
