@@ -249,7 +249,7 @@ def merge(
     from slurmgpu.cli.console import complain, result, result_json, stdout_for_json
     from slurmgpu.cli.views.tables import show_report
     from slurmgpu.executors import submission as submitting
-    from slurmgpu.merge.merge import verify as verify_merged
+    from slurmgpu.merge.join import verify_joined
     from slurmgpu.util.logging import log_to_stderr
 
     run = options.open_run(folder, trust=trust)
@@ -259,7 +259,7 @@ def merge(
     if force and (verify or wait):
         raise SlurmGPUError("--force merges at once; leave out --verify and --wait.")
     if verify:
-        problems = verify_merged(run)
+        problems = verify_joined(run.merged)
         for problem in problems:
             complain(problem)
         if not problems:

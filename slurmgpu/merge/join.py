@@ -221,6 +221,8 @@ def verify_joined(path: Path) -> list[str]:
                 return [f"it is a {directory['attributes']['format']!r}, not a {MERGED!r}"]
             found = pieces_of(directory, table)
             problems.extend(verify(reader, found, start=size, rest_crc32=directory["rest_crc32"]))
+    except FileNotFoundError:
+        problems.append(f"there is no {path}")
     except DamagedShardError as error:
         problems.append(str(error))
     return problems

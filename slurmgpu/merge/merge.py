@@ -24,7 +24,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.build import build
 from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
-from slurmgpu.merge.join import Source, join, verify_joined
+from slurmgpu.merge.join import Source, join
 from slurmgpu.report.attempts import Lives
 from slurmgpu.report.build import Errors, Joined, Report, build_report, read_report, report_path
 from slurmgpu.run import owners
@@ -342,13 +342,6 @@ def forget_deaths(run: Run, shards: Sequence[int]) -> None:
     """Remove the crash histories of shards, so that quarantined items are computed again."""
     for shard in shards:
         remove(history_path(run.claims.folder, shard))
-
-
-def verify(run: Run) -> list[str]:
-    """A sentence for each problem of merged.h5; [] if every byte is as written."""
-    if not exists(run.merged):
-        return [f"there is no {run.merged}"]
-    return verify_joined(run.merged)
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -50,6 +50,10 @@ def test_the_merged_datasets_do_not_depend_on_how_the_shards_were_cut(tmp_path, 
     assert verify_joined(target) == []
 
 
+def test_a_merged_file_that_is_missing_is_a_problem(tmp_path):
+    assert verify_joined(tmp_path / "merged.h5") == [f"there is no {tmp_path / 'merged.h5'}"]
+
+
 def test_rows_with_nan_and_infinities_are_counted_for_each_column(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_BLOCK_BYTES", 64)  # values are written in several blocks
     rows = rows_of(0, 30, failed=FAILED)
