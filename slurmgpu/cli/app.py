@@ -222,6 +222,7 @@ def cancel(folder: options.RunArgument) -> None:
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import live_tasks
+    from slurmgpu.report.build import is_complete
 
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
@@ -229,7 +230,8 @@ def cancel(folder: options.RunArgument) -> None:
         raise typer.Exit(sweep.cancel(runs))
     run = options.open_run(folder)
     done = live_tasks.cancel(run)
-    result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "no task of this run is alive.")
+    rest = "The run is complete." if is_complete(run) else f"To go on: slurmgpu resubmit {run.typed}"
+    result(f"cancelled: {done}. {rest}" if done else "no task of this run is alive.")
 
 
 @app.command()

@@ -356,6 +356,8 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> Attemp
     what = why.value if why else "it ended before it could write a record"
     record = new_record(Attempt("", 0, executor=life.executor, n_gpus=life.n_gpus), life.node, 0, [], 0.0)
     message = f"{what} ({life.message or life.state}); its log may say why"
+    if why is None and life.state == "REQUEUED" and not life.elapsed_s:
+        message = "Slurm could not start it there, as where a prolog fails, and queued it again"
     row = _attempt(record, life, life.failure, message)
     several = "[" in life.node or "," in life.node
     return {

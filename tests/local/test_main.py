@@ -11,6 +11,8 @@ import pytest
 
 from slurmgpu import cli
 from slurmgpu.cli import app
+from slurmgpu.executors import live_tasks
+from slurmgpu.report import build
 from slurmgpu.util.ansi import CONTROLS
 from slurmgpu.util.users import expanded
 from tests.support.nightly import by_night
@@ -105,6 +107,16 @@ def test_a_home_is_put_in_place_of_its_sign_where_there_is_one(monkeypatch, tmp_
         Path("a/~"),
         Path("~nobody-here/run"),
     ]
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_cancel_names_resubmit_where_something_is_missing(monkeypatch, capsys, tmp_path, complete):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    monkeypatch.setattr(live_tasks, "cancel", lambda _: "Slurm jobs 20")  # a task that was requeued after the end
+    monkeypatch.setattr(build, "is_complete", lambda _: complete)
+    app.cancel(run.folder)
+    rest = "The run is complete." if complete else f"To go on: slurmgpu resubmit {run.folder}"
+    assert capsys.readouterr().out == f"cancelled: Slurm jobs 20. {rest}\n"
 
 
 def test_a_path_that_is_too_long_is_said_to_be(slurmgpu):

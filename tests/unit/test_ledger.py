@@ -242,6 +242,19 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     assert [a["attempt"] for a in attempts_of(run, None)] == others
 
 
+@pytest.mark.parametrize(
+    ("elapsed_s", "message"),
+    [
+        (0, "Slurm could not start it there, as where a prolog fails, and queued it again"),
+        (7, "it ended before it could write a record (REQUEUED); its log may say why"),
+    ],
+)
+def test_a_task_that_slurm_could_not_start_has_no_log_that_says_why(run, elapsed_s, message):
+    lives = {"4711_99": [Life("REQUEUED", "preempted", True, elapsed_s, 1, "gpu000")]}
+    [row] = [row for row in attempts_of(run, lives) if row["attempt"] == "4711_99.0"]
+    assert row["message"] == message
+
+
 @pytest.mark.parametrize("usage", [{"gpu_memory_peak_bytes": 1.5e9}, {"throttled": {"power": "often"}}])
 def test_a_record_with_usage_of_another_type_costs_its_row_and_not_the_report(run, usage):
     path = next(run.tasks.glob("*.json"))
