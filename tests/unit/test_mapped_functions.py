@@ -26,7 +26,7 @@ from slurmgpu.inputs.python_items import UNWRAP, is_table, write_values
 from slurmgpu.mapping.annotations import annotated_types
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column, types_of_rows
-from slurmgpu.workloads.function.workload import Function
+from slurmgpu.workloads.function.workload import Function, as_row
 
 
 class Point(NamedTuple):
@@ -649,3 +649,13 @@ def test_no_columns_are_advised_that_there_are_already():
     twice = {1: 1, "1": 2}
     assert Function.explain_misfit(function, {"j": twice, "n": 1}) == ""
     assert "columns={'j': 'json', 'n': 'json'}" in Function.explain_misfit(function, {"j": twice, "n": "one"})
+
+
+@pytest.mark.parametrize(("value", "found"), [(None, "None"), (0.5, "a float")])
+def test_a_result_that_is_no_mapping_where_rows_have_names_is_told_as_what_was_returned(value, found):
+    function = SimpleNamespace(columns={"label": Text(), "n": Array("int64")})
+    assert Function.explain_misfit(function, as_row(value)) == (
+        f"The function returned {found}; expected a mapping with 'label', 'n'."
+    )
+    unnamed = SimpleNamespace(columns={"result": Array("int64")})
+    assert "columns={'result': 'json'}" in Function.explain_misfit(unnamed, as_row(None))

@@ -92,6 +92,10 @@ class Function:
         """A sentence for a row that does not fit the columns: the line that would make it fit, if one would."""
         if not isinstance(row, Mapping):
             return ""
+        if RESULT in row and RESULT not in self.columns:  # `as_row` has named it
+            value = row[RESULT]
+            found = "None" if value is None else f"a {type(value).__name__}"
+            return f"The function returned {found}; expected a mapping with {', '.join(map(repr, self.columns))}."
         try:
             declared: dict[str, str | None] = {name: type_of_column(column) for name, column in self.columns.items()}
             types = dict(declared)
