@@ -155,7 +155,8 @@ class Text(Column, kind="text"):
     def convert(self, value: Any) -> bytes:
         """The string as UTF-8; ValueError for other values."""
         if not isinstance(value, str):
-            raise ValueError(f"found {type(value).__name__}, expected a str")
+            found = "None" if value is None else type(value).__name__
+            raise ValueError(f"found {found}, expected text")
         try:
             return value.encode()
         except UnicodeEncodeError as error:

@@ -195,9 +195,9 @@ def test_nan_is_a_float_like_any_other(dtype, shape):
         (Ragged("int16"), [[1], [2]], r"shape \(2, 1\), expected one dimension"),
         (Ragged("int16"), 3, "expected one dimension"),
         (Ragged("int16"), [70000], "70000, which int16 cannot hold"),
-        (Text(), 3, "found int, expected a str"),
-        (Text(), b"abc", "found bytes, expected a str"),
-        (Text(), None, "found NoneType, expected a str"),
+        (Text(), 3, "found int, expected text"),
+        (Text(), b"abc", "found bytes, expected text"),
+        (Text(), None, "found None, expected text"),
         (Text(), "\ud800", "UTF-8"),
     ],
 )
