@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -250,11 +251,22 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset],
         file = Results(path, reader.file)
     except DamagedShardError as error:
         raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {how_to_go_on(path)}") from error
+    except FileNotFoundError:
+        raise SlurmGPUError(_missing(path)) from None
     except OSError as error:
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
     data = {name: Dataset(file, dtype, shape, offset) for name, dtype, shape, offset, *_ in directory["datasets"]}
     is_merged = not verify and directory["attributes"]["format"] == MERGED
     return directory, data, Verifier(directory, table, file) if is_merged else None
+
+
+def _missing(path: Path) -> str:
+    said = f"There is no file {path}."
+    if path.with_name("run.json").exists():
+        said += (
+            f" The run's merge writes it; `slurmgpu status {shlex.quote(str(path.parent))}` shows how the run stands."
+        )
+    return said
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:

@@ -406,8 +406,11 @@ def test_a_run_directory_is_refused_with_the_file_to_open(tmp_path):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(SlurmGPUError, match=r"a\.h5 cannot be read: No such file"):
-        results.open(tmp_path / "a.h5")
+    with pytest.raises(SlurmGPUError, match=r"^There is no file /.*/merged\.h5\.$"):
+        results.open(tmp_path / "merged.h5")
+    (tmp_path / "run.json").touch()
+    with pytest.raises(SlurmGPUError, match=r"merged\.h5\. The run's merge writes it; `slurmgpu status /"):
+        results.open(tmp_path / "merged.h5")
 
 
 def test_a_file_with_a_damaged_directory_is_refused(tmp_path):
