@@ -388,6 +388,23 @@ def test_every_link_of_a_page_leads_somewhere(page):
             assert anchor in anchors(target), link
 
 
+def test_every_module_that_a_page_names_is_there():
+    """Also a folder, and an attribute of a module; a path begins in the package, or with `tests`."""
+    gone = []
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)(?:\.py)?/?`", text)
+        named += [name.replace(".", "/") for name in re.findall(r"\bslurmgpu(?:\.[a-z_]+)+", text)]
+        for name in sorted(set(named)):
+            base = ROOT if name.startswith("tests/") else ROOT / "slurmgpu"
+            path = base / name.removeprefix("slurmgpu/")
+            if not (base / path.relative_to(base).parts[0]).exists():
+                continue  # of the user's, or of another package
+            if not any(each.exists() for each in (path, path.with_suffix(".py"), path.parent.with_suffix(".py"))):
+                gone.append(f"{page.name}: {name}")
+    assert gone == []
+
+
 def first_lines():
     """A row of the table of public names: the name, with its arguments, and the first paragraph of its docstring."""
     members = {name: getattr(slurmgpu, name) for name in slurmgpu.__all__ if name != "__version__"}
