@@ -107,7 +107,7 @@ def check_one_truth(run):
     assert report["n_missing_items"] == N_ITEMS - n_rows
     whole = n_rows == N_ITEMS
     assert (report["complete"], read_status(run)["complete"], is_complete(run)) == (whole,) * 3
-    assert merging.verify(run) == [] or head is None
+    assert joins.verify_joined(run.merged) == [] or head is None
 
 
 # One truth about completeness
@@ -442,7 +442,7 @@ def test_a_merge_that_is_killed_at_any_step_loses_no_row(run, monkeypatch):
         (run.shards / "00000.x.partial").write_bytes(b"half")
         former = good(run)
         was_killed = killed_at(number, lambda: merge(Run.open(run.folder)))
-        assert merging.verify(run) == []
+        assert joins.verify_joined(run.merged) == []
         assert good(run) >= former
         assert read_report(run)
         for path in (run.shards / "00004.damaged", *run.shards.glob("00004.r*.h5")):
@@ -481,7 +481,7 @@ def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_kille
         for _ in range(2):  # as it was left, and after a merge
             rows = merged_rows(run)
             assert {i: v for i, v in rows.items() if i in expected} == expected
-            assert merging.verify(run) == []
+            assert joins.verify_joined(run.merged) == []
             assert merge(run)["complete"]
             run.record_submission({"submission": 2, "executor": "local", "state": "ended", "time": 0.0})
             check_one_truth(run)
