@@ -56,7 +56,8 @@ def resubmit(
 ) -> Outcome:
     """Submit the missing items as `RunHandle.resubmit` does; the outcome's notes say what was adjusted.
 
-    Changes in the code are notes, too; if `tell` is given, it gets them before anything starts.
+    Changes in the code, and what is computed again, are notes, too; if `tell` is given, it gets them before anything
+    starts.
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
@@ -64,10 +65,11 @@ def resubmit(
         live_tasks.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
         drafted = _draft(run, asked)
         notes = [*drafted.notes]
+        others = [*drafted.changed, *drafted.computed]
         if tell is None:
-            notes += drafted.changed
+            notes += others
         else:
-            for note in drafted.changed:
+            for note in others:
                 tell(note)
         run.claims.clear(lock.check)
         lock.check()
@@ -75,7 +77,7 @@ def resubmit(
         if drafted.again.shards:
             write_recompute(run.folder, drafted.again)
             merge.forget_deaths(run, list(drafted.again.shards))
-        return drafted.submission, [*notes, *drafted.computed]
+        return drafted.submission, notes
 
     return start(run, prepare, lambda: on_tick(run))
 

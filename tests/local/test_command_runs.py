@@ -297,6 +297,7 @@ def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_o
     script.write_text(f"#!{sys.executable}\n{source}")
     told = slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0).stderr
     assert "one.py differs" in told
+    assert told.index("2 failed items are computed again, in 1 shard;") < told.index("item 0 | looking at a")
     assert len(list((folder / "run" / "code").glob("*.json"))) == 2
     with package.open(folder / "run" / "merged.h5") as merged:
         assert (merged.errors, merged["shout"][:]) == ({}, ["A", "B"])
