@@ -12,7 +12,6 @@ import json
 import math
 import operator
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.results.stored import Dataset, Results, how_to_go_on
+from slurmgpu.results.stored import Dataset, Results, how_to_go_on, missing
 from slurmgpu.results.verifier import Verifier
 from slurmgpu.results.views import ArrayData, ColumnData, ListData, without_value
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
@@ -252,21 +251,12 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset],
     except DamagedShardError as error:
         raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {how_to_go_on(path)}") from error
     except FileNotFoundError:
-        raise SlurmGPUError(_missing(path)) from None
+        raise SlurmGPUError(missing(path)) from None
     except OSError as error:
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
     data = {name: Dataset(file, dtype, shape, offset) for name, dtype, shape, offset, *_ in directory["datasets"]}
     is_merged = not verify and directory["attributes"]["format"] == MERGED
     return directory, data, Verifier(directory, table, file) if is_merged else None
-
-
-def _missing(path: Path) -> str:
-    said = f"There is no file {path}."
-    if path.with_name("run.json").exists():
-        said += (
-            f" The run's merge writes it; `slurmgpu status {shlex.quote(str(path.parent))}` shows how the run stands."
-        )
-    return said
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:

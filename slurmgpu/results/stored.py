@@ -84,3 +84,12 @@ def how_to_go_on(path: Path) -> str:
     """A sentence on what to do about a damaged file."""
     run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
     return f"`slurmgpu merge {run}` writes merged.h5 again from the run's shards."
+
+
+def missing(path: Path) -> str:
+    """What to say of a file that is not there."""
+    said = f"There is no file {path}."
+    if path.with_name("run.json").exists():
+        run = shlex.quote(str(path.parent))
+        said += f" The run's merge writes it; `slurmgpu status {run}` shows how the run stands."
+    return said
