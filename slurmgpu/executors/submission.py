@@ -60,11 +60,19 @@ It is called under the run's lock, which it checks before each step that cannot 
 """
 
 
-def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None, *, patient: bool = False) -> Outcome:
+def start(
+    run: Run,
+    prepare: Prepare,
+    on_tick: Callable[[], None] = lambda: None,
+    *,
+    patient: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Outcome:
     """Queue a submission, or run it here to the end of its merge.
 
     `prepare` is called under the run's lock, so that what it has checked stays true. With `patient` it waits while
-    another process submits or merges; without, it is refused.
+    another process submits or merges; without, it is refused. `tell` gets the notes before anything starts; without
+    it the outcome has them.
     """
     owners.refuse_unwritable(run, "submit it", computes=True, merges=True)
     # Jobs unpickle what is in logs/, which the owner protects below.
@@ -77,12 +85,17 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         submission, fitted = executor.fit(submission, run.plan.container)
         place = executor.place(run, submission)
         lock.check()
+        notes = [*notes, *fitted]
+        if tell is not None:
+            for note in notes:
+                tell(note)
+            notes = []
         # Before it starts: if this process dies in between, others know that jobs may be queued.
         run.record_submission(cast(SubmissionLine, {**submission.to_json(), **place}))
         started = _start(run, submission, executor)
     if started.wait is None:
         jobs = {key: value for key, value in started.line.items() if key != "state"}
-        return Outcome(submission, jobs, (*notes, *fitted))
+        return Outcome(submission, jobs, tuple(notes))
     try:
         lives = _wait(run, submission.submission, started.wait, on_tick)
         if submission.inject:
@@ -94,12 +107,12 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
-            return start(run, lambda _: _next_here(run, submission), on_tick, patient=True)
+            return start(run, lambda _: _next_here(run, submission), on_tick, patient=True, tell=tell)
     finally:
         # After the next submission is recorded: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
     _tell_end(run, report)
-    return Outcome(submission, {}, (*notes, *fitted), report)
+    return Outcome(submission, {}, tuple(notes), report)
 
 
 def _next(run: Run, number: int) -> tuple[Submission, list[str]]:

@@ -54,32 +54,25 @@ def resubmit(
     force: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Submit the missing items as `RunHandle.resubmit` does; the outcome's notes say what was adjusted.
+    """Submit the missing items as `RunHandle.resubmit` does.
 
-    Changes in the code, and what is computed again, are notes, too; if `tell` is given, it gets them before anything
-    starts.
+    `tell` gets the notes before anything starts: changes in the code, what was adjusted, and what is computed again.
+    Without it the outcome has them.
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         live_tasks.refuse_alive(run, "resubmit", force=force)
         live_tasks.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
         drafted = _draft(run, asked)
-        notes = [*drafted.notes]
-        others = [*drafted.changed, *drafted.computed]
-        if tell is None:
-            notes += others
-        else:
-            for note in others:
-                tell(note)
         run.claims.clear(lock.check)
         lock.check()
         remove(recompute_path(run.folder))  # left by a failed submission of the same number
         if drafted.again.shards:
             write_recompute(run.folder, drafted.again)
             merge.forget_deaths(run, list(drafted.again.shards))
-        return drafted.submission, notes
+        return drafted.submission, [*drafted.changed, *drafted.notes, *drafted.computed]
 
-    return start(run, prepare, lambda: on_tick(run))
+    return start(run, prepare, lambda: on_tick(run), tell=tell)
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,11 @@ def submit_draft(
     inject: Sequence[str] = (),
     *,
     background: Background | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Submitted:
     """Make the run directory of a draft and submit it, by the process `background` if there is one.
 
-    `inject` are faults on demand.
+    `inject` are faults on demand. `tell` gets the notes before anything starts; without it the outcome has them.
     """
     submission = submission_of(draft, after, inject)
     executor_named(submission.executor).check(submission, draft.plan.container)
@@ -96,7 +97,7 @@ def submit_draft(
             notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
             if background is not None:
                 return Submitted(run, background.start(run, submission, notes))
-            return Submitted(run, start(run, lambda _: (submission, notes), lambda: on_tick(run)))
+            return Submitted(run, start(run, lambda _: (submission, notes), lambda: on_tick(run), tell=tell))
         except BaseException:
             there = status_of(run.folder / "run.json")
             if made is not None and there is not None and os.path.samestat(made, there):  # not another process's

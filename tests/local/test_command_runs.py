@@ -353,7 +353,8 @@ def test_a_script_that_the_code_of_a_shell_starts_is_named_and_rows_after_its_ed
     folder = make(tmp_path / "project", "one.py", run=run, columns={"n": "int32"}, texts=texts)
     (folder / "one.py").write_text(EDITS_ITSELF)
     said = slurmgpu("submit", "-s", "shard_items=1", cwd=folder, expect=0)
-    assert "Tasks read these files when they run, not as they are now: one.py." in said.stderr
+    before = said.stderr.partition("item 0 | looking")[0]
+    assert "Tasks read these files when they run, not as they are now: one.py." in before
     assert "1 by unknown code" in said.stdout
 
 
@@ -361,6 +362,7 @@ EDITS_ITSELF = """
 import sys
 if sys.argv[1] == "edit":
     open(sys.argv[0], "a").write("# edited")
+print("looking", file=sys.stderr)
 print(1)
 """
 

@@ -81,7 +81,7 @@ def submit(
                     result_json({**estimate, "submitted": None})
                 return EXIT_INCOMPLETE if estimate["failure"] else 0
         with following(draft.run_dir, draft.plan.n_items) as follow:
-            made = submit_draft(draft, other, follow.run, inject)
+            made = submit_draft(draft, other, follow.run, inject, tell=say)
     assert made.outcome is not None
     code, told = conclude(made.run, made.outcome, wait=wait, as_json=as_json)
     if as_json:

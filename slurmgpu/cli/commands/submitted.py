@@ -40,8 +40,6 @@ def resubmit_followed(run: Run, asked: Request, *, force: bool) -> Outcome:
 
 def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[int, Mapping[str, Any]]:
     """Print what became of a submission, `wait` for its report or not; the exit code, and what `--json` prints."""
-    for note in outcome.notes:
-        say(note)
     report = outcome.report
     if report is None and wait:
         _say_submitted(run, outcome, to_stderr=True)

@@ -89,7 +89,7 @@ def submit(
                 submitted.following(draft.run_dir, draft.plan.n_items) as follow,
             ):
                 drafts.record()  # another command may have left out what was not made yet
-                made = submit_draft(draft, after, follow.run, inject)
+                made = submit_draft(draft, after, follow.run, inject, tell=say)
             # Others are queued before the first is waited for.
             if wait and made.outcome is not None and made.outcome.report is None:
                 queued.append(made)
