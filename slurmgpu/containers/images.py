@@ -154,10 +154,17 @@ def digests(path: Path, part: tuple[int, int]) -> dict[str, str]:
 
 def _read_cache(cache: Path) -> dict[str, dict[str, str]]:
     try:
-        known: dict[str, dict[str, str]] = json.loads(cache.read_bytes())
+        value = json.loads(cache.read_bytes())
     except (OSError, ValueError):
         return {}
-    return known
+    if not isinstance(value, dict):
+        return {}
+    names = ("sha256", "partition_sha256")
+    return {
+        key: found
+        for key, found in value.items()
+        if isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
+    }
 
 
 def _compute(path: Path, part: tuple[int, int]) -> dict[str, str]:
