@@ -16,7 +16,6 @@ from typing import Any
 
 from slurmgpu.api import RunHandle, overrides_of
 from slurmgpu.code import functions, pickling
-from slurmgpu.code.former import changed_since
 from slurmgpu.code.imports import refuse_if_importing
 from slurmgpu.code.loaded import refuse_other_modules
 from slurmgpu.containers.runtime import runtime_named
@@ -27,6 +26,7 @@ from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.operations import probe
+from slurmgpu.operations.earlier_run import compare_earlier, earlier_run_dir
 from slurmgpu.operations.replacement import room
 from slurmgpu.operations.submit import submission_of, submit_draft
 from slurmgpu.plan.allocation import allocate
@@ -35,9 +35,8 @@ from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
-from slurmgpu.report.build import is_complete
 from slurmgpu.results import open as open_merged
-from slurmgpu.run.directory import Run, reserved_run_dir
+from slurmgpu.run.directory import reserved_run_dir
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.mapped_function import MAPPED
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
@@ -162,7 +161,7 @@ def _place(
         return expanded(run_dir), None
     if name is None:
         target = open_ones.enter_context(reserved_run_dir(folder, stem))
-        return target, _before(target, stem)
+        return target, earlier_run_dir(target, stem)
     if not isinstance(name, str) or not Path(name).parts:
         raise SlurmGPUError(f"name is {name!r}; expected the name of a folder, 'first' for runs/first.")
     return folder / name, None
@@ -265,31 +264,15 @@ def _can_be_iterated(items: Any) -> bool:
         return False
 
 
-def _before(target: Path, stem: str) -> Path | None:
-    """The last run directory by a name, of which `target` is the next that is free; None for the first."""
-    if target.name == stem:
-        return None
-    number = int(target.name.removeprefix(f"{stem}-"))
-    return target.with_name(stem if number == 2 else f"{stem}-{number - 1}")
-
-
 def _about_former(folder: Path, draft: Draft) -> str:
-    """A sentence on the last run by the same name: whether it is of the same call, and how to go on with it."""
-    begun = f"This run computes all items, in {draft.run_dir}"
-    try:
-        run = Run.open(folder)
-    except (SlurmGPUError, OSError):
-        return f"{begun}, as {folder} exists."
-    if not run.plan.computes_same(_as_pickled_in(run.plan, draft.plan)):
-        return f"{begun}: {folder} is of another function, other items or other columns."
-    if changed := changed_since(run, draft.code):
-        return f"{begun}: {folder} is of the same function and items, and of other code: {changed}"
     handle = f"slurmgpu.open_run({str(folder)!r})"
-    if is_complete(run):
-        return f"{begun}. {folder} is of the same function and items, and complete: {handle} has its rows."
-    return (
-        f"{begun}. {folder} is of the same function and items, and incomplete: {handle}.resubmit() would compute only "
-        f"what it lacks, once nothing of it is alive."
+    return compare_earlier(
+        folder,
+        draft,
+        "function",
+        lambda run: f"{handle} has its rows",
+        lambda run: f"{handle}.resubmit()",
+        lambda earlier: _as_pickled_in(earlier, draft.plan),
     )
 
 

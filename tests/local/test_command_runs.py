@@ -837,6 +837,24 @@ def test_a_command_that_is_run_again_has_the_next_run_directory(tmp_path, monkey
     assert named(limit=3) == named(items="0:3") == named(run_dir=Path("runs/wc")) == "runs/wc"
 
 
+def test_a_command_that_is_run_again_is_told_what_the_earlier_run_has(tmp_path, slurmgpu):
+    (tmp_path / "a.jsonl").write_text('{"text": "seven"}\n')
+    (tmp_path / "count.sh").write_text("""echo '{"n": 5}'\n""")
+
+    def again(*words):
+        columns = ("--each", "a.jsonl", "--col", "n:int64", "--gpus", "0", "--executor", "local")
+        return slurmgpu("run", *columns, "--", "bash", "count.sh", "{text}", *words, cwd=tmp_path).stderr
+
+    earlier, begun = tmp_path / "runs" / "count", f"This run computes all items, in {tmp_path}/runs/count"
+    assert begun not in again()
+    assert f"{begun}-2. {earlier} is of the same program and items, and complete: its rows are in" in again()
+    Path(f"{earlier}-2", "merged.h5").unlink()
+    assert f"{begun}-3. {earlier}-2 is of the same program and items, and incomplete: `slurmgpu resubmit" in again()
+    assert f"{begun}-4: {earlier}-3 is of another program, other items or other columns." in again("x")
+    (tmp_path / "count.sh").write_text("""echo '{"n": 6}'\n""")
+    assert f"{begun}-5: {earlier}-4 is of the same program and items, and of other code: count.sh changed" in again("x")
+
+
 def test_an_argument_that_is_no_utf_8_is_refused():
     with pytest.raises(SlurmGPUError, match="is not UTF-8"):
         whole_run_file(["a.jsonl"], ["n:int32"], ["x", "\udcff"], {})

@@ -104,7 +104,8 @@ def run(
     if given["dry_run"] and not given["as_json"]:
         result(as_toml(overrides))
     asked = {name: given[name] for name in options.SUBMITTING}
-    raise typer.Exit(submitting.submit(Path.cwd() / NO_RUN_FILE, overrides, **asked))
+    earlier = None if given["run_dir"] is not None else _earlier(overrides["run_dir"], context.meta[PROGRAM])
+    raise typer.Exit(submitting.submit(Path.cwd() / NO_RUN_FILE, overrides, earlier=earlier, **asked))
 
 
 def whole_run_file(
@@ -120,19 +121,22 @@ def whole_run_file(
 
     if odd := [text for text in program if not is_utf8(text)]:
         raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
-    # Of `python score.py`, also as the code of `bash -c`, the script names the run.
-    words = (word.strip("'\";") for text in program for word in text.split())
-    name = next((Path(word).stem for word in words if _is_script(word)), Path(*program[:1]).stem)
     tables = Overrides()
     if each:
         tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
     if keep:
         tables.put({"keep": list(keep)}, "--keep")
-    tables["run_dir"] = str(given.get("run_dir") or _free(Path("runs", name or "run"), given))
+    tables["run_dir"] = str(given.get("run_dir") or _free(Path("runs", _name_of(program)), given))
     tables.put({"workload": {"use": "command"}, "settings": {"run": list(program)}}, "-- PROGRAM")
     tables.put({"workload": {"batch_size": batch_size}})
     tables.put({"settings": {"columns": _columns(col)}}, "--col")
     return options.overrides(given, tables)
+
+
+def _name_of(program: Sequence[str]) -> str:
+    """The name of a run: of `python score.py`, also as the code of `bash -c`, that of the script."""
+    words = (word.strip("'\";") for text in program for word in text.split())
+    return next((Path(word).stem for word in words if _is_script(word)), Path(*program[:1]).stem) or "run"
 
 
 def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
@@ -145,6 +149,16 @@ def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
 
     is_look = given.get("limit") is not None or given.get("items") is not None
     return run_dir if is_look or not exists(run_dir / "run.json") else free_run_dir(run_dir.parent, run_dir.name)
+
+
+def _earlier(run_dir: str, program: Sequence[str]) -> Path | None:
+    """The last run by the program's name, if `run_dir` is the next that is free."""
+    from slurmgpu.operations.earlier_run import earlier_run_dir
+    from slurmgpu.run.directory import free_run_dir
+
+    name = _name_of(program)
+    is_next = Path(run_dir) == free_run_dir(Path("runs"), name)
+    return earlier_run_dir(Path(run_dir), name) if is_next else None
 
 
 def _columns(texts: Sequence[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft, show_resubmission
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.operations.earlier_run import compare_earlier
 from slurmgpu.operations.probe import draft_probe, probe_draft
 from slurmgpu.operations.resubmit import Request, foresee
 from slurmgpu.operations.submit import plan_draft, submission_of, submit_draft
@@ -45,8 +46,12 @@ def submit(
     inject: Sequence[str] | None,
     probe: int | None,
     yes: bool,
+    earlier: Path | None = None,
 ) -> int:
-    """Plan a run, and submit it unless it is a dry run or its probe fails or is declined; the exit code."""
+    """Plan a run, and submit it unless it is a dry run or its probe fails or is declined; the exit code.
+
+    `earlier` is the last run by the same name, if this one has the next name that is free.
+    """
     if yes and probe is None:
         raise SlurmGPUError("--yes answers the question of --probe; leave it out, or add --probe N.")
     if probe is not None and dry_run:
@@ -73,6 +78,8 @@ def submit(
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
             say(line)
+        if earlier is not None:
+            say(_about_earlier(earlier, draft))
         if probe is not None:
             submission_of(draft, other, inject)  # finds errors before the probe
             estimate = _probe(draft, probe, as_json=as_json)
@@ -87,6 +94,17 @@ def submit(
     if as_json:
         result_json({**estimate, "submitted": told} if estimate else told)
     return code
+
+
+def _about_earlier(folder: Path, draft: Draft) -> str:
+    return compare_earlier(
+        folder.absolute(),
+        draft,
+        "program",
+        lambda run: f"its rows are in {run.merged}",
+        lambda run: f"`slurmgpu resubmit {run.typed}`",
+        lambda earlier: draft.plan,
+    )
 
 
 def _refuse_for_sweep(options: Mapping[str, Any]) -> None:
