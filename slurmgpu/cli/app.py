@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -288,10 +287,10 @@ def show_rows(
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
     n_rows: Annotated[
-        int, typer.Option("-n", "--rows", min=1, max=sys.maxsize, help="At most N rows.", metavar="N")
+        int, typer.Option("-n", "--rows", min=1, max=10**9, help="At most N rows.", metavar="N")
     ] = 10,
     n_random: Annotated[
-        int | None, typer.Option("--random", min=1, max=sys.maxsize, metavar="N", help="N rows, drawn at random.")
+        int | None, typer.Option("--random", min=1, max=10**9, metavar="N", help="N rows, drawn at random.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Another number draws other rows.")] = 0,
     with_items: options.WithItemsOption = False,

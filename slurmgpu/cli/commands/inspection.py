@@ -5,7 +5,6 @@ Each imports what it needs when it runs, so `status` starts fast on a login node
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -168,7 +167,7 @@ def logs(
     merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     lines: Annotated[
-        int | None, typer.Option("--lines", "--tail", "-n", min=1, max=sys.maxsize, help="Only the last N lines.")
+        int | None, typer.Option("--lines", "--tail", "-n", min=1, max=10**9, help="Only the last N lines.")
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
