@@ -286,9 +286,7 @@ def show_rows(
         str | None, typer.Option("--items", "--item", metavar="10:20,35", help="Only these items, or one by its name.")
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
-    n_rows: Annotated[
-        int, typer.Option("-n", "--rows", min=1, max=10**9, help="At most N rows.", metavar="N")
-    ] = 10,
+    n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, max=10**9, help="At most N rows.", metavar="N")] = 10,
     n_random: Annotated[
         int | None, typer.Option("--random", min=1, max=10**9, metavar="N", help="N rows, drawn at random.")
     ] = None,

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from slurmgpu.cli.views.status_poller import Look
-from slurmgpu.cli.views.tables import show_report, show_status
+from slurmgpu.cli.views.tables import MAX_LISTED, show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import judged_attempts, read_report
@@ -141,6 +141,14 @@ def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended
 def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(run, capsys):
     show_status(read_status(run, [job("4711_2", "SUSPENDED"), job("4711_0", "RUNNING"), MERGE], now=NOW + 900))
     assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in capsys.readouterr().out
+
+
+def test_a_thousand_held_tasks_are_a_few_lines(run, capsys):
+    held = [{**job(f"4711_{task}", "PENDING"), "reason": "launch failed requeued held"} for task in range(1000)]
+    show_status(read_status(run, [*held, MERGE], now=NOW + 5))
+    shown = capsys.readouterr().out
+    assert shown.count("held: 4711_") == MAX_LISTED
+    assert f"  … and {1001 - MAX_LISTED} more; status --json lists them" in shown
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
-from slurmgpu.report.queued import is_held
+from slurmgpu.report.queued import Job, is_held
 from slurmgpu.report.state_words import (
     if_words,
     merge_words,
@@ -90,22 +90,31 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
         result(f"record damaged: {name}")
     for name in status["unreadable_records"]:
         result(f"record cannot be read at present: {name}")
-    for job in status["queue"] or ():
-        if is_held(job):
-            free = array_of(job["job_id"]) if "[" in job["job_id"] else job["job_id"]
-            result(
-                f"held: {job['job_id']} ({job['reason']}); it starts after `scontrol release {free}`, which an "
-                f"administrator must type if Slurm refuses it"
-            )
-        elif job["state"] == "PENDING":
-            start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
-            result(f"queued: {job['job_id']} ({job['reason']}{start})")
-        elif job["state"] in SUSPENDED:
-            result(f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed")
+    told_of_jobs = [_job_words(job, status["time"]) for job in status["queue"] or ()]
+    lines = [line for line in told_of_jobs if line]
+    for line in lines[:MAX_LISTED]:
+        result(line)
+    _more(len(lines), "status --json lists them")
     if status["state"] == "incomplete" and not status["attempts"]:
         say(NONE_BEGAN.format(shlex.quote(status["run_dir"])))
     if command := _next(status):
         say(f"next: {command}")
+
+
+def _job_words(job: Job, now: float) -> str:
+    """The line on a queued job: why it waits, and what lets it go on; "" for one that runs."""
+    if is_held(job):
+        free = array_of(job["job_id"]) if "[" in job["job_id"] else job["job_id"]
+        return (
+            f"held: {job['job_id']} ({job['reason']}); it starts after `scontrol release {free}`, which an "
+            f"administrator must type if Slurm refuses it"
+        )
+    if job["state"] == "PENDING":
+        start = f", start estimated for {moment(job['start'], now)}" if job["start"] else ""
+        return f"queued: {job['job_id']} ({job['reason']}{start})"
+    if job["state"] in SUSPENDED:
+        return f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed"
+    return ""
 
 
 def _show_living(console: Console, attempts: Sequence[StatusAttempt]) -> None:
