@@ -16,9 +16,8 @@ from slurmgpu.util import early_signals, standard_streams
 ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
 EXPIRED = "Its file system refuses you now: renew your ticket for it, as by kinit, or ask its owner."
 TO_DO = {
-    **dict.fromkeys(
-        (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER
-    ),
+    **dict.fromkeys((errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "A file is where a folder is needed. Name another path."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read or write, or ask its owner."),
     **dict.fromkeys((errno.EKEYEXPIRED, errno.ENOKEY, errno.EKEYREVOKED, errno.EKEYREJECTED), EXPIRED),

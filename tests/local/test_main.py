@@ -50,6 +50,8 @@ def failing(monkeypatch):
         (errno.ENAMETOOLONG, "Name a path that can be read"),
         (errno.ELOOP, "Name a path that can be read"),
         (errno.ENOENT, "Name a path that can be read"),
+        (errno.EEXIST, "A file is where a folder is needed"),
+        (errno.ENOTDIR, "A file is where a folder is needed"),
     ],
 )
 def test_an_error_of_a_file_that_the_user_can_put_right_is_a_sentence(failing, capsys, number, to_do):
