@@ -127,12 +127,12 @@ class RunHandle:
 
         `code` is `former` or the digest of a snapshot; by default the user's modules are taken as they are now. With
         `other_code`, rows that other code computed are computed again. Raises SlurmGPUError while a task of the run
-        is alive or may be alive, unless `force` is set.
+        is alive or may be alive, unless `force` is set. Notes, such as on code that changed, are logged as warnings.
         """
         refuse_if_importing("resubmit")
         given = packed(self.run, function, load, code)
         asked = Request(resources, failed=failed, code=code, other_code=other_code, functions=given)
-        return RunHandle(self.run, resubmit(self.run, asked, force=force))
+        return RunHandle(self.run, resubmit(self.run, asked, force=force, tell=_warn))
 
     def cancel(self) -> str:
         """Stop the run's tasks and its merge, and say what was stopped."""
@@ -174,8 +174,8 @@ def submit(
     is a run of an input that has more items since, of which only these are computed. `after` is a run that has
     to be complete before tasks start. With the executors local and debug, the run is computed and merged when this
     returns; local calls `on_tick(run)` meanwhile. `inject` are faults on demand, such as `crash@17`;
-    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
-    logged as warnings.
+    `RunHandle.rehearsed` returns their outcome. Notes, such as on a misspelt member of the workload, are logged as
+    warnings.
     """
     refuse_if_importing("slurmgpu.submit")
     other = Run.open(Path(after)) if after is not None else None
@@ -183,8 +183,8 @@ def submit(
     old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
     with draft_run(_source(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
         for note in draft.notes:
-            log.warning("%s", note)
-        return _handle(submit_draft(draft, other, on_tick, inject))
+            _warn(note)
+        return _handle(submit_draft(draft, other, on_tick, inject, tell=_warn))
 
 
 def submit_all(
@@ -288,6 +288,10 @@ def _source(run_file: str | Path | Mapping[str, Any]) -> RunFileSource:
 
 def _path(run_dir: str | Path | None) -> Path | None:
     return Path(run_dir) if run_dir else None
+
+
+def _warn(note: str) -> None:
+    log.warning("%s", note)
 
 
 def _handle(submitted: Submitted) -> RunHandle:
