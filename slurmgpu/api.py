@@ -217,14 +217,14 @@ def submit_all(
         raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run: slurmgpu.submit submits it.")
     with drafted(source, variants, other, look) as drafts:
         for note in (*drafts.notes(), *(note for _, draft in drafts.to_submit for note in draft.notes)):
-            log.warning("%s", note)
+            _warn(note)
         check_drafts(drafts, other)
         drafts.record()
         found = {run.name: RunHandle(run) for run in drafts.there}
         for variant, draft in drafts.to_submit:
             with naming_submitted(drafts, variant):
                 drafts.record()  # another process may have left out what was not made yet
-                found[variant.name] = _handle(submit_draft(draft, other, on_tick))
+                found[variant.name] = _handle(submit_draft(draft, other, on_tick, tell=_warn))
         drafts.record()
     return {variant.name: found[variant.name] for variant in drafts.variants.runs}
 

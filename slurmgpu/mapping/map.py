@@ -266,13 +266,9 @@ def _can_be_iterated(items: Any) -> bool:
 
 def _about_former(folder: Path, draft: Draft) -> str:
     handle = f"slurmgpu.open_run({str(folder)!r})"
+    rows, resubmit = f"{handle} has its rows", f"{handle}.resubmit()"
     return compare_earlier(
-        folder,
-        draft,
-        "function",
-        lambda run: f"{handle} has its rows",
-        lambda run: f"{handle}.resubmit()",
-        lambda earlier: _as_pickled_in(earlier, draft.plan),
+        folder, draft, "function", rows, resubmit, lambda earlier: _as_pickled_in(earlier, draft.plan)
     )
 
 

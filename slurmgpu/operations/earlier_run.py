@@ -22,30 +22,25 @@ def earlier_run_dir(target: Path, name: str) -> Path | None:
 
 
 def compare_earlier(
-    folder: Path,
-    draft: Draft,
-    what: str,
-    rows: Callable[[Run], str],
-    resubmit: Callable[[Run], str],
-    plan_as_in: Callable[[Plan], Plan],
+    folder: Path, draft: Draft, what: str, rows: str, resubmit: str, plan_as_in: Callable[[Plan], Plan]
 ) -> str:
     """A sentence on an earlier run: whether it is of the same `what`, items and code, and how to go on with it.
 
-    `rows` and `resubmit` are the ends of the sentences on a complete and an incomplete run; `plan_as_in` is the plan of
-    the draft, with what no two drafts have alike taken from the earlier plan.
+    `rows` says where its rows are, and `resubmit` computes what it lacks; `plan_as_in` is the plan of the draft, with
+    what no two drafts have alike taken from the earlier plan. A run that cannot be read stands in nobody's way.
     """
     begun = f"This run computes all items, in {draft.run_dir}"
     try:
         run = Run.open(folder)
+        if not run.plan.computes_same(plan_as_in(run.plan)):
+            return f"{begun}: {folder} is of another {what}, other items or other columns."
+        if changed := changed_since(run, draft.code):
+            return f"{begun}: {folder} is of the same {what} and items, and of other code: {changed}"
+        if is_complete(run):
+            return f"{begun}. {folder} is of the same {what} and items, and complete: {rows}."
     except (SlurmGPUError, OSError):
         return f"{begun}, as {folder} exists."
-    if not run.plan.computes_same(plan_as_in(run.plan)):
-        return f"{begun}: {folder} is of another {what}, other items or other columns."
-    if changed := changed_since(run, draft.code):
-        return f"{begun}: {folder} is of the same {what} and items, and of other code: {changed}"
-    if is_complete(run):
-        return f"{begun}. {folder} is of the same {what} and items, and complete: {rows(run)}."
     return (
-        f"{begun}. {folder} is of the same {what} and items, and incomplete: {resubmit(run)} would compute only "
+        f"{begun}. {folder} is of the same {what} and items, and incomplete: {resubmit} would compute only "
         f"what it lacks, once nothing of it is alive."
     )

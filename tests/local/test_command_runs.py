@@ -1,11 +1,13 @@
 """Runs of `use = "command"`: the same bytes whatever the mode, the batches and the kills; what logs and plans say."""
 
+import errno
 import json
 import os
 import re
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,6 +16,7 @@ from slurmgpu.cli.commands.run import as_toml, whole_run_file
 from slurmgpu.cli.completion import complete_folder
 from slurmgpu.code import importer, snapshots
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.operations import earlier_run
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import read_toml
@@ -853,6 +856,15 @@ def test_a_command_that_is_run_again_is_told_what_the_earlier_run_has(tmp_path, 
     assert f"{begun}-4: {earlier}-3 is of another program, other items or other columns." in again("x")
     (tmp_path / "count.sh").write_text("""echo '{"n": 6}'\n""")
     assert f"{begun}-5: {earlier}-4 is of the same program and items, and of other code: count.sh changed" in again("x")
+
+
+def test_an_earlier_run_that_cannot_be_read_stands_in_nobodys_way(tmp_path, project, monkeypatch):
+    with draft_run(project() / "slurmgpu.toml") as draft:
+        create_run(tmp_path / "count", draft.plan, draft.items.files)
+        refused = PermissionError(errno.EACCES, "Permission denied", tmp_path / "count" / "merged.h5")
+        monkeypatch.setattr(earlier_run, "is_complete", mock.Mock(side_effect=refused))
+        said = earlier_run.compare_earlier(tmp_path / "count", draft, "program", "", "", lambda earlier: draft.plan)
+    assert said == f"This run computes all items, in {draft.run_dir}, as {tmp_path}/count exists."
 
 
 def test_an_argument_that_is_no_utf_8_is_refused():

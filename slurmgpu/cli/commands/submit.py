@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -97,14 +98,9 @@ def submit(
 
 
 def _about_earlier(folder: Path, draft: Draft) -> str:
-    return compare_earlier(
-        folder.absolute(),
-        draft,
-        "program",
-        lambda run: f"its rows are in {run.merged}",
-        lambda run: f"`slurmgpu resubmit {run.typed}`",
-        lambda earlier: draft.plan,
-    )
+    folder = folder.absolute()
+    rows, resubmit = f"its rows are in {folder / 'merged.h5'}", f"`slurmgpu resubmit {shlex.quote(str(folder))}`"
+    return compare_earlier(folder, draft, "program", rows, resubmit, lambda earlier: draft.plan)
 
 
 def _refuse_for_sweep(options: Mapping[str, Any]) -> None:
