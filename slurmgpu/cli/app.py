@@ -228,9 +228,11 @@ def cancel(folder: options.RunArgument) -> None:
 
         raise typer.Exit(sweep.cancel(runs))
     run = options.open_run(folder)
-    done = live_tasks.cancel(run)
+    if not (done := live_tasks.cancel(run)):
+        result("no task of this run is alive.")
+        return
     rest = "The run is complete." if is_complete(run) else f"To go on: slurmgpu resubmit {run.typed}"
-    result(f"cancelled: {done}. {rest}" if done else "no task of this run is alive.")
+    result(f"cancelled: {done}. {rest}")
 
 
 @app.command()
