@@ -313,12 +313,11 @@ def test_a_setting_that_is_none_of_its_choices_is_refused(project):
     folder = project()
     source = """
 from typing import Literal
-from workloads import Rows
 class Chooses(Rows):
     def __init__(self, how: Literal["mean", "cls"] | None = None) -> None:
         super().__init__()
 """
-    (folder / "chooses.py").write_text(source)
+    (folder / "chooses.py").write_text((folder / "workloads.py").read_text() + source)
     message = refused(folder, workload={"use": "chooses.py:Chooses"}, settings={"how": "max"})
     assert "setting 'how' should be 'mean' or 'cls'; found 'max'" in message
 
