@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -273,11 +272,13 @@ def _refused(found: str) -> SlurmGPUError:
 
 def json_object(record: bytes) -> dict[str, Any]:
     """The JSON object in a line; ItemError says what was found instead."""
-    with contextlib.suppress(ValueError, RecursionError):  # below it is found out what is wrong
+    try:
         text = record.decode()
         value, end = _DECODER.raw_decode(text)  # half the time of json.loads, which also looks for blanks
         if end == len(text) and type(value) is dict:
             return value
+    except (ValueError, RecursionError):
+        pass  # below it is found out what is wrong
     if not record:
         raise ItemError("expected a JSON object, found an empty line")
     text = _decode(record)
