@@ -333,8 +333,12 @@ def convert_rows(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]
     """The result of `convert_row` for each row, in less time; ValueError, which names no row, if one does not fit."""
     if any(row.keys() != columns.keys() for row in rows):
         raise ValueError("a row has other columns")
-    values = [column.convert_all([row[name] for row in rows]) for name, column in columns.items()]
-    return [dict(zip(columns, each, strict=True)) for each in zip(*values, strict=True)]
+    converted: list[dict[str, Any]] = [{} for _ in rows]
+    for name, column in columns.items():
+        values = column.convert_all([row[name] for row in rows])
+        for stored, value in zip(converted, values, strict=True):
+            stored[name] = value
+    return converted
 
 
 def _wrong_names(columns: Mapping[str, Column], row: Mapping[str, Any]) -> str:
