@@ -184,6 +184,8 @@ class Embed:
         made = self.prepare(items) if prepared is None else prepared
         vectors, are_finite = made.vectors()
         self._telling.add(len(vectors))
+        if are_finite.all() and len(vectors) == len(made.texts):
+            return [{"embedding": vector} for vector in vectors]
         rows = iter([_row(*each) for each in zip(vectors, are_finite.tolist(), strict=True)])
         return [next(rows) if isinstance(text, str) else text for text in made.texts]
 
