@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 """The values of an item, by column."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One record of the input: its 0-based `index`, its `data`, and its own `seed`."""
 

@@ -79,6 +79,8 @@ class History:
 
     def isolates(self, batch: Sequence[int]) -> bool:
         """Whether this batch is to be computed item by item."""
+        if not (self.batch_weights or self.quarantined):
+            return False
         # The call that killed a worker may have begun in the middle: the next worker begins with the whole batch.
         weight = sum(self.batch_weights.get(index, 0.0) for index in batch)
         return weight >= 1 or any(index in self.quarantined for index in batch)

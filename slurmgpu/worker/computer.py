@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError, WorkerBrokenError
@@ -182,7 +181,8 @@ class Computer:
             try:
                 if self.kept and self.keeps_rows:  # before the workload may change the item
                     found.kept[item.index] = kept_values(self.kept, item.data)
-                check_kept(self.kept, item.data)
+                if self.kept:
+                    check_kept(self.kept, item.data)
                 good.append(item)
             except ItemError as error:
                 found.rows[item.index] = Failure("item_error", message_of(error))
@@ -191,24 +191,32 @@ class Computer:
         found.batches = [good[cut : cut + self.batch_size] for cut in range(0, len(good), self.batch_size)]
         return found
 
-    def _sorted(self, items: Sequence[Item], key: Callable[[Item], Any], found: TakenIn) -> list[Item]:
+    def _sorted(self, items: list[Item], key: Callable[[Item], Any], found: TakenIn) -> list[Item]:
         """The items by the workload's `sort_key`, without those for which it raises: these are failures in `found`."""
-        keyed = []
+        values, failure = self._attempt(lambda: [key(item) for item in items], len(items))
+        if failure is not None:  # asked again, for one item after the other
+            items, values = self._keyed(items, key, found)
+        try:
+            order = sorted(range(len(items)), key=values.__getitem__)  # items with equal values stay in order
+        except Exception as error:  # values of a user's class, or of several types
+            said = f"the values of sort_key cannot be compared: {described(error)}"
+            raise WorkerFailedError("workload_error", said, trace_of(error)) from error
+        return [items[place] for place in order]
+
+    def _keyed(self, items: Sequence[Item], key: Callable[[Item], Any], found: TakenIn) -> tuple[list[Item], list[Any]]:
+        """The items for which the workload's `sort_key` raises nothing, and its values for these."""
+        good, values = [], []
         for item in items:
             value, failure = self._attempt(partial(key, item), 1)
             self._end_if_used_up(failure)
             if failure is None:
-                keyed.append((value, item.index, item))
+                good.append(item)
+                values.append(value)
             elif self._ends_task(failure.kind):
                 raise WorkerFailedError(failure.kind, f"item {item.index}: {failure.message}", failure.trace)
             else:
                 found.rows[item.index] = NOT_ASKED if failure == INTERRUPTED else failure
-        try:
-            keyed.sort(key=itemgetter(0, 1))
-        except Exception as error:  # values of a user's class, or of several types
-            said = f"the values of sort_key cannot be compared: {described(error)}"
-            raise WorkerFailedError("workload_error", said, trace_of(error)) from error
-        return [item for *_, item in keyed]
+        return good, values
 
     def compute(self, taken_in: TakenIn, history: History) -> Computed:
         """Rows for the items of a shard.
@@ -243,7 +251,7 @@ class Computer:
                 is_last = number + 1 == len(batches)
                 following = None if is_last else () if is_isolated[number + 1] else batches[number + 1]
                 self._compute_batch(batch, following, shard)
-        self._try_again({item.index: item for batch in batches for item in batch}, shard)
+        self._try_again(batches, shard)
 
     def _stored(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         """Kept fields as they are stored, without those that a column cannot hold."""
@@ -253,7 +261,7 @@ class Computer:
                 stored[name] = self.columns[name].convert(value)
         return stored
 
-    def _try_again(self, items: Mapping[int, Item], shard: _Shard) -> None:
+    def _try_again(self, batches: Sequence[Sequence[Item]], shard: _Shard) -> None:
         """Call the workload again for what was put off, until nothing is, or no try is left."""
         pause_s = PAUSE_S
         while shard.n_tries_left:
@@ -268,8 +276,9 @@ class Computer:
             if not self.share(goes_on):
                 raise Interrupted
             pause_s *= PAUSE_GROWTH
-            for batch, isolated in again:
-                self._call_narrowing([items[index] for index in batch], shard, isolated=isolated)
+            items = {item.index: item for batch in batches for item in batch}
+            for called, isolated in again:
+                self._call_narrowing([items[index] for index in called], shard, isolated=isolated)
 
     def _wanted_pause_s(self, indices: Sequence[int], shard: _Shard) -> float:
         """The longest pause that was asked for; 0 if none was."""
@@ -391,8 +400,11 @@ class Computer:
 
     def _put_rows_off(self, items: Sequence[Item], shard: _Shard, *, isolated: bool) -> None:
         """Put off those items of a call for which the workload returned an error that may pass."""
-        rows = ((item, shard.done.rows[item.index]) for item in items if self.keeps_rows)
-        failed = [(item, row) for item, row in rows if isinstance(row, Failure) and row.retry_after is not None]
+        if not self.keeps_rows:
+            return
+        rows = shard.done.rows
+        failures = [(item, row) for item in items if isinstance(row := rows[item.index], Failure)]
+        failed = [(item, row) for item, row in failures if row.retry_after is not None]
         if failed and shard.n_tries_left:
             self._put_items_off([item for item, _ in failed], failed[0][1], shard, isolated=isolated)
         elif failed:

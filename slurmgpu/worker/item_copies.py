@@ -17,6 +17,8 @@ def own_copies(items: Sequence[Item]) -> list[Item]:
 
 
 def _own_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    if type(data) is dict and _UNCHANGEABLE.issuperset(map(type, data.values())):
+        return data.copy()
     try:
         return {name: _copied(value) for name, value in data.items()}
     except RecursionError:  # JSON may be nested more deeply than Python's calls
