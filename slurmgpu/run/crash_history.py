@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,11 @@ class History:
         weights = [weights.pop(item, None) for weights in both for item in items]
         return any(weight is not None for weight in weights)
 
-    def isolates(self, batch: Sequence[int]) -> bool:
-        """Whether this batch is to be computed item by item."""
+    def isolates(self, items: Iterable[int]) -> bool:
+        """Whether the batch of these items is to be computed item by item."""
         if not (self.batch_weights or self.quarantined):
             return False
+        batch = list(items)
         # The call that killed a worker may have begun in the middle: the next worker begins with the whole batch.
         weight = sum(self.batch_weights.get(index, 0.0) for index in batch)
         return weight >= 1 or any(index in self.quarantined for index in batch)

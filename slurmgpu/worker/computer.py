@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError, WorkerBrokenError
@@ -80,11 +81,12 @@ class Computed:
 
 def common_failure(shards: Sequence[Computed]) -> Failure | None:
     """The failure of all items of these shards, if all raised at the same place."""
-    rows = [row for shard in shards for row in shard.rows.values()]
-    failures = [row for row in rows if isinstance(row, Failure)]
-    if not rows or len(failures) < len(rows) or failures[0].way is None:
-        return None
-    return failures[0] if all(failure.way == failures[0].way for failure in failures) else None
+    first: Failure | None = None
+    for row in chain.from_iterable(shard.rows.values() for shard in shards):
+        if not isinstance(row, Failure) or row.way is None or (first is not None and row.way != first.way):
+            return None
+        first = first or row
+    return first
 
 
 class _SampledError(Exception):
@@ -115,9 +117,10 @@ class Computer:
     """Computes shards with one loaded workload.
 
     `on_batch(indices, isolated, ahead)` is called before each call of the workload, to record what was in flight if the
-    worker dies: these items, and those that are prepared `ahead` meanwhile. Ranks of a group `agree(failure)` on how
-    each call ended, so that all go on alike; ranks without `keeps_rows` only take part in the calls. The workload
-    writes its notes on a shard into `noted`. Errors name the line in the user's code, which lies in `folder`.
+    worker dies: these items, and the first of those that are prepared `ahead` meanwhile, None if none are. Ranks of a
+    group `agree(failure)` on how each call ended, so that all go on alike; ranks without `keeps_rows` only take part in
+    the calls. The workload writes its notes on a shard into `noted`. Errors name the line in the user's code, which
+    lies in `folder`.
 
     What may pass is computed again up to `retries` times, at the shard's end: rank 0 tells the others by
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
@@ -136,7 +139,7 @@ class Computer:
     name: str
     columns: Mapping[str, Column]
     batch_size: int
-    on_batch: Callable[[Sequence[int], bool, Sequence[int]], None] = lambda indices, isolated, ahead: None
+    on_batch: Callable[[list[int], bool, int | None], None] = lambda indices, isolated, ahead: None
     agree: Callable[[Failure | None], Failure | None] = lambda failure: failure
     keeps_rows: bool = True
     noted: dict[str, float] = field(default_factory=dict)
@@ -241,9 +244,11 @@ class Computer:
         done.noted = dict(self.noted)
         return done
 
-    def _compute_all(self, batches: Sequence[Sequence[Item]], history: History, shard: _Shard) -> None:
-        is_isolated = [history.isolates([item.index for item in batch]) for batch in batches]
+    def _compute_all(self, batches: list[list[Item]], history: History, shard: _Shard) -> None:
+        """Compute the batches; forgets the items of each that will not be computed again."""
+        is_isolated = [history.isolates(item.index for item in batch) for batch in batches]
         for number, batch in enumerate(batches):
+            n_put_off = len(shard.put_off)
             if is_isolated[number]:
                 shard.done.isolated += 1
                 self._compute_alone(batch, history, shard)
@@ -251,6 +256,8 @@ class Computer:
                 is_last = number + 1 == len(batches)
                 following = None if is_last else () if is_isolated[number + 1] else batches[number + 1]
                 self._compute_batch(batch, following, shard)
+            if self.keeps_rows and len(shard.put_off) == n_put_off:  # other ranks are told later what is put off
+                batches[number] = []
         self._try_again(batches, shard)
 
     def _stored(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -316,7 +323,7 @@ class Computer:
         self, items: Sequence[Item], shard: _Shard, *, isolated: bool = False, ahead: Sequence[Item] = ()
     ) -> None:
         """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively."""
-        self.on_batch([item.index for item in items], isolated, [item.index for item in ahead])
+        self.on_batch([item.index for item in items], isolated, ahead[0].index if ahead else None)
         failure = self._call(items, ahead, shard)
         all_fail = self._note_way(failure or self._common_failure(items, shard))
         if failure is None:

@@ -86,7 +86,7 @@ class Lookahead:
         if not self._next or (found := self._next[0]).taken_in is None or not found.taken_in.batches:
             return None
         batch = found.taken_in.batches[0]
-        return None if found.history.isolates([item.index for item in batch]) else (found.shard, batch)
+        return None if found.history.isolates(item.index for item in batch) else (found.shard, batch)
 
 
 def _slices(spans: Spans, n_items: int) -> deque[tuple[int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any, TypeVar
 
 from slurmgpu.util.forks import ending_forks
@@ -33,11 +34,11 @@ class Preparer:
 
     prepare: Callable[[Sequence[Item]], Any]
     _thread: SideThread = field(default_factory=lambda: SideThread("prepare"))
-    _ahead: tuple[list[int], Future[Made]] | None = None
+    _ahead: tuple[Sequence[Item], Future[Made]] | None = None
 
     def begin(self, items: Sequence[Item]) -> None:
         """Begin to prepare these items in the thread; what was prepared ahead must have been taken or dropped."""
-        self._ahead = [item.index for item in items], self._thread.begin(partial(self._made, items))
+        self._ahead = items, self._thread.begin(partial(self._made, items))
 
     def take(self, items: Sequence[Item]) -> Made:
         """The result of `prepare` for these items: the one prepared ahead, if it was of the same items.
@@ -45,8 +46,8 @@ class Preparer:
         Raises what `prepare` raised.
         """
         if self._ahead is not None:
-            (indices, future), self._ahead = self._ahead, None
-            if indices == [item.index for item in items]:
+            (prepared, future), self._ahead = self._ahead, None
+            if len(prepared) == len(items) and all(map(is_, prepared, items)):
                 try:
                     return future.result()
                 finally:

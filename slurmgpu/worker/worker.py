@@ -456,13 +456,13 @@ class Worker:
             self._used = now
             self.report({"event": "used", "packages": now})
 
-    def _report_batch(self, indices: Sequence[int], isolated: bool, ahead: Sequence[int]) -> None:
+    def _report_batch(self, indices: list[int], isolated: bool, ahead: int | None) -> None:
         if self._takes_one:
             self._logged.item = indices[0]
         if self._parts is None or self._shard is not None:  # of a joined shard, its holder tells
             self._publisher.end(waits=False)
-            event = {"event": "batch", "items": list(indices), "isolated": isolated}
-            self.report({**event, "ahead": [self._shard_of(ahead[0]), ahead[0]]} if ahead else event)
+            event = {"event": "batch", "items": indices, "isolated": isolated}
+            self.report(event if ahead is None else {**event, "ahead": [self._shard_of(ahead), ahead]})
         self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
 
     def _shard_of(self, index: int) -> int | None:

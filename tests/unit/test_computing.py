@@ -96,6 +96,19 @@ def test_notes_of_a_workload_are_kept_in_the_file_of_the_shard(project, slurmgpu
     assert notes == [{"batch_tokens": 512, "not_finite": {}}, {"not_finite": {}}]
 
 
+def test_a_computed_batch_is_held_no_longer_unless_some_of_it_is_computed_again():
+    sizes = []
+
+    def function(items):
+        sizes.append([len(batch) for batch in taken.batches])
+        return [Retry("busy") if item.index == 5 and len(sizes) < 4 else {"x": item.data["x"]} for item in items]
+
+    computer = Computer(adapt(Recorder(function), "Recorder"), "Recorder", COLUMNS, 4, retries=1, pause=Pauses())
+    taken = computer.take_in([Item(i, {"x": float(i)}) for i in range(12)])
+    assert not failures(computer.compute(taken, History()))
+    assert sizes == [[4, 4, 4], [0, 4, 4], [0, 4, 4], [0, 4, 0]]
+
+
 def raise_at(*bad, error=ValueError):
     def function(items):
         for item in items:
@@ -575,7 +588,7 @@ def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
     history = History(batch_weights={4: 1.0}, quarantined={6: "crash: the worker died by SIGSEGV"})
     computed = compute(workload, history=history, on_batch=lambda *call: calls.append(call))
     assert workload.batches == [[0, 1, 2, 3], [4], [5], [7]]
-    assert calls == [([0, 1, 2, 3], False, []), ([4], True, []), ([5], True, []), ([7], True, [])]
+    assert calls == [([0, 1, 2, 3], False, None), ([4], True, None), ([5], True, None), ([7], True, None)]
     assert str(computed.rows[6].to_row()) == "crash: the worker died by SIGSEGV"
     assert computed.notes() == {"isolated_batches": 1}
 

@@ -174,11 +174,11 @@ def test_nothing_is_prepared_ahead_while_items_are_isolated():
     assert values(computed) == [2.0 * i for i in range(8)]
     assert workload.ahead == [[6, 7]]
     assert calls == [
-        ([0, 1], False, []),
-        ([2], True, []),
-        ([3], True, []),
-        ([4, 5], False, [6, 7]),
-        ([6, 7], False, []),
+        ([0, 1], False, None),
+        ([2], True, None),
+        ([3], True, None),
+        ([4, 5], False, 6),
+        ([6, 7], False, None),
     ]
 
 
