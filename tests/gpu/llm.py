@@ -612,7 +612,7 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     """
     import torch
 
-    from slurmgpu.llm.interface import noise
+    from slurmgpu.llm.interface import sampling as drawing
     from slurmgpu.llm.interface.engine import Sampling
     from slurmgpu.llm.interface.sampling import Rules, choose, perturb
 
@@ -643,8 +643,8 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     with torch.inference_mode():
         step = best_of(5, lambda: model(input_ids=rows, use_cache=False), machine.device)
     figures.append(f"a step of the model {step * 1e3:.2f} ms")
-    by_kernel = noise._kernel_of(there.device) is not None
-    figures.append(f"random numbers by {'one kernel' if by_kernel else 'operations of PyTorch'}")
+    by_kernels = drawing._kernels_of(there.device) is not None
+    figures.append(f"by {'two kernels' if by_kernels else 'operations of PyTorch'}")
     verdict = _by_graphs(machine, "bf16")[1].verdict
     assert verdict is not None  # else _by_graphs raises
     if verdict.trials:

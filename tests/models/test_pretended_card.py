@@ -17,7 +17,7 @@ from slurmgpu.influence.influences import Checkpoint
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.heads.engine import HeadEngine
 from slurmgpu.llm.heads.head import HeadInput, read_head
-from slurmgpu.llm.interface import noise
+from slurmgpu.llm.interface import sampling as drawing
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
@@ -47,7 +47,7 @@ TEXTS = ["12+5=", "123+45=", "1+1=", "99+1=?100"]
 def card(monkeypatch):
     made = Card()
     made.install(monkeypatch)
-    monkeypatch.setattr(noise, "_kernels", {torch.device("cuda:0"): None})  # there is no NVRTC for it
+    monkeypatch.setattr(drawing, "_kernels", {torch.device("cuda:0"): None})  # there is no NVRTC for it
     with made:
         yield made
 

@@ -5,18 +5,10 @@ The number of token t is a hash of (key, place, t) by SplitMix64 (Steele, Lea an
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from slurmgpu.util.exceptions import message_of
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-log = logging.getLogger(__name__)
-
-Kernel = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = 2**64 - 1
@@ -26,30 +18,6 @@ GREATEST = 1 - 2.0**-24
 TILE = 1 << 15
 """Numbers that a CPU's core computes at a time, 20 bytes each: more would not stay in its cache."""
 GPU_TILE = 1 << 22
-KERNEL = """
-template <typename T> T splitmix(T number) {
-  T z = number + 0x9E3779B97F4A7C15ull;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
-template <typename T> T gumbel_of_two(T key, T position, T pair) {
-  typedef unsigned long long U;
-  const U golden = 0x9E3779B97F4A7C15ull;
-  const U stream = splitmix(splitmix((U)key) + (U)position * golden);
-  U found = 0;
-  for (int i = 0; i < 2; ++i) {
-    U number = splitmix(stream + (2 * (U)pair + i + 1) * golden) >> 24;
-    float u = fminf(((float)number + 0.5f) * 0x1p-40f, 0x1.fffffep-1f);
-    found |= (U)__float_as_uint(-logf(-log1pf(-u))) << (32 * i);
-  }
-  return (T)found;
-}
-"""
-"""The numbers of two tokens, in C++ for CUDA. T is int64: all that PyTorch passes is of one type."""
-OFF = 1e-5
-"""How far they may be from those of PyTorch's own operations: logarithms round."""
-_kernels: dict[Any, Kernel | None] = {}
 
 
 def splitmix(number: int) -> int:
@@ -63,70 +31,8 @@ def splitmix(number: int) -> int:
 def add_noise(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """The logits, (row, token), and an independent standard Gumbel number for each; float32.
 
-    `keys` and `positions` (row,) say which numbers.
+    `keys` and `positions` (row,) say which numbers. They are computed in place, as many at a time as a cache holds.
     """
-    import torch
-
-    kernel = _kernel_of(logits.device)
-    if kernel is None:
-        return _add_in_tiles(logits, keys, positions)
-    found = _by_kernel(kernel, keys, positions, logits.shape[-1])
-    return torch.add(logits, found, out=found)
-
-
-def prepare(device: Any) -> None:
-    """Compile and check the kernel of a device, which no capture of a CUDA graph may do."""
-    if device.type == "cuda" and device not in _kernels:
-        _kernels[device] = _checked(_make_kernel, device)
-
-
-def _kernel_of(device: Any) -> Kernel | None:
-    """The kernel that computes the noise in one pass on this device; None if there is none."""
-    import torch
-
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        prepare(device)
-    return _kernels.get(device)
-
-
-def _make_kernel() -> Kernel:
-    """KERNEL, compiled by NVRTC, which is part of PyTorch with CUDA, and needs no compiler and no Triton."""
-    from torch.cuda.jiterator import _create_jit_fn
-
-    made: Kernel = _create_jit_fn(KERNEL)
-    return made
-
-
-def _checked(make: Callable[[], Kernel], device: Any) -> Kernel | None:
-    """A kernel whose numbers are those of PyTorch's own operations; None, and a line in the log, if there is none."""
-    import torch
-
-    keys, n_tokens = torch.arange(8, device=device), 4097
-    try:
-        kernel = make()
-        found = _by_kernel(kernel, keys, 7 * keys, n_tokens)
-        off = float((found - _add_in_tiles(torch.zeros_like(found), keys, 7 * keys)).abs().max())
-    except Exception as error:  # NVRTC's, or that of a PyTorch with another interface
-        log.warning(
-            "random numbers take many kernels: %s", f"{type(error).__name__}: {message_of(error)[-200:].strip()}"
-        )
-        return None
-    if not off <= OFF:
-        log.warning("random numbers take many kernels: those of one are off by %.2g", off)
-        return None
-    log.info("random numbers by one kernel, %s", f"off by {off:.2g}" if off else "with the same bits")
-    return kernel
-
-
-def _by_kernel(kernel: Kernel, keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
-    import torch
-
-    pairs = torch.arange((n_tokens + 1) // 2, device=keys.device)
-    return kernel(keys[:, None], positions[:, None], pairs[None]).view(torch.float32)[:, :n_tokens]
-
-
-def _add_in_tiles(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """The sum by PyTorch's own operations, in place, on so many numbers at a time as a cache holds."""
     import torch
 
     n_rows, n_tokens = logits.shape

@@ -2,20 +2,32 @@
 
 A sample is therefore the same in every batch, on every path and at every attempt. The choice is the Gumbel-max trick
 (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030): the greatest of logit + noise is distributed as
-softmax(logits), see `noise`.
+softmax(logits), see `noise`. On a GPU the kernels of sampling.cu do the same where they can be compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from slurmgpu.llm.interface import noise
 from slurmgpu.llm.interface.engine import Sampling
-from slurmgpu.llm.interface.noise import GOLDEN, add_noise, splitmix
+from slurmgpu.llm.interface.noise import GOLDEN, splitmix
+from slurmgpu.llm.interface.sampling_kernels import Kernels, make_kernels
+from slurmgpu.util.exceptions import message_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+OFF = 1e-5
+"""How far the kernels' random numbers may be from those of PyTorch's operations: logarithms round."""
+N_CHECKED, CHECKED_TOKENS = 64, 4097
+"""The rows and tokens of the logits by which kernels are checked; in one row a rounding may change the token."""
+_kernels: dict[Any, Kernels | None] = {}
 
 
 def mix(key: int, sample: int) -> int:
@@ -109,13 +121,16 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | No
     found without its sort.
     """
     logits = restrict(logits, allowed)
-    if not rules.kinds.greedy:
-        return _draw(logits, rules, positions)
-    tokens = logits.argmax(-1)
-    if rules.kinds.sampled:
-        sampled = (rules.temperature > 0).nonzero()[:, 0]
-        tokens[sampled] = _draw(logits[sampled], rules.select(sampled), positions[sampled])
-    return tokens
+    if not rules.kinds.sampled:
+        return logits.argmax(-1)
+    kernels = _kernels_of(logits.device)
+    return _choose(logits, rules, positions) if kernels is None else kernels.draw(logits, rules, positions)
+
+
+def prepare(device: Any) -> None:
+    """Compile and check the kernels of a device, which no capture of a CUDA graph may do."""
+    if device.type == "cuda" and device not in _kernels:
+        _kernels[device] = _checked(make_kernels, device)
 
 
 def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:
@@ -136,6 +151,8 @@ def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     if not rules.kinds.sampled:
         return logits.float()
     kinds, warped = rules.kinds, _warp(logits, rules)
+    kernels = _kernels_of(logits.device)
+    add_noise = noise.add_noise if kernels is None else kernels.add_noise
     scores = add_noise(warped, rules.keys, positions)
     if kinds.top_k > 0 or kinds.nucleus:
         n_greatest = warped.shape[-1] if kinds.nucleus else kinds.top_k
@@ -154,12 +171,67 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return found
 
 
+def _kernels_of(device: Any) -> Kernels | None:
+    """The kernels of this device; None if there are none."""
+    import torch
+
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        prepare(device)
+    return _kernels.get(device)
+
+
+def _checked(make: Callable[[Any], Kernels], device: Any) -> Kernels | None:
+    """Kernels that give what PyTorch's operations give; None, and a line in the log, if there are none."""
+    import torch
+
+    kinds = [
+        Sampling(temperature=0.8),
+        Sampling(temperature=0.8, top_p=0.9),
+        Sampling(temperature=0.8, top_k=50),
+        Sampling(temperature=0.8, top_k=50, top_p=0.8),
+        Sampling(temperature=0.8, min_p=0.05),
+        Sampling(temperature=0.0),
+    ]
+    rows = [kinds[row % len(kinds)] for row in range(N_CHECKED)]
+    shape = N_CHECKED, CHECKED_TOKENS
+    logits = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(device)
+    rules, positions = Rules.of(rows, range(N_CHECKED), device), 7 * torch.arange(N_CHECKED, device=device)
+    try:
+        kernels = make(device)
+        numbers = (kernels.add_noise, noise.add_noise)
+        one, other = (add(torch.zeros_like(logits), rules.keys, positions) for add in numbers)
+        off = float((one - other).abs().max())
+        n_off = 0
+        for each in (logits, logits.bfloat16()):
+            tokens = kernels.draw(each, rules, positions), _choose(each, rules, positions)
+            n_off = max(n_off, int((tokens[0] != tokens[1]).sum()))
+    except Exception as error:  # NVRTC's, the driver's, or those of a PyTorch with another library
+        said = f"{type(error).__name__}: {message_of(error)[-200:].strip()}"
+        log.warning("sampling takes many kernels: %s", said)
+        return None
+    if not (off <= OFF and n_off <= 1):
+        log.warning("sampling takes many kernels: numbers of two are off by %.2g, and %d tokens differ", off, n_off)
+        return None
+    log.info("sampling by two kernels: numbers are off by %.2g, and %d tokens differ", off, n_off)
+    return kernels
+
+
+def _choose(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
+    """The next token of each row, some of which are sampled: (row,)."""
+    if not rules.kinds.greedy:
+        return _draw(logits, rules, positions)
+    tokens = logits.argmax(-1)
+    sampled = (rules.temperature > 0).nonzero()[:, 0]
+    tokens[sampled] = _draw(logits[sampled], rules.select(sampled), positions[sampled])
+    return tokens
+
+
 def _draw(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     """The next token of each row, none of which is greedy: (row,)."""
     import torch
 
     kinds, warped = rules.kinds, _warp(logits, rules)
-    scores = add_noise(warped, rules.keys, positions)
+    scores = noise.add_noise(warped, rules.keys, positions)
     if kinds.min_p:
         scores.masked_fill_(warped < _least_of_min_p(warped, rules.min_p), -torch.inf)
     if kinds.top_k > 0:

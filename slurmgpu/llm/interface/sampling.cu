@@ -1,0 +1,210 @@
+// Draw tokens by the Gumbel-max trick, as sampling.py does by operations of PyTorch: see there for what is drawn, and
+// noise.py for the random numbers. A row's result does not depend on how many blocks or rows there are: the greatest
+// of numbers is the same in any order, and sums are those of one block, in one order.
+//
+// LOGIT_BITS is 32 for logits in float, 16 for bfloat16.
+
+typedef unsigned long long U64;
+#if LOGIT_BITS == 16
+typedef unsigned short Logit;
+__device__ float number_of(Logit logit) { return __uint_as_float((unsigned)logit << 16); }
+#else
+typedef float Logit;
+__device__ float number_of(Logit logit) { return logit; }
+#endif
+
+#define GOLDEN 0x9E3779B97F4A7C15ull
+#define LEAST __uint_as_float(0xFF800000u)  // -inf
+#define MOST_THREADS 1024
+#define DIGITS 256
+#define LANES 32
+
+__device__ U64 splitmix(U64 number) {
+  U64 z = number + GOLDEN;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+__device__ U64 stream_of(long long key, long long position) {
+  return splitmix(splitmix((U64)key) + (U64)position * GOLDEN);
+}
+
+__device__ float gumbel(U64 stream, int token) {
+  U64 number = splitmix(stream + (U64)(token + 1) * GOLDEN) >> 24;
+  float u = fminf(((float)number + 0.5f) * 0x1p-40f, 0x1.fffffep-1f);
+  return -logf(-log1pf(-u));
+}
+
+// Bits whose order is that of the numbers.
+__device__ unsigned ordered(float number) {
+  unsigned bits = __float_as_uint(number);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ float unordered(unsigned bits) { return __uint_as_float(bits >> 31 ? bits & 0x7FFFFFFFu : ~bits); }
+
+// A score with its token: the greatest is the greatest score, and of equal ones the first token.
+__device__ U64 packed(float score, int token) { return ((U64)ordered(score) << 32) | (0xFFFFFFFFu - (unsigned)token); }
+
+__device__ int token_of(U64 best) { return (int)(0xFFFFFFFFu - (unsigned)best); }
+
+// The greatest number of a block's threads, for all of them. They are a power of two.
+__device__ U64 greatest(U64* shared, U64 mine) {
+  shared[threadIdx.x] = mine;
+  __syncthreads();
+  for (int n = blockDim.x / 2; n > 0; n /= 2) {
+    if (threadIdx.x < n && shared[threadIdx.x + n] > shared[threadIdx.x]) shared[threadIdx.x] = shared[threadIdx.x + n];
+    __syncthreads();
+  }
+  U64 found = shared[0];
+  __syncthreads();
+  return found;
+}
+
+__device__ double sum(double* shared, double mine) {
+  shared[threadIdx.x] = mine;
+  __syncthreads();
+  for (int n = blockDim.x / 2; n > 0; n /= 2) {
+    if (threadIdx.x < n) shared[threadIdx.x] += shared[threadIdx.x + n];
+    __syncthreads();
+  }
+  double found = shared[0];
+  __syncthreads();
+  return found;
+}
+
+// found = logits + noise, (row, token), by blocks (part, row).
+extern "C" __global__ void add_noise(const float* logits, int n_tokens, const long long* keys,
+                                     const long long* positions, float* found) {
+  long long start = (long long)blockIdx.y * n_tokens;
+  U64 stream = stream_of(keys[blockIdx.y], positions[blockIdx.y]);
+  for (int token = blockIdx.x * blockDim.x + threadIdx.x; token < n_tokens; token += gridDim.x * blockDim.x)
+    found[start + token] = logits[start + token] + gumbel(stream, token);
+}
+
+// By blocks (part, row): the best score of the part's tokens, packed, and its greatest logit, in order: (row, part).
+extern "C" __global__ void scan(const Logit* logits, int n_tokens, const float* temperatures, const long long* keys,
+                                const long long* positions, U64* best, U64* most) {
+  __shared__ U64 shared[MOST_THREADS];
+  int row = blockIdx.y;
+  const Logit* mine = logits + (long long)row * n_tokens;
+  float temperature = temperatures[row];
+  U64 stream = stream_of(keys[row], positions[row]);
+  U64 found = 0, top = 0;
+  for (int token = blockIdx.x * blockDim.x + threadIdx.x; token < n_tokens; token += gridDim.x * blockDim.x) {
+    float logit = number_of(mine[token]);
+    float score = temperature > 0 ? logit / temperature + gumbel(stream, token) : logit;
+    U64 one = packed(score, token);
+    if (one > found) found = one;
+    if (ordered(logit) > top) top = ordered(logit);
+  }
+  found = greatest(shared, found);
+  top = greatest(shared, top);
+  if (threadIdx.x == 0) {
+    best[row * gridDim.x + blockIdx.x] = found;
+    most[row * gridDim.x + blockIdx.x] = top;
+  }
+}
+
+// The bits, in order, of the k-th greatest logit of a row, 8 bits at a time; `left` gets how many of that value belong
+// to the k greatest. Each lane of a warp counts for itself: most logits have the same first digits.
+__device__ unsigned kth(int* counts, const Logit* logits, int n_tokens, int k, int* left) {
+  __shared__ unsigned prefix;
+  __shared__ int remaining;
+  unsigned known = 0;
+  if (threadIdx.x == 0) prefix = 0, remaining = k;
+  for (int shift = 24; shift >= 32 - LOGIT_BITS; shift -= 8) {
+    for (int i = threadIdx.x; i < DIGITS * LANES; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    for (int token = threadIdx.x; token < n_tokens; token += blockDim.x) {
+      unsigned bits = ordered(number_of(logits[token]));
+      if ((bits & known) == prefix) atomicAdd(&counts[((bits >> shift) & 255) * LANES + threadIdx.x % LANES], 1);
+    }
+    __syncthreads();
+    for (int digit = threadIdx.x; digit < DIGITS; digit += blockDim.x) {
+      int n = 0;
+      for (int lane = 0; lane < LANES; ++lane) n += counts[digit * LANES + lane];
+      counts[digit * LANES] = n;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int digit = DIGITS - 1;
+      for (; digit > 0 && counts[digit * LANES] < remaining; --digit) remaining -= counts[digit * LANES];
+      prefix |= (unsigned)digit << shift;
+    }
+    known |= 255u << shift;
+    __syncthreads();
+  }
+  unsigned found = prefix;
+#if LOGIT_BITS == 16
+  if (!(found >> 31)) found |= 0xFFFF;  // the lower bits of a negative number, in order
+#endif
+  *left = remaining;
+  __syncthreads();
+  return found;
+}
+
+// By one block a row: its token, from what `scan` has found. A candidate that the rules exclude is followed by the best
+// score among the tokens that they keep, or, as only a sum tells that top_p excludes it, of greater logits.
+extern "C" __global__ void settle(const Logit* logits, int n_tokens, int n_parts, const float* temperatures,
+                                  const long long* keys, const long long* positions, const long long* top_k,
+                                  const float* top_p, const float* min_p, const U64* best, const U64* most,
+                                  long long* tokens) {
+  __shared__ union {
+    int counts[DIGITS * LANES];
+    U64 numbers[MOST_THREADS];
+    double sums[MOST_THREADS];
+  } shared;
+  int row = blockIdx.x;
+  const Logit* mine = logits + (long long)row * n_tokens;
+  float temperature = temperatures[row];
+  U64 found = 0, top = 0;
+  for (int i = threadIdx.x; i < n_parts; i += blockDim.x) {
+    if (best[row * n_parts + i] > found) found = best[row * n_parts + i];
+    if (most[row * n_parts + i] > top) top = most[row * n_parts + i];
+  }
+  found = greatest(shared.numbers, found);
+  top = greatest(shared.numbers, top);
+  if (temperature > 0) {
+    U64 stream = stream_of(keys[row], positions[row]);
+    float highest = unordered((unsigned)top) / temperature;
+    float least = min_p[row] > 0 ? highest + logf(min_p[row]) : LEAST;
+    bool is_nucleus = top_p[row] < 1;
+    bool has_k = top_k[row] > 0 && top_k[row] < n_tokens;
+    float last = LEAST;  // the logit of the last of the top_k
+    double extra = 0;
+    if (has_k) {
+      int n_last;
+      last = unordered(kth(shared.counts, mine, n_tokens, (int)top_k[row], &n_last));
+      least = fmaxf(least, last / temperature);
+      extra = n_last * (double)expf(last / temperature - highest);
+    }
+    double limit = -1;  // the mass that top_p keeps; not summed yet
+    while (true) {
+      float candidate = number_of(mine[token_of(found)]) / temperature;
+      bool is_below = candidate < least;
+      if (!is_below && !is_nucleus) break;
+      U64 next = 0;
+      double above = 0, total = 0;
+      for (int token = threadIdx.x; token < n_tokens; token += blockDim.x) {
+        float logit = number_of(mine[token]), scaled = logit / temperature;
+        float weight = is_nucleus && (limit < 0 || scaled > candidate) ? expf(scaled - highest) : 0;
+        if (!has_k || logit > last) total += weight;
+        if (scaled > candidate) {
+          above += weight;
+          if (scaled >= least) {
+            U64 one = packed(scaled + gumbel(stream, token), token);
+            if (one > next) next = one;
+          }
+        }
+      }
+      if (is_nucleus && limit < 0) limit = top_p[row] * (sum(shared.sums, total) + extra);
+      if (is_nucleus) above = sum(shared.sums, above);
+      next = greatest(shared.numbers, next);
+      if (next == 0 || !(is_below || (above >= limit && above > 0))) break;
+      found = next;
+    }
+  }
+  if (threadIdx.x == 0) tokens[row] = token_of(found);
+}

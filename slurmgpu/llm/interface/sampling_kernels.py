@@ -1,0 +1,67 @@
+"""The kernels of sampling.cu on a GPU: random numbers, and the tokens that `sampling` draws; no value is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.llm.interface.cuda_kernels import Kernel, compile_kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slurmgpu.llm.interface.sampling import Rules
+
+SOURCE = Path(__file__).with_name("sampling.cu")
+NAMES = ("add_noise", "scan", "settle")
+N_PARTS, PART_THREADS = 16, 256
+"""The blocks that look at a row's tokens, and their threads."""
+ROW_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels by name, for logits of 32 bits, and for those of bfloat16."""
+
+    of_32: Mapping[str, Kernel]
+    of_16: Mapping[str, Kernel]
+    row_threads: int = ROW_THREADS
+    part_threads: int = PART_THREADS
+
+    def add_noise(self, logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+        """The logits (row, token) in float32, and a standard Gumbel number for each."""
+        import torch
+
+        logits = logits.float().contiguous()
+        found = torch.empty_like(logits)
+        given = keys.contiguous(), positions.contiguous()
+        self.of_32["add_noise"]((N_PARTS, len(logits)), self.part_threads, logits, logits.shape[1], *given, found)
+        return found
+
+    def draw(self, logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
+        """The next token of each row, as `sampling.choose` says: (row,), from `logits`: (row, token)."""
+        import torch
+
+        is_16 = logits.dtype is torch.bfloat16
+        kernels, logits = (self.of_16, logits) if is_16 else (self.of_32, logits.float())
+        logits = logits.contiguous()
+        n_rows, n_tokens = logits.shape
+        given = rules.temperature.contiguous(), rules.keys.contiguous(), positions.contiguous()
+        limits = rules.top_k.contiguous(), rules.top_p.contiguous(), rules.min_p.contiguous()
+        best, most = torch.empty(2, n_rows, N_PARTS, dtype=torch.int64, device=logits.device)
+        tokens = torch.empty(n_rows, dtype=torch.int64, device=logits.device)
+        kernels["scan"]((N_PARTS, n_rows), self.part_threads, logits, n_tokens, *given, best, most)
+        kernels["settle"]((n_rows, 1), self.row_threads, logits, n_tokens, N_PARTS, *given, *limits, best, most, tokens)
+        return tokens
+
+
+def make_kernels(device: Any) -> Kernels:
+    """The kernels, compiled for a device; RuntimeError or OSError where that is impossible."""
+    source = SOURCE.read_text(encoding="utf-8")
+
+    def compiled(n_bits: int) -> dict[str, Kernel]:
+        return dict(zip(NAMES, compile_kernels(source, NAMES, [f"-DLOGIT_BITS={n_bits}"], device), strict=True))
+
+    return Kernels(compiled(32), compiled(16))
