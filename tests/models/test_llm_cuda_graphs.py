@@ -39,7 +39,7 @@ from slurmgpu.llm.transformers_engine import (
 )
 from slurmgpu.llm.transformers_engine.graph_marks import ENDED, Marks
 from slurmgpu.llm.transformers_engine.prefill import Prefilled
-from slurmgpu.llm.transformers_engine.rows import Chooser
+from slurmgpu.llm.transformers_engine.rows import Chosen
 from slurmgpu.llm.transformers_engine.selfcheck import miss
 from slurmgpu.llm.transformers_engine.slots import SlotRows, Slots, column_size, row_size, tokens_of
 from tests.support.eager_runner import EagerRunner
@@ -647,16 +647,16 @@ def test_broken_cuda_ends_the_worker_and_the_next_does_without(folder, broken, i
 
 def test_a_fault_of_a_replay_that_shows_only_later_is_remembered_as_well(folder, monkeypatch, broken):
     """A replay does not wait for the GPU: what reads its scores gets the error."""
-    ours, real, calls = in_slots(folder()), Chooser.record, itertools.count(1)
+    ours, real, calls = in_slots(folder()), Chosen.read, itertools.count(1)
     happens = [lambda: None]
 
-    def record(self, *args):
+    def read(self):
         if next(calls) == 5:
             happens[0]()
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-        return real(self, *args)
+        return real(self)
 
-    monkeypatch.setattr(Chooser, "record", record)
+    monkeypatch.setattr(Chosen, "read", read)
     with pytest.raises(RuntimeError, match="CUDA error"):
         answers(ours, requests(8))
     assert in_slots(folder()).verdict.reason is None  # the error was of the items, and CUDA is well
@@ -666,6 +666,24 @@ def test_a_fault_of_a_replay_that_shows_only_later_is_remembered_as_well(folder,
     broken.clear()
     reason = "they have broken CUDA: RuntimeError: CUDA error: an illegal memory access was encountered"
     assert in_slots(folder()).verdict.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("sampling", "steps"),
+    [
+        ({}, "rssrsrsrr"),
+        ({"structure": Structure("regex", "[0-9]{9}")}, "rsrsrsrsr"),
+    ],
+    ids=["free", "structured"],
+)
+def test_a_step_begins_before_the_tokens_of_the_last_are_known(folder, monkeypatch, sampling, steps):
+    ours, done = in_slots(folder()), []
+    step, read = SlotRows.step, Chosen.read
+    monkeypatch.setattr(SlotRows, "step", lambda *given: done.append("s") or step(*given))
+    monkeypatch.setattr(Chosen, "read", lambda *given: done.append("r") or read(*given))
+    [answer] = ours.generate(requests(2, max_tokens=5, **sampling)[:1])
+    assert len(answer.tokens) == 5
+    assert "".join(done) == steps
 
 
 # When graphs are tried

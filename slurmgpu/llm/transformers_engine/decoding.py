@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 class Decoding(Protocol):
-    """Rows in a cache; each one's last token is not in it yet."""
+    """Rows in a cache; each one's last token is not in it yet.
+
+    `goes_ahead` says that a step is begun in less time than it takes, so that the next may begin before its tokens are
+    known.
+    """
+
+    goes_ahead: bool
 
     @property
     def columns(self) -> int:
@@ -38,6 +44,8 @@ class GrowingRows:
 
     A column is a position in the cache of all rows; a row's mask says which columns hold its tokens.
     """
+
+    goes_ahead = False
 
     def __init__(self, read: Prefilled, prefill: Prefill, context: int) -> None:
         self._prefill = prefill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.engine import FinishReason
 from slurmgpu.llm.interface.sampling import Rules, choose, log_probabilities
@@ -71,6 +71,37 @@ class Waiting:
         return self.encoded.request.sampling.max_tokens - len(self.answer)
 
 
+class Chosen:
+    """The next token of each row, and its log-probability if some row wants it, on their way from the device."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor | None) -> None:
+        self.tokens = tokens
+        self._copies = [_on_cpu(each) for each in (tokens, logprobs) if each is not None]
+        self._are_there: Any = None
+        if tokens.device.type == "cuda":
+            import torch
+
+            self._are_there = torch.cuda.Event()
+            self._are_there.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> tuple[Sequence[int], Sequence[float | None]]:
+        """The tokens and the log-probabilities, once they are computed; what was begun later may go on."""
+        if self._are_there is not None:
+            self._are_there.synchronize()
+        tokens, *logprobs = (each.tolist() for each in self._copies)
+        return tokens, logprobs[0] if logprobs else [None] * len(tokens)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, or what becomes that once the device comes to it."""
+    import torch
+
+    if tensor.device.type != "cuda":
+        return tensor
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return found.copy_(tensor, non_blocking=True)
+
+
 class Chooser:
     """Chooses tokens by the sampling and the structure of each row; a token of `ends` ends an answer."""
 
@@ -92,23 +123,30 @@ class Chooser:
         row.tokens, row.logprobs, row.n_before = [*waiting.answer], [*waiting.logprobs], len(waiting.answer)
         return row
 
-    def record(self, rows: Sequence[Row], logits: Tensor, rules: Rules, counts: Tensor) -> Tensor:
-        """Choose each row's next token: (row,), from `logits`: (row, token), and mark rows that end with it.
+    def choose(self, rows: Sequence[Row], logits: Tensor, rules: Rules, counts: Tensor) -> Chosen:
+        """Begin to choose each row's next token, from `logits`: (row, token).
 
-        `counts` (row,) has the numbers of tokens in the answers before.
+        `counts` (row,) has the numbers of tokens in the answers before. Rows with a structure must have taken those.
         """
         matchers = [row.matcher if row.ended is None else None for row in rows]
-        latest = choose(logits, rules, counts, self._grammars.allowed(matchers, logits.device))
-        logprobs: Sequence[float | None] = [None] * len(rows)
-        if any(row.encoded.request.sampling.logprobs for row in rows):
-            logprobs = log_probabilities(logits, latest).tolist()
-        for row, token, logprob in zip(rows, latest.tolist(), logprobs, strict=True):
+        tokens = choose(logits, rules, counts, self._grammars.allowed(matchers, logits.device))
+        wants_them = any(row.encoded.request.sampling.logprobs for row in rows)
+        return Chosen(tokens, log_probabilities(logits, tokens) if wants_them else None)
+
+    def take(self, rows: Sequence[Row], chosen: Chosen) -> None:
+        """Append the tokens that were chosen to the rows that have not ended, and mark those that end with them."""
+        for row, token, logprob in zip(rows, *chosen.read(), strict=True):
             if row.ended is None:
                 row.tokens.append(token)
                 if logprob is not None:
                     row.logprobs.append(logprob)
                 row.ended = self._ending(row)
-        return latest
+
+    def record(self, rows: Sequence[Row], logits: Tensor, rules: Rules, counts: Tensor) -> Tensor:
+        """Choose each row's next token, and take it: (row,)."""
+        chosen = self.choose(rows, logits, rules, counts)
+        self.take(rows, chosen)
+        return chosen.tokens
 
     def _ending(self, row: Row) -> FinishReason | None:
         if row.matcher is not None:

@@ -192,6 +192,8 @@ def _guarded(method: Callable[P, T]) -> Callable[P, T]:
 class SlotRows:
     """Rows in slots; row and column sizes follow the rows in use."""
 
+    goes_ahead = True
+
     def __init__(self, slots: Slots, prefill: Prefill, context: int) -> None:
         self._slots = slots
         self._prefill = prefill

@@ -19,7 +19,7 @@ from slurmgpu.llm.prompts.codec import Encoded, Finished
 from slurmgpu.llm.transformers_engine.decoding import Decoding
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.prefill import Prefill
-from slurmgpu.llm.transformers_engine.rows import Chooser, Row, Waiting, too_large
+from slurmgpu.llm.transformers_engine.rows import Chooser, Chosen, Row, Waiting, too_large
 from slurmgpu.llm.transformers_engine.slots import SlotsError
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.out_of_memory import free_memory
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class _Batch:
     """Rows that are generated together.
 
-    `latest` (row,) has the last tokens, `counts` (row,) the numbers of tokens in the answers.
+    `latest` (row,) has the last tokens, `counts` (row,) the numbers of tokens in the answers. `ahead` has tokens that
+    the rows have not taken yet, of a step that was begun before those of the step before were known.
     """
 
     rows: list[Row]
@@ -40,6 +41,7 @@ class _Batch:
     counts: Tensor
     rules: Rules
     latest: Tensor
+    ahead: Chosen | None = None
 
     def load(self, limit: int) -> Load:
         """The batch's load, whose rows have at most `limit` tokens."""
@@ -159,8 +161,22 @@ class StaticBatches:
         return True
 
     def _step(self, batch: _Batch) -> None:
-        batch.latest = self._chooser.record(batch.rows, batch.decoding.step(batch.latest), batch.rules, batch.counts)
-        batch.counts = batch.counts + 1
+        """Let the rows take their next tokens, while the device computes those after them."""
+        chosen = batch.ahead or self._begin(batch)
+        batch.ahead = self._begin(batch) if self._goes_ahead(batch) else None
+        self._chooser.take(batch.rows, chosen)
+
+    def _begin(self, batch: _Batch) -> Chosen:
+        logits = batch.decoding.step(batch.latest)
+        chosen = self._chooser.choose(batch.rows, logits, batch.rules, batch.counts)
+        batch.latest, batch.counts = chosen.tokens, batch.counts + 1
+        return chosen
+
+    def _goes_ahead(self, batch: _Batch) -> bool:
+        """Whether a step may begin before the tokens of the last are known, and some row needs it if none ends."""
+        left = [row for row in batch.rows if row.ended is None]
+        is_free = batch.decoding.goes_ahead and all(row.matcher is None for row in left)
+        return is_free and any(row.more > 1 for row in left)
 
     def _drop_ended(self, work: _Work) -> bool:
         """Remove ended rows from the batch once there are enough to be worth the copy; returns whether it did."""
@@ -168,12 +184,13 @@ class StaticBatches:
 
         batch = work.batch
         assert batch is not None
-        going_on = [i for i, row in enumerate(batch.rows) if row.ended is None]
-        n_ended = len(batch.rows) - len(going_on)
-        is_full = batch.decoding.columns >= self._prefill.most_columns
-        n_least = 1 if is_full else max(1, len(batch.rows) // 8)
-        if n_ended < n_least or (going_on and not self._prefill.has_rows):
+        if not self._shall_drop(batch):
             return False
+        if batch.ahead is not None and any(row.ended is None for row in batch.rows):
+            self._chooser.take(batch.rows, batch.ahead)
+            batch.ahead = None
+            work.report()
+        going_on = [i for i, row in enumerate(batch.rows) if row.ended is None]
         if not going_on:
             work.batch = None
             return True
@@ -182,6 +199,12 @@ class StaticBatches:
         rows = torch.tensor(order, device=batch.latest.device)
         batch.counts, batch.latest, batch.rules = batch.counts[rows], batch.latest[rows], batch.rules.select(rows)
         return True
+
+    def _shall_drop(self, batch: _Batch) -> bool:
+        n_left = sum(row.ended is None for row in batch.rows)
+        is_full = batch.decoding.columns >= self._prefill.most_columns
+        n_least = 1 if is_full else max(1, len(batch.rows) // 8)
+        return len(batch.rows) - n_left >= n_least and (n_left == 0 or self._prefill.has_rows)
 
     def _fill(self, work: _Work) -> None:
         """Read the next requests into the free budget."""
