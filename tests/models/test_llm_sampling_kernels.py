@@ -51,12 +51,12 @@ typedef const float* F;
 extern "C" void launch_add_noise(int x, int y, int n, F a, int b, L c, L d, float* e) {
   launch(x, y, n, [=] { add_noise(a, b, c, d, e); });
 }
-extern "C" void launch_scan(int x, int y, int n, P a, int b, F c, L d, L e, U64* f, U64* g) {
-  launch(x, y, n, [=] { scan((const Logit*)a, b, c, d, e, f, g); });
+extern "C" void launch_scan(int x, int y, int n, P a, int b, F c, L d, L e, L f, F g, U64* h, U64* i, double* j) {
+  launch(x, y, n, [=] { scan((const Logit*)a, b, c, d, e, f, g, h, i, j); });
 }
 extern "C" void launch_settle(int x, int y, int n, P a, int b, int c, F d, L e, L f, L g, F h, F i, const U64* j,
-                              const U64* k, long long* l) {
-  launch(x, y, n, [=] { settle((const Logit*)a, b, c, d, e, f, g, h, i, j, k, l); });
+                              const U64* k, const double* l, long long* m) {
+  launch(x, y, n, [=] { settle((const Logit*)a, b, c, d, e, f, g, h, i, j, k, l, m); });
 }
 """
 

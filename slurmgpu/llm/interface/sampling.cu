@@ -18,6 +18,7 @@ __device__ float number_of(Logit logit) { return logit; }
 #define MOST_THREADS 1024
 #define DIGITS 256
 #define LANES 32
+#define AT_ONCE 8
 
 __device__ U64 splitmix(U64 number) {
   U64 z = number + GOLDEN;
@@ -74,6 +75,17 @@ __device__ double sum(double* shared, double mine) {
   return found;
 }
 
+// Call `work` with tokens of a row and their logits: with every `step`-th from `first` on, several of which are read at
+// once.
+template <typename Work> __device__ void for_tokens(const Logit* logits, int n_tokens, int first, int step, Work work) {
+  for (int start = first; start < n_tokens; start += AT_ONCE * step) {
+    float read[AT_ONCE];
+    for (int i = 0; i < AT_ONCE; ++i) read[i] = start + i * step < n_tokens ? number_of(logits[start + i * step]) : LEAST;
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (start + i * step < n_tokens) work(start + i * step, read[i]);
+  }
+}
+
 // found = logits + noise, (row, token), by blocks (part, row).
 extern "C" __global__ void add_noise(const float* logits, int n_tokens, const long long* keys,
                                      const long long* positions, float* found) {
@@ -83,28 +95,37 @@ extern "C" __global__ void add_noise(const float* logits, int n_tokens, const lo
     found[start + token] = logits[start + token] + gumbel(stream, token);
 }
 
-// By blocks (part, row): the best score of the part's tokens, packed, and its greatest logit, in order: (row, part).
+// By blocks (part, row): the best score of the part's tokens, packed, its greatest logit, in order, and where top_p needs
+// it, the mass of its tokens beside that of the greatest: (row, part).
 extern "C" __global__ void scan(const Logit* logits, int n_tokens, const float* temperatures, const long long* keys,
-                                const long long* positions, U64* best, U64* most) {
-  __shared__ U64 shared[MOST_THREADS];
-  int row = blockIdx.y;
+                                const long long* positions, const long long* top_k, const float* top_p, U64* best,
+                                U64* most, double* masses) {
+  __shared__ union {
+    U64 numbers[MOST_THREADS];
+    double sums[MOST_THREADS];
+  } shared;
+  int row = blockIdx.y, part = row * gridDim.x + blockIdx.x;
+  int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   const Logit* mine = logits + (long long)row * n_tokens;
   float temperature = temperatures[row];
   U64 stream = stream_of(keys[row], positions[row]);
   U64 found = 0, top = 0;
-  for (int token = blockIdx.x * blockDim.x + threadIdx.x; token < n_tokens; token += gridDim.x * blockDim.x) {
-    float logit = number_of(mine[token]);
+  for_tokens(mine, n_tokens, first, step, [&](int token, float logit) {
     float score = temperature > 0 ? logit / temperature + gumbel(stream, token) : logit;
     U64 one = packed(score, token);
     if (one > found) found = one;
     if (ordered(logit) > top) top = ordered(logit);
+  });
+  found = greatest(shared.numbers, found);
+  top = greatest(shared.numbers, top);
+  double mass = 0;
+  if (temperature > 0 && top_p[row] < 1 && top_k[row] == 0 && top > ordered(LEAST)) {
+    float highest = unordered((unsigned)top) / temperature;
+    for_tokens(mine, n_tokens, first, step,
+               [&](int token, float logit) { mass += expf(logit / temperature - highest); });
+    mass = sum(shared.sums, mass);
   }
-  found = greatest(shared, found);
-  top = greatest(shared, top);
-  if (threadIdx.x == 0) {
-    best[row * gridDim.x + blockIdx.x] = found;
-    most[row * gridDim.x + blockIdx.x] = top;
-  }
+  if (threadIdx.x == 0) best[part] = found, most[part] = top, masses[part] = mass;
 }
 
 // The bits, in order, of the k-th greatest logit of a row, 8 bits at a time; `left` gets how many of that value belong
@@ -117,10 +138,10 @@ __device__ unsigned kth(int* counts, const Logit* logits, int n_tokens, int k, i
   for (int shift = 24; shift >= 32 - LOGIT_BITS; shift -= 8) {
     for (int i = threadIdx.x; i < DIGITS * LANES; i += blockDim.x) counts[i] = 0;
     __syncthreads();
-    for (int token = threadIdx.x; token < n_tokens; token += blockDim.x) {
-      unsigned bits = ordered(number_of(logits[token]));
+    for_tokens(logits, n_tokens, threadIdx.x, blockDim.x, [&](int token, float logit) {
+      unsigned bits = ordered(logit);
       if ((bits & known) == prefix) atomicAdd(&counts[((bits >> shift) & 255) * LANES + threadIdx.x % LANES], 1);
-    }
+    });
     __syncthreads();
     for (int digit = threadIdx.x; digit < DIGITS; digit += blockDim.x) {
       int n = 0;
@@ -146,11 +167,12 @@ __device__ unsigned kth(int* counts, const Logit* logits, int n_tokens, int k, i
 }
 
 // By one block a row: its token, from what `scan` has found. A candidate that the rules exclude is followed by the best
-// score among the tokens that they keep, or, as only a sum tells that top_p excludes it, of greater logits.
+// score among the tokens that they keep, or, as only a sum tells that top_p excludes it, of greater logits. Few logits
+// are divided, and what is compared with others is a quotient, as it is for PyTorch.
 extern "C" __global__ void settle(const Logit* logits, int n_tokens, int n_parts, const float* temperatures,
                                   const long long* keys, const long long* positions, const long long* top_k,
                                   const float* top_p, const float* min_p, const U64* best, const U64* most,
-                                  long long* tokens) {
+                                  const double* masses, long long* tokens) {
   __shared__ union {
     int counts[DIGITS * LANES];
     U64 numbers[MOST_THREADS];
@@ -160,48 +182,50 @@ extern "C" __global__ void settle(const Logit* logits, int n_tokens, int n_parts
   const Logit* mine = logits + (long long)row * n_tokens;
   float temperature = temperatures[row];
   U64 found = 0, top = 0;
-  for (int i = threadIdx.x; i < n_parts; i += blockDim.x) {
-    if (best[row * n_parts + i] > found) found = best[row * n_parts + i];
-    if (most[row * n_parts + i] > top) top = most[row * n_parts + i];
+  for (int part = row * n_parts; part < (row + 1) * n_parts; ++part) {
+    if (best[part] > found) found = best[part];
+    if (most[part] > top) top = most[part];
   }
-  found = greatest(shared.numbers, found);
-  top = greatest(shared.numbers, top);
   if (temperature > 0) {
     U64 stream = stream_of(keys[row], positions[row]);
     float highest = unordered((unsigned)top) / temperature;
     float least = min_p[row] > 0 ? highest + logf(min_p[row]) : LEAST;
     bool is_nucleus = top_p[row] < 1;
-    bool has_k = top_k[row] > 0 && top_k[row] < n_tokens;
-    float last = LEAST;  // the logit of the last of the top_k
-    double extra = 0;
-    if (has_k) {
-      int n_last;
-      last = unordered(kth(shared.counts, mine, n_tokens, (int)top_k[row], &n_last));
+    double limit = 0;  // the mass that top_p keeps
+    if (top_k[row] > 0) {
+      int n_last = 0;
+      float last = LEAST;
+      if (top_k[row] < n_tokens) last = unordered(kth(shared.counts, mine, n_tokens, (int)top_k[row], &n_last));
       least = fmaxf(least, last / temperature);
-      extra = n_last * (double)expf(last / temperature - highest);
+      if (is_nucleus) {
+        for_tokens(mine, n_tokens, threadIdx.x, blockDim.x, [&](int token, float logit) {
+          if (logit > last) limit += expf(logit / temperature - highest);
+        });
+        limit = top_p[row] * (sum(shared.sums, limit) + n_last * (double)expf(last / temperature - highest));
+      }
+    } else if (is_nucleus) {
+      for (int part = row * n_parts; part < (row + 1) * n_parts; ++part)
+        if (masses[part] > 0) limit += masses[part] * expf(unordered((unsigned)most[part]) / temperature - highest);
+      limit *= top_p[row];
     }
-    double limit = -1;  // the mass that top_p keeps; not summed yet
+    float bound = least * temperature;  // no smaller logit is kept, whatever its quotient rounds to
+    bound -= fabsf(bound) * 1e-6f;
     while (true) {
-      float candidate = number_of(mine[token_of(found)]) / temperature;
+      float own = number_of(mine[token_of(found)]), candidate = own / temperature;
       bool is_below = candidate < least;
       if (!is_below && !is_nucleus) break;
       U64 next = 0;
-      double above = 0, total = 0;
-      for (int token = threadIdx.x; token < n_tokens; token += blockDim.x) {
-        float logit = number_of(mine[token]), scaled = logit / temperature;
-        float weight = is_nucleus && (limit < 0 || scaled > candidate) ? expf(scaled - highest) : 0;
-        if (!has_k || logit > last) total += weight;
-        if (scaled > candidate) {
-          above += weight;
-          if (scaled >= least) {
-            U64 one = packed(scaled + gumbel(stream, token), token);
-            if (one > next) next = one;
-          }
-        }
-      }
-      if (is_nucleus && limit < 0) limit = top_p[row] * (sum(shared.sums, total) + extra);
-      if (is_nucleus) above = sum(shared.sums, above);
+      double above = 0;
+      for_tokens(mine, n_tokens, threadIdx.x, blockDim.x, [&](int token, float logit) {
+        if (is_below ? logit < bound : !(logit > own)) return;
+        float scaled = logit / temperature;
+        if (!(scaled > candidate) || scaled < least) return;
+        if (is_nucleus) above += expf(scaled - highest);
+        U64 one = packed(scaled + gumbel(stream, token), token);
+        if (one > next) next = one;
+      });
       next = greatest(shared.numbers, next);
+      if (!is_below) above = sum(shared.sums, above);
       if (next == 0 || !(is_below || (above >= limit && above > 0))) break;
       found = next;
     }

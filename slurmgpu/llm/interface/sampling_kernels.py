@@ -50,10 +50,13 @@ class Kernels:
         n_rows, n_tokens = logits.shape
         given = rules.temperature.contiguous(), rules.keys.contiguous(), positions.contiguous()
         limits = rules.top_k.contiguous(), rules.top_p.contiguous(), rules.min_p.contiguous()
-        best, most = torch.empty(2, n_rows, N_PARTS, dtype=torch.int64, device=logits.device)
+        parts = torch.empty(3, n_rows, N_PARTS, dtype=torch.int64, device=logits.device)
+        best, most, masses = parts[0], parts[1], parts[2].view(torch.float64)
         tokens = torch.empty(n_rows, dtype=torch.int64, device=logits.device)
-        kernels["scan"]((N_PARTS, n_rows), self.part_threads, logits, n_tokens, *given, best, most)
-        kernels["settle"]((n_rows, 1), self.row_threads, logits, n_tokens, N_PARTS, *given, *limits, best, most, tokens)
+        blocks = N_PARTS, n_rows
+        kernels["scan"](blocks, self.part_threads, logits, n_tokens, *given, *limits[:2], best, most, masses)
+        blocks, found = (n_rows, 1), (best, most, masses, tokens)
+        kernels["settle"](blocks, self.row_threads, logits, n_tokens, N_PARTS, *given, *limits, *found)
         return tokens
 
 
