@@ -331,7 +331,8 @@ def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[s
 
 def convert_rows(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The result of `convert_row` for each row, in less time; ValueError, which names no row, if one does not fit."""
-    if any(row.keys() != columns.keys() for row in rows):
+    names = columns.keys()
+    if any(row.keys() != names for row in rows):
         raise ValueError("a row has other columns")
     converted: list[dict[str, Any]] = [{} for _ in rows]
     for name, column in columns.items():

@@ -287,7 +287,7 @@ def _contents(
     columns: Mapping[str, Column], indices: Sequence[int], rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, list[Any]]:
     blank = {name: column.blank() for name, column in columns.items()}
-    filled = [row if isinstance(row, Mapping) else {**blank, **_values_of(row)} for row in rows]
+    filled = [{**blank, **_values_of(row)} if isinstance(row, ItemError) else row for row in rows]
     values = {name: [row[name] for row in filled] for name in columns}
     values["index"] = [np.array(indices, dtype="<i8")]
     values["error"] = [_error_text(row) if isinstance(row, ItemError) else b"" for row in rows]
