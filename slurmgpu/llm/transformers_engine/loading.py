@@ -123,7 +123,9 @@ def prepare(options: EngineOptions, place: Place) -> None:
 
     from slurmgpu.llm.models.kernels import choose_kernels
     from slurmgpu.llm.models.read_ahead import read_ahead
+    from slurmgpu.llm.transformers_engine import attention
 
+    attention.register()
     if place.device == "cpu":
         keep_freed_memory()
     choose_kernels(options.precision)
