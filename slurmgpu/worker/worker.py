@@ -39,7 +39,7 @@ from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.pipes import Report
-from slurmgpu.util.process_wide import working_folder
+from slurmgpu.util.process_wide import without_full_collections, working_folder
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
@@ -531,7 +531,7 @@ class Worker:
             return "workload_error" if found == "gpu_fault" and device == "cpu" else found
 
         try:
-            with ending_forks():
+            with ending_forks(), without_full_collections():
                 workload = build(plan.workload, plan.settings, Path(plan.search_path))
                 workload.load(context)
         except SlurmGPUError as error:

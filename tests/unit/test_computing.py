@@ -1,4 +1,5 @@
 import errno
+import gc
 import json
 import re
 import subprocess
@@ -107,6 +108,36 @@ def test_a_computed_batch_is_held_no_longer_unless_some_of_it_is_computed_again(
     taken = computer.take_in([Item(i, {"x": float(i)}) for i in range(12)])
     assert not failures(computer.compute(taken, History()))
     assert sizes == [[4, 4, 4], [0, 4, 4], [0, 4, 4], [0, 4, 0]]
+
+
+COLLECTING = """
+import gc
+from slurmgpu import Array
+
+THRESHOLDS = {thresholds}
+
+class Collecting:
+    columns = {{"x": Array("float64")}}
+
+    def load(self, task):
+        before = gc.get_stats()
+        self.kept = [[] for _ in range(300_000)]
+        self.n = [now["collections"] - then["collections"] for now, then in zip(gc.get_stats(), before)]
+        if THRESHOLDS:
+            gc.set_threshold(*THRESHOLDS)
+
+    def __call__(self, items):
+        assert self.n[0] and self.n[2] == 0
+        assert gc.get_threshold() == (THRESHOLDS or {default})
+        return [{{"x": 1.0}} for _ in items]
+"""
+
+
+@pytest.mark.parametrize("thresholds", [None, (500, 5, 50)])
+def test_a_workload_that_loads_is_not_held_up_by_full_collections_of_garbage(project, slurmgpu, thresholds):
+    folder = project(16, workload="Collecting")
+    (folder / "workloads.py").write_text(COLLECTING.format(thresholds=thresholds, default=gc.get_threshold()))
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
 
 
 def raise_at(*bad, error=ValueError):
