@@ -607,14 +607,14 @@ def _seconds(machine: Machine, work: Callable[..., object], *arguments: Any) -> 
 def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step by a graph, and the CPU's tokens.
 
-    That is the sampling of static batches, behind the step. In continuous batches it is part of the step's graph, where
-    a top_p alone takes a sort, which is measured and not held to that.
+    That is the sampling of static batches, behind the step. In continuous batches it is part of the step's graph, which
+    is measured and not held to that.
     """
     import torch
 
     from slurmgpu.llm.interface import sampling as drawing
     from slurmgpu.llm.interface.engine import Sampling
-    from slurmgpu.llm.interface.sampling import Rules, choose, perturb
+    from slurmgpu.llm.interface.sampling import Rules, choose, leave_next
 
     n_tokens, n_rows = machine.pick(N_LARGE, N_TOY_LARGE), machine.pick(64, 4)
     logits = (torch.randn(n_rows, n_tokens, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
@@ -622,7 +622,7 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     there, at = logits.to(machine.device), positions.to(machine.device)
 
     def greatest(logits: torch.Tensor, rules: Rules, positions: torch.Tensor) -> torch.Tensor:
-        return perturb(logits, rules, positions).argmax(-1)
+        return leave_next(logits, rules, positions).argmax(-1)
 
     figures, n_off, seconds = [], 0, 0.0
     for settings in ({}, {"top_p": 0.9}, {"top_k": 50}):
@@ -713,6 +713,7 @@ def _quantised(machine: Machine, variant: str) -> str:
     engine = TransformersEngine(options, _place(machine))
     used, foretold = _allocated(machine) - before, look_at(options).memory.weights
     requests = _some(machine)
+    list(engine.generate(requests[:1]))  # checks its graphs
     outputs: list[Output] = []
     seconds = _seconds(machine, lambda: outputs.extend(engine.generate(requests)))
     if errors := [output.error for output in outputs if output.error]:
@@ -722,19 +723,6 @@ def _quantised(machine: Machine, variant: str) -> str:
     good = n_tokens == sum(each.sampling.max_tokens for each in requests)
     good &= abs(used / foretold - 1) <= VARIANT_OFF or not machine.on_gpu
     return hold(good, f"{used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {n_tokens / seconds:,.0f} tokens/s")
-
-
-@finding(limit_s=240)
-def compiled_steps_pass_their_self_check(machine: Machine) -> str:
-    """With compile = true steps are compiled, right in bf16, and faster than graphs of plain ones, or else unused."""
-    if machine.on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
-        raise NotToBeHad("there is no C compiler, by which Triton makes its launchers")
-    _, choice = _by_graphs(machine, "bf16", compile=True)
-    verdict, reason = choice.verdict, choice.not_compiled
-    assert verdict is not None  # else _by_graphs raises
-    said = reason or ("compiled" if machine.on_gpu else "nothing is compiled on a CPU")
-    good = verdict.reason is None and (reason is None or reason.startswith("they are not faster"))
-    return hold(good, f"{said}; {verdict.reason or verdict}")
 
 
 @finding(limit_s=90)
@@ -774,3 +762,16 @@ def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
     folder = _make_model(machine.folder / "large", machine.device, SHAPE_8B, N_WORDS)
     _forget(machine)
     return _foretold(machine, folder)
+
+
+@finding(limit_s=240)
+def compiled_steps_pass_their_self_check(machine: Machine) -> str:
+    """With compile = true steps are compiled, right in bf16, and faster than graphs of plain ones, or else unused."""
+    if machine.on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
+        raise NotToBeHad("there is no C compiler, by which Triton makes its launchers")
+    _, choice = _by_graphs(machine, "bf16", compile=True)
+    verdict, reason = choice.verdict, choice.not_compiled
+    assert verdict is not None  # else _by_graphs raises
+    said = reason or ("compiled" if machine.on_gpu else "nothing is compiled on a CPU")
+    good = verdict.reason is None and (reason is None or reason.startswith("they are not faster"))
+    return hold(good, f"{said}; {verdict.reason or verdict}")

@@ -299,7 +299,7 @@ def test_a_manager_that_fails_on_the_way_costs_no_answer(kind, folders, opened, 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
 def test_answers_that_differ_are_found_before_they_are_used(folders, opened, caplog, monkeypatch, sampling):
     if sampling:
-        monkeypatch.setattr(continuous_sampling, "perturb", lambda logits, *_: logits)
+        monkeypatch.setattr(continuous_sampling, "leave_next", lambda logits, *_: logits)
     else:
         model_runner = pytest.importorskip("transformers.generation.continuous_batching.model_runner")
         sample = model_runner.ModelRunner._sample

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 import torch
 
-from slurmgpu.llm.interface import noise, sampling
+from slurmgpu.llm.interface import sampling
 from slurmgpu.llm.interface.engine import Sampling
-from slurmgpu.llm.interface.sampling import Rules, choose
+from slurmgpu.llm.interface.sampling import Rules, choose, leave_next
 from slurmgpu.llm.interface.sampling_kernels import NAMES, SOURCE, Kernels
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -48,9 +48,6 @@ template <typename Work> void launch(int x, int y, int n_threads, Work work) {
 typedef const void* P;
 typedef const long long* L;
 typedef const float* F;
-extern "C" void launch_add_noise(int x, int y, int n, F a, int b, L c, L d, float* e) {
-  launch(x, y, n, [=] { add_noise(a, b, c, d, e); });
-}
 extern "C" void launch_scan(int x, int y, int n, P a, int b, F c, L d, L e, L f, F g, U64* h, U64* i, double* j) {
   launch(x, y, n, [=] { scan((const Logit*)a, b, c, d, e, f, g, h, i, j); });
 }
@@ -139,11 +136,18 @@ def test_kernels_keep_ties_as_pytorchs_operations_do(kernels, monkeypatch, setti
     assert choose(logits, rules, positions).tolist() == expected.tolist()
 
 
-def test_the_noise_of_the_kernel_is_that_of_pytorchs_operations(kernels):
-    logits = 3 * torch.randn(7, 3001, generator=torch.Generator().manual_seed(0))
-    keys, positions = torch.tensor([0, 1, 2**63 - 1, 7919, 2**62, 5, 5]), torch.tensor([0, 0, 1, 2, 100_000, 3, 4])
-    found, expected = (add(logits, keys, positions) for add in (kernels.add_noise, noise.add_noise))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_scores_of_a_step_leave_the_token_that_kernels_draw(kernels, monkeypatch, name):
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(0))
+    rows = [{"temperature": 1.0, **SETTINGS[name]}] * 8 + [{"temperature": 0.0}]
+    rules, positions = Rules.of([Sampling(**each) for each in rows], range(9)), torch.arange(9)
+    expected = choose(logits, rules, positions)
+    for each in ({}, {CPU: kernels}):
+        monkeypatch.setattr(sampling, "_kernels", each)
+        scores = leave_next(logits, rules, positions)
+        assert scores.dtype is torch.float32
+        assert scores.argmax(-1).tolist() == expected.tolist()
+        assert torch.equal(scores[8], logits[8])  # whose probabilities may be asked for
 
 
 def test_kernels_are_used_if_their_tokens_are_right(kernels, caplog):
@@ -153,16 +157,13 @@ def test_kernels_are_used_if_their_tokens_are_right(kernels, caplog):
 
 
 class Other:
-    """Kernels with another result."""
+    """Kernels that draw the next token but one."""
 
-    def __init__(self, kernels, noise=0.0, tokens=0):
-        self.kernels, self.noise, self.tokens = kernels, noise, tokens
-
-    def add_noise(self, *given):
-        return self.kernels.add_noise(*given) + self.noise
+    def __init__(self, kernels):
+        self.kernels = kernels
 
     def draw(self, *given):
-        return self.kernels.draw(*given) + self.tokens
+        return self.kernels.draw(*given) + 1
 
 
 def no_library(device):
@@ -173,11 +174,9 @@ def no_library(device):
     ("make", "reason"),
     [
         (lambda kernels: no_library, "OSError: libcaffe2_nvrtc.so: cannot open"),
-        (lambda kernels: lambda device: Other(kernels, noise=1e-3), "are off by 0.001, and 0 tokens differ"),
-        (lambda kernels: lambda device: Other(kernels, noise=torch.nan), "are off by nan"),
-        (lambda kernels: lambda device: Other(kernels, tokens=1), "and 64 tokens differ"),
+        (lambda kernels: lambda device: Other(kernels), "64 of 64 tokens differ"),
     ],
-    ids=["no NVRTC", "other numbers", "no numbers", "other tokens"],
+    ids=["no NVRTC", "other tokens"],
 )
 def test_without_right_kernels_pytorchs_operations_draw(kernels, caplog, make, reason):
     assert sampling._checked(make(kernels), CPU) is None

@@ -86,15 +86,6 @@ template <typename Work> __device__ void for_tokens(const Logit* logits, int n_t
   }
 }
 
-// found = logits + noise, (row, token), by blocks (part, row).
-extern "C" __global__ void add_noise(const float* logits, int n_tokens, const long long* keys,
-                                     const long long* positions, float* found) {
-  long long start = (long long)blockIdx.y * n_tokens;
-  U64 stream = stream_of(keys[blockIdx.y], positions[blockIdx.y]);
-  for (int token = blockIdx.x * blockDim.x + threadIdx.x; token < n_tokens; token += gridDim.x * blockDim.x)
-    found[start + token] = logits[start + token] + gumbel(stream, token);
-}
-
 // By blocks (part, row): the best score of the part's tokens, packed, its greatest logit, in order, and where top_p needs
 // it, the mass of its tokens beside that of the greatest: (row, part).
 extern "C" __global__ void scan(const Logit* logits, int n_tokens, const float* temperatures, const long long* keys,

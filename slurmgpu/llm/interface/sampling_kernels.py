@@ -1,4 +1,4 @@
-"""The kernels of sampling.cu on a GPU: random numbers, and the tokens that `sampling` draws; no value is read."""
+"""The kernels of sampling.cu, which draw the tokens of `sampling` on a GPU, without waiting for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slurmgpu.llm.interface.sampling import Rules
 
 SOURCE = Path(__file__).with_name("sampling.cu")
-NAMES = ("add_noise", "scan", "settle")
+NAMES = ("scan", "settle")
 N_PARTS, PART_THREADS = 16, 256
 """The blocks that look at a row's tokens, and their threads."""
 ROW_THREADS = 1024
@@ -29,16 +29,6 @@ class Kernels:
     of_16: Mapping[str, Kernel]
     row_threads: int = ROW_THREADS
     part_threads: int = PART_THREADS
-
-    def add_noise(self, logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-        """The logits (row, token) in float32, and a standard Gumbel number for each."""
-        import torch
-
-        logits = logits.float().contiguous()
-        found = torch.empty_like(logits)
-        given = keys.contiguous(), positions.contiguous()
-        self.of_32["add_noise"]((N_PARTS, len(logits)), self.part_threads, logits, logits.shape[1], *given, found)
-        return found
 
     def draw(self, logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
         """The next token of each row, as `sampling.choose` says: (row,), from `logits`: (row, token)."""

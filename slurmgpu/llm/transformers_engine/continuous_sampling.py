@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.sampling import Kinds, Rules, perturb, restrict
+from slurmgpu.llm.interface.sampling import Kinds, Rules, leave_next, restrict
 from slurmgpu.llm.prompts.codec import Encoded
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher, unpack
 
@@ -112,7 +112,7 @@ def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
         def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
             rules, positions = _unpack(logits_processor_args[:, : scores.shape[0]])
             allowed = scores if masks is None else masks.apply(scores)
-            return perturb(allowed, rules, positions)
+            return leave_next(allowed, rules, positions)
 
     def _pack(states: list[Any]) -> Tensor:
         rows = [(state, state.logit_processor_kwargs.get(ARGUMENT, (0, 0, 0.0, 0, 1.0, 0.0))) for state in states]
