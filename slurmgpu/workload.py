@@ -24,19 +24,33 @@ Row = Mapping[str, Any]
 """The values of an item, by column."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Item:
     """One record of the input: its 0-based `index`, its `data`, and its own `seed`."""
 
+    # Each item is made twice; this takes two thirds of the time. With dataclass(slots=True), to set a name that is no
+    # field would raise a TypeError about `super`.
+    __slots__ = ("data", "index", "run_seed")
     index: int
     data: Mapping[str, Any]
-    run_seed: int = 0
+    run_seed: int
+
+    def __init__(self, index: int, data: Mapping[str, Any], run_seed: int = 0) -> None:
+        _set_index(self, index)
+        _set_data(self, data)
+        _set_run_seed(self, run_seed)
+
+    def __reduce__(self) -> tuple[type[Item], tuple[Any, ...]]:
+        return Item, (self.index, self.data, self.run_seed)
 
     @property
     def seed(self) -> int:
         """A 63-bit number derived from the run's seed and the index: the same on every GPU and in every attempt."""
         digest = hashlib.blake2b(f"{self.run_seed}:{self.index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
+
+
+_set_index, _set_data, _set_run_seed = (vars(Item)[name].__set__ for name in ("index", "data", "run_seed"))
 
 
 @dataclass(frozen=True)

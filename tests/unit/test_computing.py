@@ -1,10 +1,13 @@
+import copy
 import errno
 import gc
 import json
+import pickle
 import re
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -55,6 +58,15 @@ def compute(workload, n=8, batch_size=4, history=None, start=0, **given):
 
 def failures(computed):
     return {index: row for index, row in computed.rows.items() if isinstance(row, Failure)}
+
+
+def test_an_item_cannot_be_changed_and_can_be_copied_and_pickled():
+    item = Item(3, {"x": [1.0]}, 7)
+    for name in ("data", "text"):
+        with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(item, name, {})
+    for copied in (copy.copy(item), copy.deepcopy(item), pickle.loads(pickle.dumps(item)), replace(item)):
+        assert (copied, copied.seed) == (item, item.seed)
 
 
 def test_what_the_workload_notes_belongs_to_the_shard_that_is_computed():
