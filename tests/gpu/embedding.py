@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slurmgpu.report.build import Report
 
 N_TEXTS, N_TOY = 50_000, 40
-COPIES = 2
+COPIES = 6
 """How often a run has the texts, so that it is long beside what NVML averages over: up to a second."""
 FIRST_S, SAMPLE_S = 1.0, 0.1
 """Samples of a run's first second are averages over what was before, too."""
@@ -24,7 +24,8 @@ WORDS, TOY_WORDS = 20_000, 200
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 """all-MiniLM-L6-v2's."""
 TOY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-BATCH, TOY_BATCH = 512, 8
+BATCH, TOY_BATCH = 2_048, 8
+"""Texts of a call: Python starts a call's kernels in milliseconds, in which a large card computes a thousand texts."""
 NEAR = 2e-3
 """How far numbers of vectors of length 1 may be apart: those of a run are stored in 16 bits."""
 OF_BY_HAND = 1.0
