@@ -64,7 +64,11 @@ def test_a_compiled_step_copies_none_either(heads):
     assert {*heads} == {2}
 
 
-@pytest.mark.parametrize("more", [{"dropout": 0.5}, {"softcap": 30.0}, {"position_bias": 1}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"dropout": 0.5}, {"softcap": 30.0}, {"position_bias": torch.zeros(N_ROWS, N_HEADS, 1, N_KEYS)}, {"cache": []}],
+    ids=lambda more: next(iter(more)),
+)
 def test_arguments_of_some_models_are_left_to_transformers(monkeypatch, more):
     seen = []
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **options: seen.append(options))
@@ -73,6 +77,14 @@ def test_arguments_of_some_models_are_left_to_transformers(monkeypatch, more):
     assert seen == []
     attention.attend(module, *given, scaling=0.3, **more)
     assert seen == [{"scaling": 0.3, **more}]
+
+
+def test_a_query_may_be_for_all_rows():
+    module, query, key, value, _ = inputs()
+    mask = torch.ones(1, 1, 1, N_KEYS, dtype=torch.bool)
+    found, _ = attention.attend(module, query[:1], key, value, mask)
+    expected, _ = attention.attend(module, query[:1].expand_as(query), key, value, mask)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_engine_computes_steps_so(tmp_path, monkeypatch):

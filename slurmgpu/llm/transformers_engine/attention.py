@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 if TYPE_CHECKING:
     from torch import Tensor
 
-OTHERS = ("dropout", "position_bias", "softcap", "output_attentions")
-"""Arguments that are left to transformers."""
+OTHERS = ("dropout", "position_bias", "softcap", "output_attentions", "cache")
+"""Arguments that are left to transformers, whose attention in 5.19 also writes a paged `cache`."""
 
 
 def attend(
@@ -27,17 +27,23 @@ def attend(
     """
     import torch
 
-    n_rows, n_heads, n_columns, width = query.shape
+    n_heads, n_columns, width = query.shape[1:]
     n_shared = n_heads // key.shape[1]
     is_step = n_columns == 1 and n_shared > 1 and attention_mask is not None and attention_mask.shape[1] == 1
-    if not is_step or any(options.get(name) for name in OTHERS):
+    if not is_step or any(_is_given(options.get(name)) for name in OTHERS):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
-    queries = query.reshape(n_rows, key.shape[1], n_shared, width)
+    queries = query.reshape(-1, key.shape[1], n_shared, width)
     values = torch.nn.functional.scaled_dot_product_attention(
         queries, key, value, attn_mask=attention_mask, scale=options.get("scaling")
     )
-    return values.reshape(n_rows, 1, n_heads, values.shape[-1]), None
+    # The rows are those of the keys where a query is for all of them.
+    return values.reshape(-1, 1, n_heads, values.shape[-1]), None
+
+
+def _is_given(argument: Any) -> bool:
+    """Whether an argument is one of those that say something: a tensor, an object, or a number that is not 0."""
+    return not isinstance(argument, (int, float, type(None))) or bool(argument)
 
 
 def register() -> None:
