@@ -136,6 +136,21 @@ def test_kernels_keep_ties_as_pytorchs_operations_do(kernels, monkeypatch, setti
     assert choose(logits, rules, positions).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 30, "top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_order_zeros_and_nan_as_pytorchs_operations_do(kernels, monkeypatch, dtype, settings):
+    zeros = torch.where(torch.arange(200).view(4, 50) % 2 == 0, -0.0, 0.0)
+    zeros[:, 7], zeros[:, 8:20] = 3.0, -1.0
+    nan = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    nan[:2, 9], nan[2:, 30] = torch.nan, -torch.tensor(torch.nan)
+    logits = torch.cat([zeros, torch.tensor([[-0.0, 0.0] * 25] * 4), nan]).to(dtype)
+    rows = [Sampling(**{"temperature": 1.0, **settings})] * 11 + [Sampling(temperature=1.0)]
+    rules, positions = Rules.of(rows, range(12)), torch.zeros(12, dtype=torch.int64)
+    expected = choose(logits, rules, positions)
+    monkeypatch.setitem(sampling._kernels, CPU, kernels)
+    assert choose(logits, rules, positions).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_scores_of_a_step_leave_the_token_that_kernels_draw(kernels, monkeypatch, name):
     logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(0))

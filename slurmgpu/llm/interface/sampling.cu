@@ -37,10 +37,10 @@ __device__ float gumbel(U64 stream, int token) {
   return -logf(-log1pf(-u));
 }
 
-// Bits whose order is that of the numbers.
+// Bits whose order is that of the numbers: -0 is 0, and NaN, of either sign, is the greatest, as for PyTorch.
 __device__ unsigned ordered(float number) {
-  unsigned bits = __float_as_uint(number);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  unsigned bits = __float_as_uint(number + 0.0f);
+  return number != number ? 0xFFFFFFFFu : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 __device__ float unordered(unsigned bits) { return __uint_as_float(bits >> 31 ? bits & 0x7FFFFFFFu : ~bits); }
