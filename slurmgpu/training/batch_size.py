@@ -188,9 +188,16 @@ class _Tries:
 
     def _try_on_gpu(self, size: int) -> bool:
         torch.cuda.reset_peak_memory_stats()
-        available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        available = min(free + torch.cuda.memory_reserved(), int(_fraction() * total))
         self.fn(size)
         return bool(torch.cuda.max_memory_reserved() <= (1 - self.margin) * available)
+
+
+def _fraction() -> float:
+    """The share of the GPU's memory that PyTorch may take: `torch.cuda.set_per_process_memory_fraction`."""
+    found: Callable[[], float] | None = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if found is None else found()  # PyTorch 2.5 does not tell it
 
 
 def _free(device: torch.device) -> None:

@@ -166,7 +166,7 @@ def test_a_real_shortage_is_found_and_memory_that_does_not_exist_is_not_promised
 class FakeGPU:
     """Of torch.cuda, what is asked about memory: a GPU with 100 bytes, of which others hold 20."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, fraction=1.0):
         self.peak = 0
         answers = {
             "device": lambda device: contextlib.nullcontext(),
@@ -175,6 +175,7 @@ class FakeGPU:
             "max_memory_reserved": lambda: self.peak,
             "reset_peak_memory_stats": lambda: setattr(self, "peak", 0),
             "empty_cache": lambda: None,
+            "get_per_process_memory_fraction": lambda: fraction,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
@@ -196,3 +197,10 @@ def test_a_margin_of_the_gpus_memory_stays_free(monkeypatch, caplog):
     assert "A batch size of 76 leaves less than 10 % of the memory free." in caplog.text
     with pytest.raises(MemoryError, match=r"at 90, the smallest: CUDA out of memory\."):
         find_batch_size(gpu.step, device="cuda", sizes=[90, 152])
+
+
+def test_a_margin_of_the_share_that_pytorch_may_take_stays_free(monkeypatch):
+    gpu = FakeGPU(monkeypatch, fraction=0.5)
+    assert find_batch_size(gpu.step, device="cuda", sizes=[40, 45, 46, 50, 72]) == 45
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")  # as in PyTorch 2.5
+    assert find_batch_size(gpu.step, device="cuda", sizes=[40, 45, 46, 50, 72]) == 72

@@ -245,6 +245,7 @@ class Card(TorchFunctionMode):
             **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda _=None: 0),
             "reset_peak_memory_stats": lambda _=None: None,
             "set_per_process_memory_fraction": lambda *_: None,
+            "get_per_process_memory_fraction": lambda _=None: 1.0,
             "device": lambda _: contextlib.nullcontext(),
             "synchronize": lambda _=None: card.wait("synchronize"),
             "mem_get_info": lambda _=None: (MEMORY // 2, MEMORY),
