@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -277,19 +278,26 @@ def _encoded(engine: TransformersEngine, requests: Sequence[Request]) -> list[En
     return [engine._codec.encode(request) for request in requests]
 
 
+@contextlib.contextmanager
+def _warnings(logger: str) -> Iterator[list[str]]:
+    """The warnings of a logger meanwhile."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(logger)
+    log.addHandler(listener)
+    try:
+        yield said
+    finally:
+        log.removeHandler(listener)
+
+
 def _by_continuous(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Finished]:
     """The answers of continuous batching; NotHeld, with the reason, where it was given up."""
     if engine._continuous is None:
         raise NotToBeHad("continuous batching is impossible for this model here")
-    said: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("slurmgpu.llm.transformers_engine.continuous")
-    log.addHandler(listener)
-    try:
+    with _warnings("slurmgpu.llm.transformers_engine.continuous") as said:
         found = list(engine._continuous.generate(encoded))
-    finally:
-        log.removeHandler(listener)
     hold(not engine._continuous.given_up, "; ".join(said))
     return found
 
@@ -643,8 +651,10 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     with torch.inference_mode():
         step = best_of(5, lambda: model(input_ids=rows, use_cache=False), machine.device)
     figures.append(f"a step of the model {step * 1e3:.2f} ms")
-    by_kernels = drawing._kernels_of(there.device) is not None
-    figures.append(f"by {'two kernels' if by_kernels else 'operations of PyTorch'}")
+    with _warnings(drawing.__name__) as said:
+        drawing._kernels.clear()
+        by_kernels = drawing._kernels_of(there.device) is not None
+    figures.append(f"by {'two kernels' if by_kernels else '; '.join(['operations of PyTorch', *said])}")
     verdict = _by_graphs(machine, "bf16")[1].verdict
     assert verdict is not None  # else _by_graphs raises
     if verdict.trials:

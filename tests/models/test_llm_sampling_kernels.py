@@ -24,6 +24,7 @@ CALLER = """
 #define __device__ static
 #define __global__
 #define __shared__ static
+#define __launch_bounds__(n_threads)
 #define __syncthreads() everyone->arrive_and_wait()
 struct Places { int x, y; };
 static thread_local Places threadIdx, blockIdx;
