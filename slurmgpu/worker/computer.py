@@ -200,7 +200,8 @@ class Computer:
         if failure is not None:  # asked again, for one item after the other
             items, values = self._keyed(items, key, found)
         try:
-            order = sorted(range(len(items)), key=values.__getitem__)  # items with equal values stay in order
+            # Items with equal values stay in order. Those in tuples need no order: as None of all items.
+            order = sorted(range(len(items)), key=[*zip(values, strict=True)].__getitem__)
         except Exception as error:  # values of a user's class, or of several types
             said = f"the values of sort_key cannot be compared: {described(error)}"
             raise WorkerFailedError("workload_error", said, trace_of(error)) from error

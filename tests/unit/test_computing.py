@@ -618,6 +618,13 @@ def test_processes_try_the_same_items_again():
     assert told == []
 
 
+def test_items_with_the_same_sort_key_stay_in_order_whatever_it_is():
+    for value in (None, {}, 1j):
+        workload = Recorder(sort_key=lambda item, value=value: value)
+        compute(workload)
+        assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_a_sort_key_orders_the_batches_and_not_the_rows():
     workload = Recorder(sort_key=lambda item: -item.index)
     computed = compute(workload)
