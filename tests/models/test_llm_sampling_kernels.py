@@ -11,10 +11,11 @@ import torch
 from slurmgpu.llm.interface import sampling
 from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.llm.interface.sampling import Rules, choose, leave_next
-from slurmgpu.llm.interface.sampling_kernels import NAMES, SOURCE, Kernels
+from slurmgpu.llm.interface.sampling_kernels import NAMES, SOURCE, Kernels, options
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
-N_THREADS = 4
+N_THREADS = 2, 4
+"""Of the blocks of a part, and of a row."""
 CALLER = """
 #include <barrier>
 #include <cmath>
@@ -61,13 +62,13 @@ extern "C" void launch_settle(int x, int y, int n, P a, int b, int c, F d, L e, 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return Kernels(*(compiled(tmp_path_factory.mktemp("kernels"), bits) for bits in (32, 16)), N_THREADS, 2)
+    return Kernels(*(compiled(tmp_path_factory.mktemp("kernels"), bits) for bits in (32, 16)), *N_THREADS)
 
 
 def compiled(folder, bits):
     (folder / "kernels.cpp").write_text(CALLER.replace("SOURCE", str(SOURCE)))
-    options = ["-std=c++20", "-O1", "-ffp-contract=off", f"-DLOGIT_BITS={bits}", "-shared", "-fPIC", "-pthread"]
-    command = [os.environ.get("CXX", "g++"), *options, "-o", "kernels.so", "kernels.cpp"]
+    given = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", *options(bits, *N_THREADS)]
+    command = [os.environ.get("CXX", "g++"), *given, "-o", "kernels.so", "kernels.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "kernels.so"))
     return {name: launcher(getattr(library, f"launch_{name}")) for name in NAMES}

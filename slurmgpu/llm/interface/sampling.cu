@@ -2,8 +2,8 @@
 // noise.py for the random numbers. A row's result does not depend on how many blocks or rows there are: the greatest
 // of numbers is the same in any order, and sums are those of one block, in one order.
 //
-// LOGIT_BITS is 32 for logits in float, 16 for bfloat16. A kernel is compiled for the most threads that a block has: else
-// it may take more registers than there are for them, and cannot be launched.
+// LOGIT_BITS is 32 for logits in float, 16 for bfloat16. Blocks have PART_THREADS or ROW_THREADS threads; kernels are
+// compiled for as many, else they might take more registers than there are for them, and could not be launched.
 
 typedef unsigned long long U64;
 #if LOGIT_BITS == 16
@@ -16,8 +16,6 @@ __device__ float number_of(Logit logit) { return logit; }
 
 #define GOLDEN 0x9E3779B97F4A7C15ull
 #define LEAST __uint_as_float(0xFF800000u)  // -inf
-#define MOST_THREADS 1024
-#define PART_THREADS 256
 #define DIGITS 256
 #define LANES 32
 #define AT_ONCE 4
@@ -90,12 +88,13 @@ template <typename Work> __device__ void for_tokens(const Logit* logits, int n_t
 
 // By blocks (part, row): the best score of the part's tokens, packed, its greatest logit, in order, and where top_p needs
 // it, the mass of its tokens beside that of the greatest: (row, part).
-extern "C" __global__ __launch_bounds__(PART_THREADS) void scan(const Logit* logits, int n_tokens, const float* temperatures, const long long* keys,
-                                const long long* positions, const long long* top_k, const float* top_p, U64* best,
-                                U64* most, double* masses) {
+extern "C" __global__ __launch_bounds__(PART_THREADS)
+void scan(const Logit* logits, int n_tokens, const float* temperatures, const long long* keys,
+          const long long* positions, const long long* top_k, const float* top_p, U64* best,
+          U64* most, double* masses) {
   __shared__ union {
-    U64 numbers[MOST_THREADS];
-    double sums[MOST_THREADS];
+    U64 numbers[PART_THREADS];
+    double sums[PART_THREADS];
   } shared;
   int row = blockIdx.y, part = row * gridDim.x + blockIdx.x;
   int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
@@ -162,14 +161,15 @@ __device__ unsigned kth(int* counts, const Logit* logits, int n_tokens, int k, i
 // By one block a row: its token, from what `scan` has found. A candidate that the rules exclude is followed by the best
 // score among the tokens that they keep, or, as only a sum tells that top_p excludes it, of greater logits. Few logits
 // are divided, and what is compared with others is a quotient, as it is for PyTorch.
-extern "C" __global__ __launch_bounds__(MOST_THREADS) void settle(const Logit* logits, int n_tokens, int n_parts, const float* temperatures,
-                                  const long long* keys, const long long* positions, const long long* top_k,
-                                  const float* top_p, const float* min_p, const U64* best, const U64* most,
-                                  const double* masses, long long* tokens) {
+extern "C" __global__ __launch_bounds__(ROW_THREADS)
+void settle(const Logit* logits, int n_tokens, int n_parts, const float* temperatures,
+            const long long* keys, const long long* positions, const long long* top_k,
+            const float* top_p, const float* min_p, const U64* best, const U64* most,
+            const double* masses, long long* tokens) {
   __shared__ union {
     int counts[DIGITS * LANES];
-    U64 numbers[MOST_THREADS];
-    double sums[MOST_THREADS];
+    U64 numbers[ROW_THREADS];
+    double sums[ROW_THREADS];
   } shared;
   int row = blockIdx.x;
   const Logit* mine = logits + (long long)row * n_tokens;

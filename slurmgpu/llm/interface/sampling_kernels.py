@@ -27,8 +27,8 @@ class Kernels:
 
     of_32: Mapping[str, Kernel]
     of_16: Mapping[str, Kernel]
-    row_threads: int = ROW_THREADS
     part_threads: int = PART_THREADS
+    row_threads: int = ROW_THREADS
 
     def draw(self, logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
         """The next token of each row, as `sampling.choose` says: (row,), from `logits`: (row, token)."""
@@ -55,6 +55,11 @@ def make_kernels(device: Any) -> Kernels:
     source = SOURCE.read_text(encoding="utf-8")
 
     def compiled(n_bits: int) -> dict[str, Kernel]:
-        return dict(zip(NAMES, compile_kernels(source, NAMES, [f"-DLOGIT_BITS={n_bits}"], device), strict=True))
+        return dict(zip(NAMES, compile_kernels(source, NAMES, options(n_bits), device), strict=True))
 
     return Kernels(compiled(32), compiled(16))
+
+
+def options(n_bits: int, part_threads: int = PART_THREADS, row_threads: int = ROW_THREADS) -> list[str]:
+    """The compiler's options for logits of so many bits, and blocks of so many threads."""
+    return [f"-DLOGIT_BITS={n_bits}", f"-DPART_THREADS={part_threads}", f"-DROW_THREADS={row_threads}"]
