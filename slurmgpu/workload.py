@@ -40,8 +40,11 @@ class Item:
         _set_data(self, data)
         _set_run_seed(self, run_seed)
 
-    def __reduce__(self) -> tuple[type[Item], tuple[Any, ...]]:
-        return Item, (self.index, self.data, self.run_seed)
+    def __setstate__(self, state: Sequence[Mapping[str, Any] | None]) -> None:
+        # Of a copy or a pickle: what is in __dict__, for classes of users, and what is in slots.
+        for values in state:
+            for name, value in (values or {}).items():
+                object.__setattr__(self, name, value)
 
     @property
     def seed(self) -> int:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -67,6 +67,18 @@ def test_an_item_cannot_be_changed_and_can_be_copied_and_pickled():
             setattr(item, name, {})
     for copied in (copy.copy(item), copy.deepcopy(item), pickle.loads(pickle.dumps(item)), replace(item)):
         assert (copied, copied.seed) == (item, item.seed)
+
+
+@dataclass(frozen=True)
+class Named(Item):
+    name: str = field(kw_only=True)
+
+
+def test_an_item_of_a_class_of_users_is_copied_and_pickled_with_what_it_adds():
+    item = Named(3, {"x": [1.0]}, 7, name="a")
+    for copied in (copy.copy(item), copy.deepcopy(item), pickle.loads(pickle.dumps(item)), replace(item, name="a")):
+        assert type(copied) is Named
+        assert copied == item
 
 
 def test_what_the_workload_notes_belongs_to_the_shard_that_is_computed():
