@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import logging
 import random
 import threading
@@ -423,3 +424,24 @@ def test_on_a_gpu_the_manager_knows_of_the_sampler_and_of_the_context(context, p
     assert not {"max_memory_percent", "max_blocks_per_request"} & set(greedy)
     names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     assert {"max_memory_percent", "max_blocks_per_request", "use_cuda_graph"} <= names
+
+
+def test_a_call_beside_another_that_goes_on_has_the_samplings_of_its_own(tmp_path):
+    """A model's own settings may say that answers are sampled."""
+    folder = make_llama(tmp_path)
+    settings = {**json.loads((folder / "generation_config.json").read_text()), "do_sample": True, "temperature": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+
+    def asked(n):
+        return [Request(i, Prompt("12+5=" + "1" * i), Sampling(max_tokens=n)) for i in range(6)]
+
+    def tokens(outputs):
+        return {output.id: output.tokens.tolist() for output in outputs}
+
+    expected = tokens(new_engine(folder, batching="static").generate(asked(20)))
+    ours = new_engine(folder, batching="continuous")
+    assert len(tokens(ours.generate(asked(9)))) == 6
+    first = ours.generate(asked(20))  # longer ones, by another manager
+    found = tokens([next(first)])
+    assert tokens(ours.generate(asked(20))) == expected
+    assert found | tokens(first) == expected

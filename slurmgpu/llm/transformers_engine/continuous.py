@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 Static = Callable[[Sequence[Encoded]], Iterator[Finished]]
 
+KEPT = "_cached_continuous_batching_manager"
+"""The model's attribute with the manager that a call leaves to the next."""
 PATIENCE_S, STOP_S = 1.0, 5.0
 """The interval of checks on the manager's thread, and the wait for its end after a failure."""
 
@@ -257,7 +259,7 @@ class Continuous:
         """End the thread and free the cache; the next call makes new ones."""
         manager, self._manager = self._manager, None
         model = self._loaded.model
-        model.__dict__.pop("_cached_continuous_batching_manager", None)
+        model.__dict__.pop(KEPT, None)
         if manager is not None:
             gc.unfreeze()
             if manager.is_running():
@@ -394,7 +396,9 @@ class Continuous:
 
     def _start(self) -> Any:
         needs, longest = self._needs, self._longest
-        if self._manager is not None and (needs != self._made_for[0] or longest > self._made_for[1]):
+        # The model keeps the manager between calls; without it another call still goes on with the manager.
+        is_free = hasattr(self._loaded.model, KEPT)
+        if self._manager is not None and (not is_free or needs != self._made_for[0] or longest > self._made_for[1]):
             self.release()
         self._switch(self._flash or self._attention)
         if self._manager is None:
