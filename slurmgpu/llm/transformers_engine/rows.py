@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slurmgpu.llm.interface.engine import FinishReason
+from slurmgpu.llm.interface.host_copies import HostCopies
 from slurmgpu.llm.interface.sampling import Rules, choose, log_probabilities
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
@@ -76,30 +77,12 @@ class Chosen:
 
     def __init__(self, tokens: Tensor, logprobs: Tensor | None) -> None:
         self.tokens = tokens
-        self._copies = [_on_cpu(each) for each in (tokens, logprobs) if each is not None]
-        self._are_there: Any = None
-        if tokens.device.type == "cuda":
-            import torch
-
-            self._are_there = torch.cuda.Event()
-            self._are_there.record(torch.cuda.current_stream(tokens.device))
+        self._copies = HostCopies(*(each for each in (tokens, logprobs) if each is not None))
 
     def read(self) -> tuple[Sequence[int], Sequence[float | None]]:
         """The tokens and the log-probabilities, once they are computed; what was begun later may go on."""
-        if self._are_there is not None:
-            self._are_there.synchronize()
-        tokens, *logprobs = (each.tolist() for each in self._copies)
+        tokens, *logprobs = (each.tolist() for each in self._copies.wait())
         return tokens, logprobs[0] if logprobs else [None] * len(tokens)
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, or what becomes that once the device comes to it."""
-    import torch
-
-    if tensor.device.type != "cuda":
-        return tensor
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return found.copy_(tensor, non_blocking=True)
 
 
 class Chooser:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.heads.engine import n_positions
 from slurmgpu.llm.interface.engine import TORCH_NAMES
+from slurmgpu.llm.interface.host_copies import HostCopies
 from slurmgpu.llm.models.kernels import choose_kernels
 from slurmgpu.llm.models.source import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
@@ -220,16 +221,10 @@ class Embed:
             is_padded = self._makes_masks and not bool(batch["attention_mask"].all())
             given = masked_ahead(inputs, is_padded=is_padded) if self._makes_masks else inputs
             found = self._embed(inputs, given)
-            # A copy into pageable memory would wait for the GPU.
-            pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in found]
-            for target, each in zip(pinned, found, strict=True):
-                target.copy_(each, non_blocking=True)
-            is_done = torch.cuda.Event()
-            is_done.record(torch.cuda.current_stream(device))
+            copies = HostCopies(*found)
 
         def wait() -> Vectors:
-            is_done.synchronize()
-            vectors, are_finite = (target.numpy() for target in pinned)
+            vectors, are_finite = (each.numpy() for each in copies.wait())
             return vectors, are_finite
 
         return wait
