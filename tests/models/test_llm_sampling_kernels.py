@@ -210,5 +210,5 @@ def test_no_kernel_is_compiled_while_a_cuda_graph_is_captured(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
         assert sampling._kernels_of(CARD) is None
         assert prepared == [CARD] * n_prepared
-    sampling.prepare(CPU)
+    sampling.prepare_kernels(CPU)
     assert prepared == [CARD]

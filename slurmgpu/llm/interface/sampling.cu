@@ -1,6 +1,6 @@
 // Draw tokens by the Gumbel-max trick, as sampling.py does by operations of PyTorch: see there for what is drawn, and
-// noise.py for the random numbers. A row's result does not depend on how many blocks or rows there are: the greatest
-// of numbers is the same in any order, and sums are those of one block, in one order.
+// noise.py for the random numbers. A row's result does not depend on the other rows: the greatest of numbers is the same
+// in any order, and sums are those of a row's parts, each in one order.
 //
 // LOGIT_BITS is 32 for logits in float, 16 for bfloat16. Blocks have PART_THREADS or ROW_THREADS threads; kernels are
 // compiled for as many, else they might take more registers than there are for them, and could not be launched.

@@ -124,7 +124,7 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | No
     return _choose(logits, rules, positions) if kernels is None else kernels.draw(logits, rules, positions)
 
 
-def prepare(device: Any) -> None:
+def prepare_kernels(device: Any) -> None:
     """Compile and check the kernels of a device, which no capture of a CUDA graph may do."""
     if device.type == "cuda" and device not in _kernels:
         _kernels[device] = _checked(make_kernels, device)
@@ -186,7 +186,7 @@ def _kernels_of(device: Any) -> Kernels | None:
     import torch
 
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        prepare(device)
+        prepare_kernels(device)
     return _kernels.get(device)
 
 

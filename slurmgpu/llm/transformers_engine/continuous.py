@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.engine import EngineOptions, Place
-from slurmgpu.llm.interface.sampling import Kinds, prepare
+from slurmgpu.llm.interface.sampling import Kinds, prepare_kernels
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
@@ -427,7 +427,7 @@ class Continuous:
         )
         if needs.changes:
             grammars = self._grammars if needs.structured else None
-            prepare(self._loaded.model.device)
+            prepare_kernels(self._loaded.model.device)
             manager.logit_processor = continuous_sampling.sampler(grammars, MOST_REQUESTS, needs.kinds)
         manager.warmup()
         # Each stop of the manager collects garbage; frozen objects are skipped.
