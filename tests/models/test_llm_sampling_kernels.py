@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -13,6 +14,7 @@ from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.llm.interface.sampling import Rules, choose, leave_next
 from slurmgpu.llm.interface.sampling_kernels import NAMES, SOURCE, Kernels, options
 
+COMPILER = os.environ.get("CXX", "g++")
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 N_THREADS = 2, 4
 """Of the blocks of a part, and of a row."""
@@ -62,14 +64,15 @@ extern "C" void launch_settle(int x, int y, int n, P a, int b, int c, F d, L e, 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
+    if not shutil.which(COMPILER):
+        pytest.skip(f"{COMPILER} (Debian: g++) is not installed")
     return Kernels(*(compiled(tmp_path_factory.mktemp("kernels"), bits) for bits in (32, 16)), *N_THREADS)
 
 
 def compiled(folder, bits):
     (folder / "kernels.cpp").write_text(CALLER.replace("SOURCE", str(SOURCE)))
     given = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", *options(bits, *N_THREADS)]
-    command = [os.environ.get("CXX", "g++"), *given, "-o", "kernels.so", "kernels.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
+    subprocess.run([COMPILER, *given, "-o", "kernels.so", "kernels.cpp"], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "kernels.so"))
     return {name: launcher(getattr(library, f"launch_{name}")) for name in NAMES}
 
