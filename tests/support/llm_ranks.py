@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from slurmgpu.llm.engines import open_engine
+from slurmgpu.llm.interface import sampling
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.transformers_engine import engine as engine_module
 from slurmgpu.llm.transformers_engine.prefill import Prefill
 from tests.support.forks import fork_ranks
 
 WORLD_SIZE = 2
+CARD = torch.device("cuda", 0)
 
 
 def compute(case, place):
@@ -51,13 +54,19 @@ def checked(case, place):
     """How this rank computes, where on rank 1 alone the checks at load find more than rounding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "_is_rounding", lambda self, off: place.rank != 1)
+        # There are no kernels for a CPU.
+        patch.setattr(sampling, "_kernels", {})
+        patch.setattr(sampling, "_checked", lambda make, device: None if place.rank == 1 else "kernels")
+        patch.setattr(engine_module, "prepare_kernels", lambda _, *agree: sampling.prepare_kernels(CARD, *agree))
         engine = open_engine(EngineOptions(find_model(case[1]), **case[2]), place)
+        kernels = sampling._kernels[CARD]
     prefill = engine._prefill
     engine.close()
     return {
         "pads": prefill.takes_padding,
         "packs": prefill.packs((1, 2)),
         "leaves out": prefill._last_layer is not None,
+        "draws by kernels": kernels is not None,
     }
 
 

@@ -124,10 +124,14 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | No
     return _choose(logits, rules, positions) if kernels is None else kernels.draw(logits, rules, positions)
 
 
-def prepare_kernels(device: Any) -> None:
-    """Compile and check the kernels of a device, which no capture of a CUDA graph may do."""
+def prepare_kernels(device: Any, agree: Callable[[bool], bool] = bool) -> None:
+    """Compile and check the kernels of a device, which no capture of a CUDA graph may do.
+
+    `agree(are_right)` returns whether those of all processes are that share a model: they must choose the same tokens.
+    """
     if device.type == "cuda" and device not in _kernels:
-        _kernels[device] = _checked(make_kernels, device)
+        kernels = _checked(make_kernels, device)
+        _kernels[device] = kernels if agree(kernels is not None) else None
 
 
 def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import budget_of
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
+from slurmgpu.llm.interface.sampling import prepare_kernels
 from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
@@ -37,6 +38,8 @@ class TransformersEngine:
         self._codec = Codec(loaded.tokenizer, options, loaded.context)
         budget = budget_of(options, loaded, place)
         self._prefill = Prefill(loaded, place)
+        if place.world_size > 1:  # one process prepares them when it first draws
+            prepare_kernels(loaded.device, self._prefill.is_so_on_all)
         width = loaded.model.config.get_text_config().vocab_size
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
         chooser = Chooser(self._codec, self._grammars, loaded.eos_ids)

@@ -95,9 +95,9 @@ class Prefill:
             self._last_layer = self._find_last_layer()
         # On GPUs many small kernels cost more than padding.
         self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
-        self._can_pack = self._can_pack and self._is_so_on_all(self._packs_right())
+        self._can_pack = self._can_pack and self.is_so_on_all(self._packs_right())
         # What reads packs right has rows and steps that are right.
-        self.takes_padding = self._can_pack or self._is_so_on_all(self._pads_right())
+        self.takes_padding = self._can_pack or self.is_so_on_all(self._pads_right())
         if not self.takes_padding:
             # Rows in a cache have other columns than alone, too.
             self.has_rows = self._can_share = False
@@ -245,11 +245,11 @@ class Prefill:
             is_right, said = False, described(error)
         if not is_right:
             log.info("%s: its last layer is computed for all tokens: %s", type(model).__name__, said)
-        if self._is_so_on_all(is_right):
+        if self.is_so_on_all(is_right):
             return found
         return None
 
-    def _is_so_on_all(self, verdict: bool) -> bool:
+    def is_so_on_all(self, verdict: bool) -> bool:
         """Whether all processes that share the model found so: if they computed differently, each would wait."""
         import torch
 
