@@ -379,12 +379,19 @@ def outside(folder: Path) -> list[str]:
     """
     finder = _in_use()
     known = finder.by_path if finder else {}
-    mine = {path for path in _files_of_modules().values() if path.startswith(f"{folder}{os.sep}")}
-    if image_name() is None:
-        others = tuple(f"{Path(each).parent}{os.sep}" for each in (os.__file__, slurmgpu.__file__))
-        mine |= {path for path in _files_of_modules().values() if not path.startswith(others)}
-    mine = {path for path in mine - known.keys() if path.endswith(".py")}
-    return sorted(path for path in mine if not INSTALLED.intersection(Path(path).parts))
+    here, python, own = (
+        f"{each}{os.sep}" for each in (folder, Path(os.__file__).parent, Path(slurmgpu.__file__).parent)
+    )
+    is_in_image = image_name() is not None
+    mine = {
+        path
+        for path in _files_of_modules().values()
+        if path.endswith(".py")
+        and not path.startswith(own)  # which lies below `folder` for who runs in its clone
+        and (path.startswith(here) or not (is_in_image or path.startswith(python)))
+        and not INSTALLED.intersection(Path(path).parts)
+    }
+    return sorted(mine - known.keys())
 
 
 def bypassed() -> list[str]:

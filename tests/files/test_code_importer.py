@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 import sys
 from importlib.machinery import FileFinder, PathFinder, SourceFileLoader
+from pathlib import Path
 
 import pytest
 
+import slurmgpu
 from slurmgpu.code import importer, present_files, snapshots
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
@@ -366,3 +368,10 @@ def test_a_namespace_is_as_it_was_submitted(edited, tmp_path, became):
             import spaced.inner.other
 
             assert spaced.inner.other.__file__ == str(folder / "inner" / "other.py")
+
+
+def test_a_run_in_a_clone_of_slurmgpu_is_not_told_each_of_its_files():
+    package = Path(slurmgpu.__file__).parent
+    found = importer.outside(package.parent)
+    assert str(Path(__file__)) in found  # a module of whoever runs here
+    assert [path for path in found if Path(path).is_relative_to(package)] == []
