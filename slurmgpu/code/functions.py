@@ -28,8 +28,8 @@ from types import CodeType
 from typing import Any
 
 from slurmgpu.code import pickling
+from slurmgpu.code.files_in_source import DOTTED, FilesInSource
 from slurmgpu.code.locator import Locator, own_modules
-from slurmgpu.code.names_in_source import DOTTED, names_in
 from slurmgpu.code.pickling import CannotPickleError
 from slurmgpu.code.value_digest import digest_of
 from slurmgpu.errors import SlurmGPUError
@@ -181,7 +181,7 @@ def _source_of(function: Callable[..., Any]) -> str | None:
 def _read_texts(source: str) -> set[str]:
     """The texts in a function's source that may name what it reads; the lines of a lambda may be no source."""
     try:
-        return names_in(ast.parse(textwrap.dedent(source)), None).read_texts()
+        return FilesInSource(ast.parse(textwrap.dedent(source))).read_texts()
     except (SyntaxError, ValueError, RecursionError):  # the last of an expression of hundreds of operators
         return set()
 

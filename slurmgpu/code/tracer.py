@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu.code import names_in_shell
+from slurmgpu.code.files_in_source import DOTTED, FilesInSource
+from slurmgpu.code.imports_in_source import ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.locator import Locator, is_others
-from slurmgpu.code.names_in_source import DOTTED, PathFolder, all_in, defined_in, names_in
 from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.amounts import some_of
@@ -332,45 +333,50 @@ class Tracer:
         )
 
     def _follow_imports(self, found: _Found, tree: ast.Module) -> None:
-        module = found.modules[0] if found.modules else None
-        is_package = Path(found.path).name == "__init__.py"
-        package = None if module is None else module if is_package else module.rpartition(".")[0]
         path = Path(found.path)
-        imports = names_in(tree, package or (self._package_of_script(path) if found.is_script else None))
-        if imports.chooses_gpus:
-            self.choosing_gpus.append(f"{found.name} in line {imports.chooses_gpus}")
-        defaults = {
-            f"{folder} (--{name})" for name, folder in imports.output_options.items() if name not in self.options
-        }
-        if found.is_script and (outputs := imports.outputs | defaults):
-            self._outputs[found.name] = sorted(outputs)
+        module = found.modules[0] if found.modules else ""
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        imports = ImportsInSource(tree, package or (self._package_of_script(path) if found.is_script else ""))
+        self._follow_modules(found, imports, package)
+        self._follow_files(found, FilesInSource(tree))
+
+    def _follow_modules(self, found: _Found, imports: ImportsInSource, package: str) -> None:
         for each in imports.path_folders:
-            self._add_path_folder(each, path, is_script=found.is_script)
+            self._add_path_folder(each, Path(found.path), is_script=found.is_script)
         for name in sorted(imports.stars):
             self._add_all_of(name)
-        for name, always in imports.names:
-            self.add_module(name, needed=found.needed and always)
-            if found.needed and always and name in imports.modules and (gone := self.where.vanished(name)):
+        for name, always, is_module in imports.imports:
+            needed = found.needed and always
+            self.add_module(name, needed=needed)
+            if needed and is_module and (gone := self.where.vanished(name)):
                 raise SlurmGPUError(
                     f"{found.path} imports {name}, whose file {gone} no longer exists. Put it back, or compute "
                     f"with the snapshot of the last submission: --code former."
                 )
-        below = set(imports.below)
-        if imports.made_up and package:
+        plugin_packages = set(imports.plugin_packages)
+        if imports.unknown_line and package:
             # Any module of the package may be imported at run time.
-            below.add(package.partition(".")[0])
-        elif imports.made_up and not imports.walks:
+            plugin_packages.add(package.partition(".")[0])
+        elif imports.unknown_line and not imports.walks:
             self._left_out.append(
-                f"{found.path}, line {imports.made_up}, imports by a name that is computed at run time: such a module "
-                f"is not in the snapshot of the code, and tasks import the file on disk."
+                f"{found.path}, line {imports.unknown_line}, imports by a name that is computed at run time: such a "
+                f"module is not in the snapshot of the code, and tasks import the file on disk."
             )
-        for name in sorted(name for each in below for name in self._modules_below(each)):
+        for name in sorted(name for each in plugin_packages for name in self._modules_below(each)):
             self.add_module(name, needed=False)
+
+    def _follow_files(self, found: _Found, named: FilesInSource) -> None:
+        path = Path(found.path)
+        if named.gpus_line:
+            self.choosing_gpus.append(f"{found.name} in line {named.gpus_line}")
+        defaults = {f"{folder} (--{name})" for name, folder in named.output_options.items() if name not in self.options}
+        if found.is_script and (outputs := named.outputs | defaults):
+            self._outputs[found.name] = sorted(outputs)
         above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
-        for text in sorted(imports.read_texts()):
+        for text in sorted(named.read_texts()):
             self.add_text(text, folders, CONFIGURATIONS | PROGRAMS | TEXTS)
-        for text in sorted(imports.config_folders):
+        for text in sorted(named.config_folders):
             self._add_configurations(path.parent / text)
 
     def _add_path_folder(self, each: PathFolder, path: Path, *, is_script: bool) -> None:
@@ -436,10 +442,10 @@ class Tracer:
         found = {file.path: ReadFile(file.name, file.path, file.sha256) for file in files}
         return found | {file.path: file for file in tracer.read_files(files)}
 
-    def _package_of_script(self, path: Path) -> str | None:
-        """The package to which a script belongs that `python -m` runs in the run file's folder; None for others."""
+    def _package_of_script(self, path: Path) -> str:
+        """The package to which a script belongs that `python -m` runs in the run file's folder; "" for others."""
         parts = path.parent.relative_to(self._base).parts if path.is_relative_to(self._base) else ()
-        return ".".join(parts) if parts and all(part.isidentifier() for part in parts) else None
+        return ".".join(parts) if all(part.isidentifier() for part in parts) else ""
 
     def _take(self, path: str, module: str | None, *, needed: bool, is_script: bool = False) -> None:
         if not (path.endswith(".py") or is_script):
