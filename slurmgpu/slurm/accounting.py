@@ -1,16 +1,17 @@
-"""The lives of a run's tasks by Slurm's accounting. It costs detail only when it is absent, broken or late."""
+"""The lives of a run's tasks by Slurm's accounting, and by slurmctld where that is absent, broken or late."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from slurmgpu.report.attempts import AttemptRow, Lives, attempts_of
+from slurmgpu.report.attempts import AttemptRow, Life, Lives, attempts_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import SubmissionLine, abroad, is_slurms
 from slurmgpu.slurm import commands, queue
+from slurmgpu.util.array_ids import array_of
 from slurmgpu.util.shared_files import retried
 
 log = logging.getLogger(__name__)
@@ -26,33 +27,51 @@ DISABLED = "accounting storage is disabled"
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
     """The lives of the run's tasks by accounting; None without an answer, which costs detail only.
 
-    With `settled` it is asked again, for up to 20 s, until it has the end of each attempt that recorded none: a
-    database that is away for a moment would make a cancelled run look like a preempted one, which is submitted again.
+    An end that accounting lacks is asked of slurmctld: a cancelled run would look like a preempted one, which is
+    submitted again. With `settled` both are asked again, for up to 20 s, until they have the end of each attempt that
+    recorded none, or does not know who ended it.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:
         lives, failure = None, None
         try:
-            lives = _ask(run)
+            lives = _ask(run, commands.accounting)
         except commands.SlurmUnavailableError as error:
             failure = error
+        if (jobs := _unsettled(run, lives)) and (told := _ask(run, commands.remembered, jobs)):
+            lives = _filled(lives or {}, told)
+            jobs = _unsettled(run, lives)
         is_there = failure is None or not (failure.is_absent or DISABLED in str(failure))
-        waits = settled and is_there and time.monotonic() < deadline
-        if not waits or not any(map(_is_unsettled, attempts_of(run, lives))):
+        if not (settled and is_there and jobs and time.monotonic() < deadline):
             if failure is not None:
                 log.warning("the report does without Slurm's accounting: %s", failure)
             return lives
         time.sleep(1.0)
 
 
-def _ask(run: Run) -> Lives | None:
+Asked = Callable[[Sequence[str], Mapping[str, float]], Mapping[str, Sequence[Life]]]
+
+
+def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Lives | None:
+    """The answer on the run's array jobs of this cluster, or on those `among` them; None if there are none."""
     lines = [line for line in run.submissions() if is_slurms(line) and "array_job" in line and not line.get("copied")]
     here = queue.own_cluster() if any(line.get("cluster") for line in lines) else None
     ids = [line["array_job"] for line in lines if here is None or line.get("cluster", here) == here]
+    ids = [job for job in ids if among is None or job in among]
     if not ids:
         return None
     suffix = f"@{name}" if (name := abroad(lines, here or "")) else ""
-    return {f"{task}{suffix}": told for task, told in commands.accounting(ids, _begins(run, lines)).items()}
+    return {f"{task}{suffix}": told for task, told in ask(ids, _begins(run, lines)).items()}
+
+
+def _filled(lives: Lives, told: Lives) -> Lives:
+    """The lives, with the last of each task as told if they lack it or its end."""
+    filled = {**lives}
+    for task, its_lives in told.items():
+        restart, known = len(its_lives) - 1, list(lives.get(task, ()))
+        if not any(life.ended for life in known[restart:]):
+            filled[task] = [*known[:restart], *its_lives[len(known[:restart]) :]]
+    return filled
 
 
 def _begins(run: Run, lines: Sequence[SubmissionLine]) -> dict[str, float]:
@@ -63,8 +82,12 @@ def _begins(run: Run, lines: Sequence[SubmissionLine]) -> dict[str, float]:
     return {job: begun - DAY_S for job, begun in times.items()}
 
 
+def _unsettled(run: Run, lives: Lives | None) -> set[str]:
+    """The array jobs of attempts of which Slurm, or a record that is read again, may still say how they ended."""
+    return {array_of(attempt["attempt"]) for attempt in attempts_of(run, lives) if _is_unsettled(attempt)}
+
+
 def _is_unsettled(attempt: AttemptRow) -> bool:
-    """Whether accounting, or a record that is read again, may still say how an attempt ended."""
     policy, state = POLICIES.get(attempt["failure"] or ""), attempt["slurm_state"]
     is_known = policy is not None and policy.is_stop and state is not None and commands.has_ended(state)
     return is_slurms(attempt) and policy is not None and policy.is_guess and not is_known

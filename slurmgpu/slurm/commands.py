@@ -15,6 +15,7 @@ from pathlib import Path
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
+from slurmgpu.run.submissions import seconds_of
 from slurmgpu.util import process_wide
 from slurmgpu.util.array_ids import array_of
 
@@ -178,6 +179,33 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
             # The state of the job itself may be FAILED.
             lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
+    return lives
+
+
+def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Life]]:
+    """The lives by slurmctld, as `accounting` gives them: the last one of each task, if it has ended.
+
+    slurmctld knows an end at once, and for MinJobAge after it (300 s by default). FAILED is left out: it may hide a
+    step's OUT_OF_MEMORY, which accounting alone has.
+    """
+    lives: dict[str, list[Life]] = {}
+    for job_id in job_ids:
+        try:
+            text = run("scontrol", "--oneliner", "show", "job", job_id)
+        except SlurmUnavailableError as error:  # it has forgotten the job, or does not answer
+            log.debug("%s", error)
+            continue
+        for line in text.splitlines():
+            told = dict(re.findall(r"(?<!\S)(\w+)=(\S+)", line))
+            state, index = told.get("JobState", ""), told.get("ArrayTaskId", "0")
+            ended = epoch(told.get("EndTime", ""))
+            if state == "FAILED" or class_of_job(state) is None or (ended or 0.0) < since.get(job_id, 0.0):
+                continue
+            gpus = re.search(r"gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
+            elapsed_s, n_gpus = int(seconds_of(told.get("RunTime", "")) or 0), int(gpus[1]) if gpus else 0
+            life = Life(state, class_of_job(state), True, elapsed_s, n_gpus, told.get("NodeList", ""))
+            before = [Life("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
+            lives[f"{job_id}_{index}"] = [*before, life]
     return lives
 
 

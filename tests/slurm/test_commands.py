@@ -9,7 +9,7 @@ import submitit
 from slurmgpu.errors import MayBeQueuedError
 from slurmgpu.executors import slurm_jobs, slurm_preview
 from slurmgpu.executors.submitit_patches import patch_submitit
-from slurmgpu.report.attempts import attempts_of
+from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.slurm import accounting, commands, facts, queue
 from slurmgpu.slurm.survey import survey
 from slurmgpu.util import users
@@ -200,6 +200,45 @@ def test_a_merge_asks_an_accounting_again_that_is_away_for_a_moment(pretending, 
 
 
 @pytest.mark.slurm
+@pytest.mark.parametrize("sacct", ["exec false", "exec echo '4711_0|RUNNING|9|gres/gpu=1|gpu1|0:0|Unknown'"])
+def test_slurmctld_knows_who_ended_a_task_while_accounting_does_not(pretending, tmp_path, sacct):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=3)
+    for record in run.attempts():
+        ended = {"state": "ended", "ended": record["updated"], "failure": "preempted", "message": "SIGTERM"}
+        change(run, record["attempt"], **ended)
+    began = run.submissions()[0]["time"]
+    then, now = (time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began + days * 86400)) for days in (-400, 0.1))
+    job = "JobId=4711 ArrayJobId=4711 ArrayTaskId={} JobName=JobState=x Restarts={} RunTime=00:05:00 {} NodeList=gpu1"
+    lines = [
+        job.format(0, 0, f"JobState=CANCELLED EndTime={now} TRES=cpu=1,gres/gpu=1"),
+        job.format(1, 1, f"JobState=CANCELLED EndTime={now} AllocTRES=cpu=1"),  # the attempt before was requeued
+        job.format(2, 0, f"JobState=CANCELLED EndTime={then}"),  # another job with this id
+        job.format(3, 0, f"JobState=FAILED EndTime={now}"),  # and may be OUT_OF_MEMORY
+        job.format("4-9%2", 0, "JobState=PENDING EndTime=Unknown"),
+    ]
+    pretending("sacct", sacct)
+    pretending("scontrol", "cat <<END\n" + "\n".join(lines) + "\nEND")
+    lives = accounting.lives_of(run)
+    told = {task: [(life.state, life.ended, life.elapsed_s) for life in its] for task, its in lives.items()}
+    assert told == {
+        "4711_0": [("CANCELLED", True, 300)],
+        "4711_1": [("REQUEUED", False, 0), ("CANCELLED", True, 300)],
+    }
+    assert lives["4711_0"][0].n_gpus == 1
+    assert [attempt["failure"] for attempt in attempts_of(run, lives)] == ["cancelled", "preempted", "preempted"]
+
+
+def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
+    pretending("sacct", f"echo '4711_0|NODE_FAIL|9|gres/gpu=1|gpu1|0:0|{now}'; echo '4711_0|PENDING|||||Unknown'")
+    told = {"4711_0": [Life("CANCELLED", "cancelled", True, 5, 0, "")]}
+    lives = accounting._ask(run, commands.accounting)
+    assert accounting._filled(lives, told) == lives
+    later = {"4711_0": [Life("REQUEUED", None, False, 0, 0, ""), *told["4711_0"]]}
+    assert [life.state for life in accounting._filled(lives, later)["4711_0"]] == ["NODE_FAIL", "CANCELLED"]
+
+
 def test_the_jobs_are_those_of_the_process_whatever_logname_says(cluster, monkeypatch):
     """`su` and `sudo -E` may leave it as it was."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):

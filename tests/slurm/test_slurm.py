@@ -238,12 +238,19 @@ def test_scancel_of_a_task_is_no_error_of_the_run(project, slurmgpu, cluster):
     assert report(folder)["failures"] == {"cancelled": 1}
 
 
-def test_an_array_that_the_user_cancelled_is_not_resubmitted_automatically(project, slurmgpu, cluster):
+@pytest.mark.parametrize("accounting", ["answers", "is away"])
+def test_an_array_that_the_user_cancelled_is_not_resubmitted_automatically(project, slurmgpu, cluster, accounting):
     folder = project(80, held_from=16, auto_resubmit=3)
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
     wait_until_held(folder, 2, 2)
-    cluster.run("scancel", submissions(folder)[0]["array_job"])
-    wait_for_end(folder)
+    if accounting == "is away":
+        cluster.break_accounting()
+    try:
+        cluster.run("scancel", submissions(folder)[0]["array_job"])
+        wait_for_end(folder)
+    finally:
+        if accounting == "is away":
+            cluster.mend_accounting()
     assert len(submissions(folder)) == 1
     assert set(report(folder)["failures"]) == {"cancelled"}
 
