@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
-from slurmgpu.report.queued import Queue, requeued, startable, task_of
+from slurmgpu.report.queued import Queue, array_task, is_suspended, requeued, startable, task_of
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import ALL_FAIL, BriefRecord
@@ -92,10 +92,11 @@ def pace_of(
 ) -> Pace:
     """The pace of a run at the time `now`; `queue` are its jobs as in the JSON of status.
 
-    Attempts that have written nothing for `patience_s`, by default a lease, are ignored.
+    Attempts that have written nothing for `patience_s`, by default a lease, are ignored, and suspended ones.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
-    living = living_of(records, queue, now, patience_s)
+    stopped = {array_task(job) for job in queue or () if is_suspended(job)}
+    living = [r for r in living_of(records, queue, now, patience_s) if task_of(r) not in stopped]
     waiting = startable(queue or (), living)
     n_waiting = sum(job["n_tasks"] for job, _ in waiting)
     n_startable = sum(n_tasks for _, n_tasks in waiting)

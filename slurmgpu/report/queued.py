@@ -31,6 +31,11 @@ def is_held(job: Job) -> bool:
     return job["state"] == "PENDING" and ("held" in reason or reason.startswith("jobhold"))
 
 
+def is_suspended(job: Job) -> bool:
+    """Whether its processes were stopped, by scontrol or by a preemption that suspends."""
+    return job["state"] in ("SUSPENDED", "STOPPED")
+
+
 def array_task(job: Job) -> str:
     """The array task of a job in the queue: `1234_7`."""
     return job["job_id"] if "_" in job["job_id"] else f"{job['job_id']}_0"

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.queued import requeued
+from slurmgpu.report.queued import is_held, is_suspended, requeued
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.records import ALL_FAIL
 from slurmgpu.util.amounts import clock, count_of, rate_of, share_of, span_of
 from slurmgpu.util.ansi import without_escapes
+from slurmgpu.util.array_ids import array_of
 
 GRACE_S = 45.0
 """How long to wait once tasks are over: the merge may still run, or the queue was asked too early."""
@@ -130,12 +131,16 @@ def all_fail_words(status: Status) -> str:
 
 
 def queue_words(status: Status) -> str:
-    """Pending tasks with their reasons, their start, and the time left with them."""
-    pending = [job for job in status["queue"] or () if job["state"] == "PENDING" and job["n_tasks"]]
+    """Pending tasks with their reasons, their start, and the time left with them; suspended tasks, and a held merge."""
+    queue = status["queue"] or ()
+    pending = [job for job in queue if job["state"] == "PENDING" and (job["n_tasks"] or is_held(job))]
     by_reason: Counter[str] = Counter()
     for job in pending:
-        by_reason[plain(job["reason"])] += job["n_tasks"]
+        until = f", until `scontrol release {array_of(job['job_id'])}`" if is_held(job) else ""
+        by_reason[plain(job["reason"]) + until] += job["n_tasks"] or 1
     parts = [f"{n:,} pending ({reason})" for reason, n in by_reason.most_common(3)]
+    if n_suspended := sum(map(is_suspended, queue)):
+        parts.append(f"{n_suspended:,} suspended")
     if starts := [job["start"] for job in pending if job["start"] is not None]:
         parts.append(f"start about {moment(min(starts), status['time'])}")
     return "; ".join(part for part in (", ".join(parts), if_words(status)) if part)

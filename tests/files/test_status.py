@@ -138,6 +138,17 @@ def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended
     assert [look.has_ended(look.read([], (), NOW + 200_000 + now_s)[0]) for now_s in (0, 60)] == [False, True]
 
 
+def test_a_line_counts_suspended_tasks_and_names_what_releases_held_ones(run):
+    why = "launch failed requeued held"
+    held = [{**job(f"4711_{task}", "PENDING"), "reason": why} for task in (0, 1)]
+    queue = [*held, job("4711_2", "SUSPENDED"), {**MERGE, "reason": "JobHeldUser"}]
+    said = queue_words(read_status(run, queue, now=NOW + 900))
+    assert said.startswith(
+        f"2 pending ({why}, until `scontrol release 4711`), "
+        f"1 pending (JobHeldUser, until `scontrol release {MERGE['job_id']}`), 1 suspended"
+    )
+
+
 def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(run, capsys):
     show_status(read_status(run, [job("4711_2", "SUSPENDED"), job("4711_0", "RUNNING"), MERGE], now=NOW + 900))
     assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in capsys.readouterr().out

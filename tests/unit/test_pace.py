@@ -155,6 +155,17 @@ def running(n_tasks):
     return [{**pending(1, "None"), "job_id": f"4711_{task}", "state": "RUNNING"} for task in range(n_tasks)]
 
 
+def test_a_suspended_task_has_no_rate(steady):
+    records, published = steady.records(1000)
+    job = {**running(4)[3], "state": "SUSPENDED"}
+    four, three = (
+        pace_of(steady.plan(), records, published, queue, BEGIN + 1000) for queue in (running(4), [*running(3), job])
+    )
+    assert (four.n_living, three.n_living) == (4, 3)
+    assert three.items_per_s == pytest.approx(0.75 * four.items_per_s, rel=0.02)
+    assert three.left_s > 1.2 * four.left_s
+
+
 @pytest.mark.parametrize(
     ("reason", "start"),
     [("JobArrayTaskLimit", None), ("Priority", None), ("Resources", None), ("Priority", BEGIN + 1060)],

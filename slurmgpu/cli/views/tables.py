@@ -24,7 +24,7 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
-from slurmgpu.report.queued import Job, is_held
+from slurmgpu.report.queued import Job, is_held, is_suspended
 from slurmgpu.report.state_words import (
     if_words,
     merge_words,
@@ -44,8 +44,6 @@ MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has all."""
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
-SUSPENDED = ("SUSPENDED", "STOPPED")
-"""States of jobs whose processes were stopped, by scontrol or by a preemption that suspends."""
 EVERYWHERE = ("python", "numpy", "h5py")
 """Packages of every run, whose versions are only on the page and in the JSON."""
 MAX_ODD = 8
@@ -112,7 +110,7 @@ def _job_words(job: Job, now: float) -> str:
     if job["state"] == "PENDING":
         start = f", start estimated for {moment(job['start'], now)}" if job["start"] else ""
         return f"queued: {job['job_id']} ({job['reason']}{start})"
-    if job["state"] in SUSPENDED:
+    if is_suspended(job):
         return f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed"
     return ""
 
