@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -206,4 +207,32 @@ def reading_tokenising_computing_and_writing_overlap(machine: Machine) -> str:
     loop, took = _by_hand(machine), 1e6 / _work(machine).rate
     tokenizing, computing = (1e6 * seconds / len(loop.vectors) for seconds in (loop.tokenizing, loop.computing))
     figures = f"{took:.1f} µs a text; by hand {tokenizing:.1f} of tokenising and {computing:.1f} of computing"
+    figures += f"; {_preparing(machine)}"
     return hold(took < 0.95 * (tokenizing + computing) or not machine.on_gpu, figures)
+
+
+def _preparing(machine: Machine) -> str:
+    """What a call's preparation takes alone: where the GPU is not busy, it waits for one of these."""
+    from slurmgpu.workload import TaskContext
+    from slurmgpu.workloads.embed.workload import Embed
+
+    folder, _, texts = _files(machine)
+    size = machine.pick(BATCH, TOY_BATCH)
+    batches = [texts[start : start + size] for start in range(0, machine.pick(16_384, N_TOY), size)]
+    workload = Embed(model=str(folder), max_tokens=256)
+    workload.load(TaskContext(machine.device, min(1, machine.n_gpus), machine.folder))
+    workload._tokens.of(batches[0])
+    wall, own = time.perf_counter(), time.thread_time()
+    tokens = [workload._tokens.of(batch) for batch in batches]
+    seconds = {"tokenising": time.perf_counter() - wall, "of them in Python": time.thread_time() - own}
+    if machine.on_gpu:
+        workload._begun(tokens[0])()
+        wall = time.perf_counter()
+        begun = [workload._begun(batch) for batch in tokens]
+        seconds["starting kernels"] = time.perf_counter() - wall
+        for wait in begun:
+            wait()
+    each = 1e6 / sum(map(len, batches))
+    return f"a run's own on {os.cpu_count()} cores: " + ", ".join(
+        f"{s * each:.1f} {name}" for name, s in seconds.items()
+    )
