@@ -18,63 +18,47 @@ from pathlib import Path
 
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
-from slurmgpu.errors import GPUFaultError, Interrupted, SlurmGPUError, WorkerBrokenError
+from slurmgpu.errors import Interrupted, WorkerBrokenError
 from slurmgpu.loader.adapted import Adapted
-from slurmgpu.loader.build import build
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import LOADING, class_of
 from slurmgpu.run.recompute import Spans
 from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
-from slurmgpu.util import gpus
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import once_more_if_full
 from slurmgpu.util.broken_process import says_used_up
 from slurmgpu.util.chance import CHANCE
-from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.env_info import describe, used
-from slurmgpu.util.exceptions import described, message_of, trace_of
-from slurmgpu.util.forks import ending_forks
+from slurmgpu.util.exceptions import described
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.pipes import Report
-from slurmgpu.util.process_wide import without_full_collections, working_folder
+from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
-from slurmgpu.worker.call_failures import INTERRUPTED, Failure, check_debugger_left, settle
-from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
+from slurmgpu.worker.call_failures import INTERRUPTED, Failure, settle
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer
 from slurmgpu.worker.deadline import Deadline
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.item_reader import ItemReader
+from slurmgpu.worker.loading import device_of, load_together, load_workload
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
 from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparer import only_for_calls
 from slurmgpu.worker.publisher import ComputedShard, Publisher
 from slurmgpu.worker.shard_claimer import Claimer, Held, is_open
+from slurmgpu.worker.unpublished import FEW, Unpublished
 from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")
-
-FEW, MANY, LONG_S = 8, 100, 60.0
-"""The workload is at fault if MANY items failed alike before any was computed, or FEW once that has taken LONG_S: of
-two shards, if there are more. If 95 of 100 items fail alike, MANY do so in fewer than one of a hundred runs."""
 
 AHEAD_S = 2.0
 """A task claims and reads further shards while it computes one, if none took longer: others may be idle meanwhile."""
 READ_AT_ONCE = 1024
 """How many items of them are read between two calls, about, of inputs with an index."""
-
-
-def _n_items(waiting: Sequence[ComputedShard]) -> int:
-    return sum(len(one.computed.rows) for one in waiting)
-
-
-def is_enough(n_items: int, seconds: float) -> bool:
-    """Whether it is enough that so many items failed alike within these seconds, and none was computed."""
-    return n_items >= MANY or (n_items >= FEW and seconds >= LONG_S)
 
 
 @dataclass
@@ -104,9 +88,6 @@ class Worker:
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
-    _waiting: list[ComputedShard] = field(default_factory=list)
-    _began: float = 0.0
-    _is_decided: bool = False
     _publisher: Publisher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +101,7 @@ class Worker:
         if self.run.plan.parts > 1:
             self._parts = Parts(self.run, claim, given.submission, self._shall_leave_parts)
             self._claimer.joins = self._parts.shard_to_join
+        self._unpublished = Unpublished(lambda: bool(retried(self.run.shard_files, self.run.plan.lease_s)))
 
     def work(self) -> None:
         """Take shards until none is left; raises WorkerFailedError if going on is pointless.
@@ -134,14 +116,14 @@ class Worker:
         with working_folder(Path(plan.search_path)), ItemReader(self.run) as reader:
             started = time.monotonic()
             self.group.guard()
-            workload = self._load_together()
+            workload = load_together(self._load, self.group)
             enable_own_loggers()
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._log_outside()
             importer.look_at_read_files()
             self._resumes, self._takes_one = workload.resumes, workload.takes_one
-            self._is_decided = self._resumes  # an item takes too long for others to wait
+            self._unpublished.is_trusted = self._resumes  # an item takes too long for others to wait
             columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             self._publisher = Publisher(
                 self.run, self.assignment, columns, self.report, self._report_used, self.reports_in_threads
@@ -165,8 +147,8 @@ class Worker:
                 share=self.group.broadcast,
                 kept=plan.keep,
                 key=plan.key,
-                doubts=lambda: self._is_plain and self._doubts(),
-                is_enough=lambda n_failed: n_failed >= FEW and self._is_enough(n_failed),
+                doubts=lambda: self._is_plain and self._unpublished.doubts(),
+                is_enough=lambda n_failed: n_failed >= FEW and self._unpublished.is_enough(n_failed),
                 tell=self._tell,
             )
             if workload.prepare is not None and self._is_plain:
@@ -212,8 +194,7 @@ class Worker:
         for taken in self._shards():
             shard = taken.shard
             began = time.monotonic()
-            if not self._waiting:
-                self._began = began
+            self._unpublished.begin()
             if self._parts is not None:
                 self._parts.begin(shard, is_joined=self._shard != shard)
             try:
@@ -230,12 +211,10 @@ class Worker:
             if self.group.leads:
                 seconds = time.monotonic() - began
                 # By the clock as it is set now: its task does not know whether it was set since.
-                self._waiting.append(ComputedShard(shard, computed, time.time() - seconds, seconds, self._code()))
+                self._unpublished.add(ComputedShard(shard, computed, time.time() - seconds, seconds, self._code()))
             if computed.is_sample:
                 log.warning("shard %d: its other items wait, until another shard shows whether all items fail", shard)
-            # If all items raised at the same place, others, drawn at random, show whether it is the workload's fault.
-            is_enough = len(self._waiting) > 1 and self._is_enough()
-            self._claimer.draws = not is_enough and self._failed_alike() is not None and self._doubts()
+            self._claimer.draws = self._unpublished.wants_another()
             if not self._claimer.draws:
                 self._publish_all()
 
@@ -244,23 +223,11 @@ class Worker:
         """Whether one process computes whole items, and keeps nothing of one that it has begun."""
         return self._parts is None and self.group.world_size == 1 and not self._resumes
 
-    def _doubts(self) -> bool:
-        """Whether no shard shows yet that the workload works, neither one of this worker nor one of the run."""
-        self._is_decided = self._is_decided or bool(retried(self.run.shard_files, self.run.plan.lease_s))
-        return not self._is_decided
-
     def _code(self) -> str | None:
         """The digest of the code that has computed the last shard, None if that is unknown."""
         is_known = importer.is_code_known(looks=not self._has_looked)  # a first call may read files as well
         self._has_looked = True
         return self.assignment.code if is_known else None
-
-    def _is_enough(self, n_failed: int = 0) -> bool:
-        """Whether it is enough that so many items of the present shard fail like all of those that wait."""
-        return is_enough(n_failed + _n_items(self._waiting), time.monotonic() - self._began)
-
-    def _failed_alike(self) -> Failure | None:
-        return common_failure([one.computed for one in self._waiting])
 
     def _look_ahead_with(self, computer: Computer, reader: ItemReader) -> None:
         """Claim and read further shards while this computer computes, and write the files of the last in a thread."""
@@ -368,22 +335,18 @@ class Worker:
         return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
     def _publish_all(self, *, weighed: bool = True) -> bool:
-        """Publish what waits, unless it is much that failed alike, and no shard yet shows that the workload works.
+        """Publish what waits, see `Unpublished.take`.
 
         Samples are given back, to be computed as a whole: True if there were any. What a task that has to end leaves is
         not `weighed`: it might be lost.
         """
-        alike = self._failed_alike() if weighed else None
-        waiting, self._waiting = self._waiting, []
-        if alike is not None and _n_items(waiting) >= FEW and self._doubts():
-            raise WorkerFailedError("workload_error", alike.message, alike.trace)
-        self._is_decided = self._is_decided or bool(waiting)
-        for one in waiting:
+        shards = self._unpublished.take(weighed=weighed)
+        for one in shards:
             if one.computed.is_sample:
                 self._give_back(one.shard)
             else:
                 self._publisher.begin(one)
-        return any(one.computed.is_sample for one in waiting)
+        return any(one.computed.is_sample for one in shards)
 
     def _give_back(self, shard: int) -> None:
         self._claimer.give_back(shard)
@@ -470,42 +433,9 @@ class Worker:
         found = self._lookahead.first() if self._lookahead is not None else None
         return found[0] if found is not None and found[1][0].index == index else self._shard
 
-    def _load_together(self) -> Adapted:
-        """The workload, once all ranks have loaded it.
-
-        A rank that fails does not end at once, but waits for the others: those in a collective would fail of its end,
-        and it may have failed because another one has died, whose launcher ends it meanwhile.
-        """
-        loaded: Adapted | None = None
-        failure: WorkerFailedError | None = None
-        try:
-            loaded = self._load()
-        except WorkerFailedError as error:
-            failure = error
-        try:
-            has_failed = self.group.gather(failure is not None, groups.LOADING_PATIENCE_S if failure else None)
-            first = has_failed.index(True) if any(has_failed) else None
-        except PeersMissingError as error:
-            first = error.rank
-        if first not in (None, self.group.rank):
-            if failure is not None:
-                log.error("%s: %s%s", failure.kind, failure, f"\n{failure.trace}" if failure.trace else "")
-            self.group.gather()  # until the end of that rank, which says why, ends all
-        if failure is not None:
-            raise failure
-        assert loaded is not None
-        return loaded
-
     def _load(self) -> Adapted:
-        plan, given, group = self.run.plan, self.assignment, self.group
-        device = "cpu"
-        if given.n_gpus and given.device != "cpu":
-            try:
-                found = gpus.probe(given.n_gpus, mine=group.local_rank if group.world_size > 1 else None)
-            except GPUFaultError as error:
-                raise WorkerFailedError("gpu_fault", str(error)) from error
-            self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
-            device = f"cuda:{group.local_rank}"
+        given, group = self.assignment, self.group
+        device = device_of(given, group, self.report)
         context = TaskContext(
             device,
             gpus=given.n_gpus if device != "cpu" else 0,
@@ -521,28 +451,10 @@ class Worker:
             log=self._logged.log if group.leads else lambda step, **values: None,
             code=given.code,
             is_again=lambda: self._shard is not None and self.run.revision_to_make(self._shard) > 0,
-            parts=plan.parts,
+            parts=self.run.plan.parts,
             **({} if self._parts is None else {"divide": only_for_calls("task.divide", self._parts.divide)}),
         )
-
-        def kind_of(error: BaseException) -> str:
-            found = class_of(error, LOADING)
-            # A workload that uses a GPU where the run asks for none finds none on any node.
-            return "workload_error" if found == "gpu_fault" and device == "cpu" else found
-
-        try:
-            with ending_forks(), without_full_collections():
-                workload = build(plan.workload, plan.settings, Path(plan.search_path))
-                workload.load(context)
-        except SlurmGPUError as error:
-            if error.__cause__ is not None:
-                log.info("what led to it:", exc_info=error.__cause__)
-            raise WorkerFailedError(kind_of(error), message_of(error)) from error
-        except INTERRUPTS:
-            raise
-        except BaseException as error:  # also a panic of a library in Rust
-            check_debugger_left(error)
-            raise WorkerFailedError(kind_of(error), described(error), trace_of(error)) from error
+        workload = load_workload(self.run.plan, context)
         return workload if self._parts is None else replace(workload, call=self._parts.calling(workload.call))
 
     def _note(self, name: str, value: float) -> None:

@@ -23,7 +23,7 @@ from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
 from slurmgpu.worker.item_copies import own_copies
-from slurmgpu.worker.worker import is_enough
+from slurmgpu.worker.unpublished import is_enough
 from slurmgpu.workload import Item
 
 COLUMNS = {"x": Array("float64")}
