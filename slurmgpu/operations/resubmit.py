@@ -102,7 +102,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     again = merge.failed_again(run, number) if asked.failed else Recompute(number, {})
     missing = sorted(set(range(run.plan.n_shards)) - run.published(fresh=True))
     if not missing and not again.shards and not asked.other_code:
-        raise _nothing_to_compute(run, asked.failed)
+        raise _nothing_to_compute(run)
     if asked.code:
         taken, changed = former.former_code(run, asked.code)
     else:
@@ -166,19 +166,19 @@ def check_image(container: Mapping[str, Any]) -> None:
         raise SlurmGPUError(f"{text[:1].upper()}{text[1:].rstrip('.')}.") from error
 
 
-def _nothing_to_compute(run: Run, failed: bool) -> SlurmGPUError:
+def _nothing_to_compute(run: Run) -> SlurmGPUError:
     if not is_complete(run):
         return SlurmGPUError(
             f"{run.folder} has every shard, but merged.h5 lacks some of their rows. "
             f"`slurmgpu merge {run.typed}` merges them."
         )
-    if failed:
-        return NothingToSubmitError(f"{run.folder} has every shard, and no item failed: there is nothing to compute.")
     if run.plan.look:
-        more = "it has some items of its input: for all of them submit again without --limit and --items"
+        more = "It has some items of its input: for all of them submit again without --limit and --items"
     else:
-        more = f"items that were added to its input take another run: submit again by --extend {run.typed}"
-    return NothingToSubmitError(
-        f"{run.folder} has every shard: there is nothing to compute. "
-        f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again; {more}, with another --run-dir."
-    )
+        more = f"Items that were added to its input take another run: submit again by --extend {run.typed}"
+    if n_failed := merge.failed_again(run, 0).n_items:
+        again = f"`slurmgpu resubmit --failed {run.typed}` computes {count_of(n_failed, 'failed item')} again."
+        said = f"{run.folder} has every shard: there is nothing to compute. {again}"
+    else:
+        said = f"{run.folder} has every shard, and no item failed: there is nothing to compute."
+    return NothingToSubmitError(f"{said} {more}, with another --run-dir.")

@@ -668,7 +668,7 @@ def test_a_few_items_that_all_fail_have_their_errors(project, slurmgpu):
 def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, slurmgpu):
     folder = project(40, settings={"faults": {"17": "exception", "33": "segfault"}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)
-    assert "--failed" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "computes 2 failed items again" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     failed = sorted(each for record in records(folder) for each in record["failed"])
     assert failed == [[2, {"item_error": 1}], [4, {"crash": 1}]]
     kept = shard_times(folder)
@@ -684,7 +684,8 @@ def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, 
     assert report(folder)["ledger"]["repeated"] == 0
     refused = slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=2).stderr
     assert "has every shard, and no item failed" in refused
-    assert f"submit again by --extend {folder / 'run'}" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert f"submit again by --extend {folder / 'run'}" in refused
+    assert slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr == refused
     assert read_status(Run.open(folder / "run"))["n_errors"] == 0
 
 
