@@ -33,7 +33,8 @@ def check_fields(
     """
     known = spec.columns if spec.columns is not None else _first_fields(spec, index, wanted)
     called = called or f"the input {spec.files[0].path}"
-    lacks = f"{called} lacks" if spec.columns is not None else f"none of the first {FIRST_ITEMS} items of {called} has"
+    has_seen_all = spec.columns is not None or spec.n_items <= FIRST_ITEMS
+    lacks = f"{called} lacks" if has_seen_all else f"none of the first {FIRST_ITEMS} items of {called} has"
     for name in sorted(wanted):
         if known and name not in {*known, "error"}:
             raise SlurmGPUError(

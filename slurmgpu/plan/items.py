@@ -27,6 +27,8 @@ Configurations = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None] | None
 """Is called with the bytes of the input that were read, and with all of them."""
 Room = Callable[[], Path]
+SWEEP = "[sweep]"
+"""What an input made of [sweep] is called."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,11 @@ class _Asked:
         inputs.check_fields(spec, self.index, self.kept, "keep", {}, called)
         inputs.check_fields(spec, self.index, [key] if key else (), "key", {}, called)
         notes = [said] if key and (said := check_names(spec, self.index, key)) else []
-        inputs.check_fields(spec, self.index, workload.fields, title, workload.advice, called)
+        advice = workload.advice
+        if called == SWEEP:
+            also = " Vary it as well, or name an input whose items have it."
+            advice = {name: f"{advice.get(name, '')}{also}" for name in workload.fields}
+        inputs.check_fields(spec, self.index, workload.fields, title, advice, called)
         inputs.refuse_fields(spec, self.index, workload.not_fields, title, workload.advice, called)
         if workload.check_input is None:
             return notes
@@ -165,7 +171,7 @@ def _without_files(asked: _Asked, folder: Path) -> Items:
     made = folder / sweeps.FILE
     sweeps.write(own, made)
     spec = inputs.scan([made], asked.index, stride=asked.stride)
-    lines = asked.check(spec, "[sweep]" if configurations else None)
+    lines = asked.check(spec, SWEEP if configurations else None)
     said = (
         sweeps.headline(config.sweep, len(own))
         if config.sweep

@@ -629,7 +629,7 @@ def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path, pr
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"run": ["cat", "{txet}"]}, "takes the field 'txet', which none of the first 100 items of the input"),
+        ({"run": ["cat", "{txet}"]}, "takes the field 'txet', which the input"),
         ({"run": ["sh", "-c", "cat ${HOME}", "sh", "{text}"]}, "If the braces are the program's own, write ${{HOME}}."),
         ({"run": ["cat", "{text}"], "env": {"XX": 1}}, """As text: XX = "1", on the command line -s 'env.XX="1"'."""),
         ({"run": ["no-such-program", "{text}"]}, "there is no program 'no-such-program' on the PATH"),
@@ -787,6 +787,23 @@ def test_run_takes_a_grid_in_place_of_an_input(slurmgpu, tmp_path):
     )
     rows = slurmgpu("export", "runs/bash", "-o", "-", "--format", "csv", cwd=tmp_path).stdout.split()
     assert rows[1:] == ["0,0.1,0.1,0,", "1,0.11,0.1,1,", "2,0.01,0.01,0,", "3,0.011,0.01,1,"]
+
+
+def test_run_says_how_a_sweep_goes_with_an_input_and_which_of_its_keys_the_program_does_not_get(slurmgpu, tmp_path):
+    (tmp_path / "a.txt").write_text("a\nbb\n")
+    start = "run", "--col", "n:float32", "--gpus", "0", "--executor", "debug", "--dry-run", "-s", "sweep.lr=[0.1, 0.01]"
+    beside = slurmgpu(*start, "--each", "a.txt", "--", "expr", "{text}", "{lr}", cwd=tmp_path, expect=2).stderr
+    assert "for a run for each value of {lr} write -s 'sweep.values.lr=[…]'" in beside
+    (tmp_path / "b.jsonl").write_text('{"seed": 1}\n')  # a field of the items, and the run's seed, which is varied
+    seeds = *start[:-1], "sweep.seed=[0, 1]", "--each", "b.jsonl"
+    assert "lr" not in slurmgpu(*seeds, "--", "echo", "{seed}", cwd=tmp_path, expect=0).stderr
+    alone = slurmgpu(*start, "--", "echo", "{lr}", "{text}", cwd=tmp_path, expect=2).stderr
+    assert "'text', which [sweep] lacks. Known: lr. Vary it as well, or name an input whose items have it." in alone
+    unused = *start, "-s", "sweep.wd=[0, 1]"
+    told = slurmgpu(*unused, "--", "echo", "{lr}", cwd=tmp_path, expect=0).stderr
+    assert "sweep.wd is in no argument of the program: its values repeat the same calls" in told
+    for program in (["echo", "{lr}", "{wd}"], ["cp", "{in:jsonl}", "{out}"]):
+        assert "is in no argument" not in slurmgpu(*unused, "--", *program, cwd=tmp_path, expect=0).stderr
 
 
 def test_rows_of_an_earlier_run_are_taken_by_their_index_which_lines_of_items_have_for_their_own(slurmgpu, tmp_path):

@@ -369,7 +369,9 @@ def test_a_workload_checks_the_configurations_before_anything_is_written(tmp_pat
     (tmp_path / "slurmgpu.toml").write_text(run_file.format("Checking"))
     assert refused(tmp_path) == 'sweep.jsonl, 2: {"x": 1}\n{"x": 2}\n'
     (tmp_path / "slurmgpu.toml").write_text(run_file.format("Choosy"))
-    assert "takes the field 'width', which none of the first 100 items of [sweep] has" in refused(tmp_path)
+    assert "takes the field 'width', which [sweep] lacks. Known: x. Vary it as well, or name an input" in refused(
+        tmp_path
+    )
 
 
 def test_a_site_file_has_no_sweep(tmp_path, sweeping, monkeypatch):

@@ -90,7 +90,7 @@ def run(
     beside the fields. For one whose rows have a field of their item in place of the index, --set match=FIELD names it.
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
-    from slurmgpu.cli.console import result
+    from slurmgpu.cli.console import result, say
     from slurmgpu.run.frozen_plan import NO_RUN_FILE
 
     if not each and not any(re.match(r"(sweep|input)\b", text) for text in given["settings"] or ()):
@@ -105,7 +105,31 @@ def run(
         result(as_toml(overrides))
     asked = {name: given[name] for name in options.SUBMITTING}
     earlier = None if given["run_dir"] is not None else _earlier(overrides["run_dir"], context.meta[PROGRAM])
-    raise typer.Exit(submitting.submit(Path.cwd() / NO_RUN_FILE, overrides, earlier=earlier, **asked))
+    varied = _varied(overrides)
+    named = set(re.findall(r"\{([\w-]+)", " ".join(context.meta[PROGRAM])))
+    has_input, is_fed = "input" in overrides, "in" in named or "stream" in overrides["settings"]
+    if not has_input and not is_fed and (unused := [key for key in varied if key not in named]):
+        say(
+            f"sweep.{unused[0]} is in no argument of the program: its values repeat the same calls. To give them to "
+            f"it, name {{{unused[0]}}} behind --."
+        )
+    try:
+        code = submitting.submit(Path.cwd() / NO_RUN_FILE, overrides, earlier=earlier, **asked)
+    except SlurmGPUError as error:
+        if has_input and (key := next((key for key in varied if key in named and repr(key) in str(error)), None)):
+            raise SlurmGPUError(
+                f"{error} Beside --each a sweep varies settings: for a run for each value of {{{key}}} write "
+                f"-s 'sweep.values.{key}=[…]'; without --each each value is an item."
+            ) from error
+        raise
+    raise typer.Exit(code)
+
+
+def _varied(overrides: Overrides) -> list[str]:
+    """The keys of a sweep that are fields of its items, where no input has these."""
+    from slurmgpu.plan.overrides import TABLES
+
+    return [key for key in overrides.get("sweep", {}) if key not in {*TABLES, "input", "values", "random", "zip"}]
 
 
 def whole_run_file(
