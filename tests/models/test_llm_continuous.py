@@ -345,6 +345,7 @@ def test_on_a_cpu_static_batches_are_chosen_and_a_reason_is_logged(folders, capl
     [
         ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "layers are on 2 devices"),
         ("layer_types", ["full_attention", "linear_attention"], "other layers than attention: linear_attention"),
+        ("attn_logit_softcapping", 50.0, "its attention caps its scores"),
     ],
 )
 def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(
@@ -356,7 +357,7 @@ def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(
 
     def load_changed(*arguments):
         loaded = load(*arguments)
-        setattr(loaded.model.config if attribute == "layer_types" else loaded.model, attribute, value)
+        setattr(loaded.model if attribute == "hf_device_map" else loaded.model.config, attribute, value)
         return loaded
 
     monkeypatch.setattr(transformers_engine, "load_model", load_changed)
@@ -402,6 +403,21 @@ def test_flash_attention_is_what_the_model_takes_of_what_is_installed(monkeypatc
     assert model.config._attn_implementation == own
     reason = continuous.advisable(SimpleNamespace(model=model))
     assert reason == (None if found else "flash attention is not installed here, or the model cannot use it")
+
+
+@pytest.mark.parametrize("caps", [True, False])
+def test_flash_attention_alone_caps_scores_in_continuous_batches(monkeypatch, caps):
+    """Gemma 2 has such scores; before 5.19 transformers had another function for pages, which did not."""
+    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_2"]))
+    if not caps:
+        monkeypatch.setattr("transformers.modeling_flash_attention_utils._flash_attention_forward", lambda: None)
+    model, without = OnAGPU("eager"), OnAGPU("eager", flash_attention_2=ImportError("no kernels"))
+    for each in (model, without):
+        capped = SimpleNamespace(model_type="x", attn_logit_softcapping=50.0)
+        each.config.get_text_config = lambda capped=capped: capped
+    reason = "its attention caps its scores (attn_logit_softcapping), which transformers leaves out there"
+    assert continuous.available(SimpleNamespace(model=model)) == (None if caps else reason)
+    assert continuous.available(SimpleNamespace(model=without)) == reason
 
 
 def test_eight_bit_weights_of_bitsandbytes_advise_static_batches(monkeypatch):

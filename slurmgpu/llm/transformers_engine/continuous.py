@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import itertools
 import logging
 import math
@@ -178,10 +179,19 @@ def available(loaded: Loaded) -> str | None:
         return f"its layers are on {len(devices)} devices, and the cache is on one"
     if not CallLengths.of(model.config.get_text_config()).has_two:
         return "its attention counts the columns of all requests"
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) and not _caps_scores(model):
+        return "its attention caps its scores (attn_logit_softcapping), which transformers leaves out there"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
         return f"it has other layers than attention: {', '.join(strange)}"
     return None
+
+
+def _caps_scores(model: Any) -> bool:
+    """Whether continuous batches cap the scores of attention: by flash attention, which has their cache since 5.19."""
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    return flash_attention(model) is not None and "k_cache" in inspect.signature(_flash_attention_forward).parameters
 
 
 def advisable(loaded: Loaded) -> str | None:
