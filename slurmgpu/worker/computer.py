@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,16 +18,16 @@ from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import LOADING, POLICIES
 from slurmgpu.run.records import ALL_FAIL
-from slurmgpu.shards.columns import Column, convert_row, convert_rows
-from slurmgpu.util.amounts import count_of
+from slurmgpu.shards.columns import Column
 from slurmgpu.util.broken_process import is_used_up
 from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.call_failures import INTERRUPTED, MAY_PASS, NOT_ASKED, Failure, attempt, may_pass, of_item
+from slurmgpu.worker.call_failures import INTERRUPTED, NOT_ASKED, Failure, attempt
 from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.preparer import Preparer
+from slurmgpu.worker.returned_rows import RowConverter, as_list
 from slurmgpu.workload import Item
 
 log = logging.getLogger(__name__)
@@ -160,8 +160,11 @@ class Computer:
     _has_row: bool = False
     _has_told: bool = False
     _preparer: Preparer | None = field(init=False)
+    _converter: RowConverter = field(init=False)
 
     def __post_init__(self) -> None:
+        title = title_of(self.name, "workload")
+        self._converter = RowConverter(title, self.columns, self.workload.explain_misfit)
         prepare = self.workload.prepare
         self._preparer = None if prepare is None else Preparer(prepare)
 
@@ -453,10 +456,7 @@ class Computer:
         return made
 
     def _returned(self, given: tuple[Any, ...]) -> Any:
-        returned = self.workload.call(*given)
-        # A generator computes while it is read.
-        are_rows = self.keeps_rows and _may_be_rows(returned)
-        return list(returned) if are_rows or isinstance(returned, Iterator) else returned
+        return as_list(self.workload.call(*given), are_kept=self.keeps_rows)
 
     def _attempt(self, function: Callable[[], Any], n_items: int) -> tuple[Any, Failure | None]:
         return attempt(function, n_items, folder=self.folder, resumes=self.workload.resumes)
@@ -475,53 +475,21 @@ class Computer:
         return policy.node_at_fault or policy.rest == LOADING or (policy.ends_task and self.workload.resumes)
 
     def _keep(self, items: Sequence[Item], returned: Any, shard: _Shard) -> None:
-        is_list = isinstance(returned, list)
-        if not is_list or len(returned) != len(items):
-            kind = "None" if returned is None else f"a {type(returned).__name__}"
-            found = count_of(len(returned), "row") if is_list else kind
-            message = f"{title_of(self.name, 'workload')} returned {found} for {count_of(len(items), 'item')}"
-            message += "" if is_list else "; expected a list with a row, or an ItemError, for each of them"
+        rows = shard.done.rows
+        if (failure := self._converter.wrong_number(returned, len(items))) is not None:
             # Not narrowed: a single item would get the one row that was meant for all.
-            failure = Failure("item_error", message, ("rows",))
             self._log(shard, items[0].index, failure)
-            shard.done.rows.update({item.index: failure for item in items})
+            rows.update({item.index: failure for item in items})
             return
-        if not self._keep_at_once(items, returned, shard):
-            for item, row in zip(items, returned, strict=True):
-                shard.done.rows[item.index] = self._check(shard, item, row)
-
-    def _keep_at_once(self, items: Sequence[Item], rows: list[Any], shard: _Shard) -> bool:
-        """Keep all rows of a call, if all of them fit; else the one that does not is found one by one."""
-        if not all(type(row) is dict for row in rows):
-            return False
-        if self.kept:
-            rows = [{**row, **shard.taken_in.kept[item.index]} for item, row in zip(items, rows, strict=True)]
-        try:
-            converted = convert_rows(self.columns, rows)
-        except Exception:  # a value of a user's class may raise any; `_check` says which
-            return False
-        shard.done.rows.update(zip((item.index for item in items), converted, strict=True))
-        return True
-
-    def _check(self, shard: _Shard, item: Item, row: Any) -> Mapping[str, Any] | Failure:
-        if isinstance(row, ItemError):
-            failure = of_item(row)
-            self._log(shard, item.index, failure)
-            return failure
-        if isinstance(row, MAY_PASS):
-            return may_pass(row)
-        try:
-            has_more = self.kept and isinstance(row, Mapping)
-            return convert_row(self.columns, {**row, **shard.taken_in.kept[item.index]} if has_more else row)
-        except Exception as error:  # a row or a value of a user's class may raise any
-            is_misfit = isinstance(error, ValueError)
-            said = message_of(error) if is_misfit else described(error)
-            message = f"{title_of(self.name, 'workload')}: {said}"
-            if is_misfit and (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
-                message += f". {more}"
-            failure = Failure("item_error", message, ("row", said))
-            self._log(shard, item.index, failure)
-            return failure
+        kept = [shard.taken_in.kept[item.index] for item in items] if self.kept else None
+        indices = [item.index for item in items]
+        if (converted := self._converter.at_once(returned, kept)) is not None:
+            rows.update(zip(indices, converted, strict=True))
+            return
+        for index, row in zip(indices, self._converter.one_by_one(returned, kept), strict=True):
+            rows[index] = row
+            if isinstance(row, Failure) and row.retry_after is None:
+                self._log(shard, index, row)
 
     def _log(self, shard: _Shard, index: int, failure: Failure) -> None:
         """Log each failed item; the traceback only once per place that raised."""
@@ -533,8 +501,3 @@ class Computer:
         log.warning("%s: %s: %s%s", shard.called(index), failure.kind, said, told)
         if first == index:
             log.warning("%s", failure.trace)
-
-
-def _may_be_rows(returned: Any) -> bool:
-    """Whether iteration may give rows; a dict or a data frame gives its keys."""
-    return isinstance(returned, Iterable) and not (isinstance(returned, str | bytes) or hasattr(returned, "keys"))
