@@ -7,11 +7,13 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
-from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile
-from slurmgpu.code.tracer import CONFIGURATIONS, NAMED, PROGRAMS, TEXTS, Tracer
+from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS
+from slurmgpu.code.snapshots import Snapshot
+from slurmgpu.code.tracer import NAMED, Tracer
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import CodeAbout, Git
@@ -27,59 +29,73 @@ def snapshot_of(
     git: Git | None,
     *,
     also: Iterable[str] = (),
-    former: Iterable[SourceFile] = (),
     texts: Iterable[str] = (),
-    formerly_read: Iterable[ReadFile] = (),
+    former: Snapshot | None = None,
 ) -> Snapshot:
     """A snapshot of a run's user modules as they are now. SlurmGPUError names file and line of a syntax error.
 
-    `git` is the state of their repository. `also` are other modules that were seen to be imported. `former` are the
-    files of an earlier snapshot; their modules are traced, too. `texts` are those of functions that are in no module,
-    and `formerly_read` the files that an earlier snapshot's code read.
+    `git` is the state of their repository. `also` are other modules that were seen to be imported, and `texts` those of
+    functions that are in no module. What a `former` snapshot has is looked for, too.
     """
-    packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
-    former = list(former)
-    tracer = Tracer(Path(plan.search_path), packages, former)
-    tracer.inputs = {str((file["source"] or file)["path"]) for file in plan.input["files"]}
+    base, settings = Path(plan.search_path), list(plan.texts())
+    tracer = Tracer(
+        base,
+        None if container is None else [(str(name), str(path)) for name, path in container["packages"]],
+        former.files if former else (),
+        inputs={str((file["source"] or file)["path"]) for file in plan.input["files"]},
+        options={_option_in(text).lstrip("-").replace("-", "_") for text in settings if text.startswith("--")},
+    )
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
-    before = ""
-    for text in plan.texts():
-        if names_in_shell.is_before_code(before):
-            tracer.add_shell_code(text)
-        elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
-            tracer.choosing_gpus.append(text)
-        if text.startswith("--"):
-            tracer.options.add(text.partition("=")[0].lstrip("-").replace("-", "_"))
-        option, before = before if "=" not in text else text.partition("=")[0], text
-        if len(text) < LONG_TEXT:
-            if found := NAMED.fullmatch(text):
-                tracer.add_named(found[1], needed=False)
-            # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
-            if not names_in_shell.is_for_output(option):
-                tracer.add_text(text.rpartition("=")[2], (Path(plan.search_path),), CONFIGURATIONS | PROGRAMS)
-            if text.startswith("PYTHONPATH="):  # of `env`
-                tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
+    _add_settings(tracer, settings, base)
     if isinstance(environ := plan.settings.get("env"), Mapping):
-        tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
-        if names_in_shell.sets_gpus(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')}"):
-            tracer.choosing_gpus.append("env under [settings]")
+        _add_environment(tracer, environ)
     for text in texts:
-        tracer.add_text(text, (Path(plan.search_path),), CONFIGURATIONS | PROGRAMS | TEXTS)
-    for file in formerly_read:
-        tracer.add_text(file.path, (Path(plan.search_path),), frozenset({Path(file.path).suffix}))
+        tracer.add_text(text, (base,))
+    for file in former.read if former else ():
+        tracer.add_read(Path(file.path))
     for script in plan.scripts:
         tracer.add_script(Path(script))
-    for name in sorted({*also, *(name for file in former for name in file.modules)}):
-        tracer.add_module(name, needed=False)
-    files = tracer.follow()
-    read = tracer.read_files(files)
+    for name in sorted({*also, *(name for file in (former.files if former else ()) for name in file.modules)}):
+        tracer.add_module(name)
+    trace = tracer.finish()
     about: CodeAbout = {
         "python": platform.python_version(),
-        "distributions": _versions(tracer.where.bound_in if container else {*tracer.where.foreign, *PACKAGES}),
+        "distributions": _versions(trace.packages if container else {*trace.packages, *PACKAGES}),
         "image": container["identity"].get("sha256") if container else None,
         "git": git,
     }
-    return Snapshot(files, about, tuple(tracer.sentences(read)), tracer.namespaces(files), read)
+    return Snapshot(trace.files, about, trace.notes, trace.namespaces, trace.read)
+
+
+def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
+    """Add what the texts of the settings name, among them the command line of a program, and what each sets."""
+    before = ""
+    for text in texts:
+        if names_in_shell.is_before_code(before):
+            tracer.add_shell_code(text)
+        elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
+            tracer.notes.choosing_gpus.append(text)
+        option, before = before if "=" not in text else _option_in(text), text
+        if len(text) < LONG_TEXT:
+            if found := NAMED.fullmatch(text):
+                tracer.add_named(found[1])
+            # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
+            if not names_in_shell.is_for_output(option):
+                tracer.add_text(text.rpartition("=")[2], (base,), CONFIGURATIONS | PROGRAMS)
+            if text.startswith("PYTHONPATH="):  # of `env`
+                tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
+
+
+def _add_environment(tracer: Tracer, environ: Mapping[str, Any]) -> None:
+    """Add what the variables under `env` name."""
+    tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
+    if names_in_shell.sets_gpus(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')}"):
+        tracer.notes.choosing_gpus.append("env under [settings]")
+
+
+def _option_in(text: str) -> str:
+    """The part of `--option=value` before its value."""
+    return text.partition("=")[0]
 
 
 def git_state(folder: Path) -> Git | None:

@@ -44,9 +44,8 @@ def code_now(
         container,
         git_state(Path(run.plan.search_path)),
         also=given.modules if given else (),
-        former=former.files if former else (),
         texts=given.texts if given else (),
-        formerly_read=former.read if former else (),
+        former=former,
     )
     in_use = dict(line.get("functions", {})) if line else {}
     if given is not None:

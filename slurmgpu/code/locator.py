@@ -60,6 +60,11 @@ class Locator:
         self._tops: set[str] = set()
         importlib.invalidate_caches()
 
+    def search_first(self, folder: Path) -> None:
+        """Look for modules in a folder before all others, as Python does for that of a script."""
+        if str(folder) not in self.folders:
+            self.folders.insert(0, str(folder))
+
     def top_of(self, module: str) -> str | None:
         """The package of a module, if it is not beside the run file."""
         top = module.partition(".")[0]

@@ -78,7 +78,7 @@ def test_modules_of_such_a_folder_are_told_to_be_missing_in_the_snapshot(parts: 
         tracer = Tracer(parts, None, ())
         list(tracer._modules_below("parts"))
     (parts / "parts" / "shut").rename(parts / "parts" / "2024")
-    [said] = tracer.sentences(())
+    [said] = tracer.finish().notes
     assert said == f"{parts}/parts/shut cannot be listed: modules in it are not in the snapshot: Permission denied."
 
 

@@ -722,7 +722,7 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
     (folder / "signed.py").write_text("import vanishing\nfrom helpers import vanishing\n" + WORKLOAD)
     with draft_run(folder / "slurmgpu.toml") as draft:
         importer.forget_changed()
-        before = draft.code.files
+        before = draft.code
         (folder / "helpers" / "vanishing.py").unlink()
         snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name
         (folder / "vanishing.py").unlink()

@@ -22,8 +22,8 @@ from itertools import groupby
 from pathlib import Path
 
 from slurmgpu.code import importer
+from slurmgpu.code.file_kinds import SCRIPTS
 from slurmgpu.code.locator import is_others
-from slurmgpu.code.tracer import SCRIPTS
 from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of, types_of_rows
 from slurmgpu.util import cgroups, gpus
