@@ -173,9 +173,9 @@ def submit(
     `items`, such as "10:20,35", it is a run of these items only, in RUN-look, in place of an earlier one. `extend`
     is a run of an input that has more items since, of which only these are computed. `after` is a run that has
     to be complete before tasks start. With the executors local and debug, the run is computed and merged when this
-    returns; local calls `on_tick(run)` meanwhile. `inject` are faults on demand, such as `crash@17`;
-    `RunHandle.rehearsed` returns their outcome. Notes, such as on a misspelt member of the workload, are logged as
-    warnings.
+    returns; `on_tick(run)` is called meanwhile, by debug after each shard. `inject` are faults on demand, such as
+    `crash@17`; `RunHandle.rehearsed` returns their outcome. Notes, such as on a misspelt member of the workload, are
+    logged as warnings.
     """
     refuse_if_importing("slurmgpu.submit")
     other = Run.open(Path(after)) if after is not None else None

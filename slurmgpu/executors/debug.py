@@ -20,6 +20,7 @@ class Debug(Here):
     """Everything in the process that submits."""
 
     name = "debug"
+    in_process = True
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
         """Refuse those that end the process."""
@@ -50,7 +51,7 @@ class Debug(Here):
 
         def work(on_tick: Callable[[], None]) -> Lives:
             with ended_by_exception(then_killed=True), beating(run.folder, attempt.name, attempt.job):
-                Task(run, attempt).run_in_process()
+                Task(run, attempt).run_in_process(on_tick)
             return {}
 
         return Started(wait=work)

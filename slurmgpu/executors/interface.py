@@ -87,6 +87,8 @@ class Executor(ABC):
     """Whether its tasks are jobs, which have a walltime and do not need the process that submitted them."""
     detaches: ClassVar[bool] = False
     """Whether another process than the user's can submit, and wait for its tasks."""
+    in_process: ClassVar[bool] = False
+    """Whether the user's own process computes, whose terminal a debugger may have."""
     not_in_paths: ClassVar[str] = ""
     """Characters that the path of a run directory must not have."""
 

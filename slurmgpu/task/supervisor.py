@@ -106,10 +106,10 @@ class Task:
         with signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
             return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
 
-    def run_in_process(self) -> int:
-        """Work in this process, where `breakpoint()` stops; its exit code."""
+    def run_in_process(self, on_published: Callable[[], None]) -> int:
+        """Work in this process, where `breakpoint()` stops; its exit code. It calls `on_published` after each shard."""
         try:
-            return self._finish(self._guarded(self._work_here))
+            return self._finish(self._guarded(lambda: self._work_here(on_published)))
         except BaseException as error:  # Ctrl-C, or the end of the debugger
             failure = "cancelled" if isinstance(error, INTERRUPTS) else "crash"
             self._fail(failure, described(error))
@@ -488,10 +488,15 @@ class Task:
             code_digest(lines, given.submission),
         )
 
-    def _work_here(self) -> int:
+    def _work_here(self, on_published: Callable[[], None]) -> int:
         from slurmgpu.worker.worker import Worker
+
+        def report(event: Any) -> None:
+            self.handle(event)
+            if event["event"] == "published":
+                on_published()
 
         assignment = self._assignment()
         with importer.using(self.run.folder, assignment.code):
-            Worker(self.run, assignment, self.handle).work()
+            Worker(self.run, assignment, report).work()
         return 0

@@ -101,7 +101,7 @@ def run_at_work(folder: Path, cluster: Cluster | None) -> Run:
     with draft_run(run_file) as draft:
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
     one = Task(run, Attempt("1", 0, executor="debug", device="cpu"))
-    if one.run_in_process():
+    if one.run_in_process(lambda: None):
         raise RuntimeError(f"the shards could not be made: {one.record}")
     [record] = run.attempts()
     (run.tasks / f"{record['attempt']}.json").unlink()

@@ -41,6 +41,7 @@ from tests.support.runs import (
     wait_until_held,
     workers,
 )
+from tests.support.terminals import Terminal
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 DEBUG = ("submit", "--executor", "debug", "--gpus", "0")
@@ -130,6 +131,21 @@ def test_a_breakpoint_stops_the_debug_executor(project):
     )
     output, _ = process.communicate(timeout=200)
     assert "builtins.breakpointed" in output  # Python tried to call it, in the process that the user started
+
+
+def test_the_debug_executor_leaves_the_terminal_to_a_debugger_and_tells_of_published_shards(project):
+    folder = project(24)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace(IN_A_CALL, f"{IN_A_CALL}        breakpoint()\n", 1))
+    with Terminal(*DEBUG, cwd=folder) as terminal:
+        terminal.see(lambda it: any(line.startswith("(Pdb)") for line in it.display))
+        terminal.send(b"p 6 * 7")
+        terminal.see(lambda it: it.display[it.screen.cursor.y] == "(Pdb) p 6 * 7")
+        terminal.send(b"\n")
+        terminal.see(lambda it: "42" in it.display)
+        terminal.send(b"import pdb; pdb.Pdb.set_trace = lambda *_: None\nc\n")
+        assert terminal.end() == 0
+    assert b" of 24 items" in terminal.written, terminal.written.decode()
 
 
 def test_exceptions_and_item_errors_cost_their_item_alone(faulty):

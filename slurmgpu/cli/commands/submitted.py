@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -72,17 +72,24 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
 
 
 class _Follower:
-    """Shows how far a run is: by a bar on a terminal, else by the lines of `status --watch` in a pipe."""
+    """Shows how far a run is: by a bar on a terminal, else by the lines of `status --watch` in a pipe.
 
-    def __init__(self, bar: Progress | None, n_items: int) -> None:
-        self._bar = partial(bar.update, bar.add_task("items", total=n_items, progress="")) if bar else None
+    A run in this process has lines on a terminal, too: a bar would draw over what is typed in a debugger.
+    """
+
+    def __init__(self, shown: contextlib.ExitStack, n_items: int) -> None:
+        self._shown, self._n_items = shown, n_items
+        self._bar: Callable[..., None] | None = None
+        self._begins = True
         self._news = News()
         self._reader: StatusReader | None = None
         self._looked = -PROGRESS_S
 
     def run(self, run: Run) -> None:
         """Show the status every PROGRESS_S, and on a terminal published shards meanwhile."""
-        self._reader = self._reader or StatusReader(run)
+        if self._reader is None:
+            self._reader = StatusReader(run)
+            self._begin(draws=not executor_named(run.last_submission()["executor"]).in_process)
         if time.monotonic() - self._looked >= PROGRESS_S:
             self._looked = time.monotonic()
             self.status(self._reader.read(gpus_of=()))
@@ -91,28 +98,35 @@ class _Follower:
 
     def status(self, status: Status) -> None:
         """Show a status, with the progress of the first attempt that tells one."""
+        self._begin(draws=True)
         if self._bar is not None:
             told = next(filter(None, (attempt["progress"] for attempt in status["attempts"])), "")
             self._bar(completed=status["n_items_done"], progress=escape(told))
         elif self._news.is_due(status):
             say(line_of(status))
 
+    def _begin(self, *, draws: bool) -> None:
+        console = bar_console() if draws and self._begins else None
+        self._begins = False
+        if console is None:
+            return
+        counted = Column(no_wrap=True, min_width=len(f"{self._n_items:,} of {self._n_items:,} items"))
+        columns = (
+            TextColumn("{task.completed:,.0f} of {task.total:,.0f} items", table_column=counted),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        )
+        bar = self._shown.enter_context(Progress(*columns, console=console, transient=True))
+        self._bar = partial(bar.update, bar.add_task("items", total=self._n_items, progress=""))
+
 
 @contextlib.contextmanager
 def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
     """Follow a run; Ctrl-C, SIGTERM and SIGHUP print `if_interrupted`, or else what continues."""
-    counted = Column(no_wrap=True, min_width=len(f"{n_items:,} of {n_items:,} items"))
-    columns = (
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} items", table_column=counted),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-    )
-    console = bar_console()
-    bar = None if console is None else Progress(*columns, console=console, transient=True)
     try:
-        with bar or contextlib.nullcontext():
-            yield _Follower(bar, n_items)
+        with contextlib.ExitStack() as shown:
+            yield _Follower(shown, n_items)
     except INTERRUPTS:
         if if_interrupted:
             say(if_interrupted)
