@@ -148,6 +148,23 @@ def test_a_cache_among_the_keywords_of_a_forward_pass_is_used_or_the_model_refus
         engine(folder)
 
 
+def test_a_model_that_fails_with_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):
+    """As those with states do in transformers 5.0, whose caches of them are classes of the models' own."""
+    from transformers import LlamaForCausalLM
+
+    own = LlamaForCausalLM.forward
+
+    def with_states(self, input_ids=None, past_key_values=None, **more):
+        if past_key_values is not None:
+            past_key_values.conv_cache  # noqa: B018
+        return own(self, input_ids=input_ids, **more)
+
+    folder = make_llama(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", with_states)
+    with pytest.raises(SlurmGPUError, match=r"fails with a cache of transformers 5\..* 'conv_cache'. Use a later"):
+        engine(folder)
+
+
 def test_a_model_that_is_wrong_behind_its_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):
     folder = make("mamba", tmp_path, **MAMBA)
     monkeypatch.setattr(caches, "keyword_of", lambda model: "other")  # which it ignores

@@ -23,6 +23,7 @@ from slurmgpu.llm.transformers_engine.quantization import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
 from slurmgpu.util.amounts import some_of
+from slurmgpu.util.exceptions import described
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Loaded:
 def load_model(options: EngineOptions, place: Place) -> Loaded:
     """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     started = time.monotonic()
@@ -108,10 +110,13 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
     try:
         kv_bytes = _kv_bytes(model)
-    except TypeError as error:  # a keyword that is passed on, and that nobody takes
-        if argument_of(model) is not None:
-            raise
-        raise SlurmGPUError(_without_cache(model, options)) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        if argument_of(model) is None and isinstance(error, TypeError):  # a keyword that is passed on, but never taken
+            raise SlurmGPUError(_without_cache(model, options)) from error
+        raise SlurmGPUError(  # such as layers with states in transformers 5.0
+            f"{options.model.name} is a {type(model).__name__}, which fails with a cache of transformers "
+            f'{transformers.__version__}: {described(error)}. Use a later transformers; engine = "vllm" may do as well.'
+        ) from error
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), kv_bytes, model.device, switch)
     log_loaded(loaded, place, dtype, time.monotonic() - started)
     return loaded
