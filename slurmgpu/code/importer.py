@@ -83,9 +83,6 @@ class Finder(MetaPathFinder):
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self.functions = snapshot.about.get("functions", {})
-        self.reads_again = False
-        # Whether what computes the present shard may have imported an edited module.
-        self.is_unknown = False
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         # In an image, files are seen that are bound into it.
@@ -230,62 +227,10 @@ def use(run: Path, digest: str) -> None:
     os.environ[ENVIRON] = str(run / snapshots.FOLDER / digest)
 
 
-def as_submitted(script: Path) -> Path:
-    """The path of a script of the user's as it was submitted; `script` itself without a snapshot that has it."""
+def present_files() -> PresentFiles:
+    """The files of the active snapshot as they are on disk; none without a snapshot."""
     finder = _in_use()
-    return script if finder is None else finder.present.as_submitted(script)
-
-
-def python_path_as_submitted() -> list[str]:
-    """The PYTHONPATH by which programs import the user's modules as they were submitted; empty if all are so."""
-    finder = _in_use()
-    return [] if finder is None else finder.present.python_path()
-
-
-def has_just_changed() -> bool:
-    """Whether a file of the active snapshot is seen to have changed since it was last looked whether one has."""
-    finder = _in_use()
-    return finder is not None and finder.present.has_just_changed()
-
-
-def look_at_read_files() -> None:
-    """Look whether the files that code reads where they lie are as they were when it was submitted, and log others.
-
-    It is called once code has read them: it may read another file later.
-    """
-    finder = _in_use()
-    if finder is not None and (changed := finder.present.changed_since()):
-        log.warning(
-            "changed since it was submitted, and read as it is now: %s. Rows are by unknown code", ", ".join(changed)
-        )
-
-
-def expect_reads_again() -> None:
-    """Have the files that code reads looked at after each shard: it starts programs that read them."""
-    finder = _in_use()
-    if finder is not None:
-        finder.reads_again = True
-
-
-def note_unknown_code() -> None:
-    """Note that the shard which is being computed is by unknown code: an edited module may have been imported."""
-    finder = _in_use()
-    if finder is not None:
-        finder.is_unknown = True
-
-
-def is_code_known(*, looks: bool) -> bool:
-    """Whether a shard that was just computed is by the code of the snapshot; without `looks`, as far as was seen.
-
-    The files that code reads where they lie are looked at if it `looks`, or reads them for each shard.
-    """
-    finder = _in_use()
-    if finder is None:
-        return True
-    if looks or finder.reads_again:
-        look_at_read_files()
-    was_unknown, finder.is_unknown = finder.is_unknown, False
-    return not (was_unknown or finder.present.read_and_changed)
+    return PresentFiles(Path(), {}, ()) if finder is None else finder.present
 
 
 def functions_given() -> Mapping[str, Pickled]:

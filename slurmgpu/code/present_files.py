@@ -1,12 +1,15 @@
 """The files of a snapshot as they are on disk by now: which have changed, and the copies that run in their place.
 
-The worker imports this: standard library only.
+Modules are imported from the snapshot. A program that a workload starts imports them from disk, and code reads
+configurations there: once one has changed, programs run by copies, and rows by changed files are by unknown code. The
+worker imports this: standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,6 +24,8 @@ MANY_BESIDE = 2000
 
 Signature = tuple[int, int, int]
 
+log = logging.getLogger(__name__)
+
 
 class PresentFiles:
     """Looks at the files of a snapshot, by path, and at those that its code has `read`; `copies` is its folder."""
@@ -30,19 +35,45 @@ class PresentFiles:
         self._same: dict[str, Signature] = {}
         self._linked: set[str] = set()
         self._has_changed = False
-        self.read_and_changed: set[str] = set()
-        """The files that code reads and that were seen to have changed."""
+        self._read_and_changed: set[str] = set()
+        self._reads_again = False
+        self._is_unknown = False
 
-    def changed_since(self) -> list[str]:
-        """The files that code reads where they lie, and that are seen to have changed for the first time."""
+    def look_at_read_files(self) -> list[str]:
+        """Look whether the files that code reads where they lie are as they were; log those that are not since now.
+
+        It is called once code has read them: it may read another file later.
+        """
         found = []
         for each in self._read:
-            if each.path not in self.read_and_changed and not self._is_same(
+            if each.path not in self._read_and_changed and not self._is_same(
                 each.path, partial(_has_sha256, each.sha256)
             ):
-                self.read_and_changed.add(each.path)
+                self._read_and_changed.add(each.path)
                 found.append(each.path)
+        if found:
+            log.warning(
+                "changed since it was submitted, and read as it is now: %s. Rows are by unknown code", ", ".join(found)
+            )
         return found
+
+    def expect_reads_again(self) -> None:
+        """Have the files that code reads looked at after each shard: it starts programs that read them."""
+        self._reads_again = True
+
+    def note_unknown_code(self) -> None:
+        """Note that the shard which is being computed is by unknown code: an edited module may have been imported."""
+        self._is_unknown = True
+
+    def is_code_known(self, *, looks: bool) -> bool:
+        """Whether a shard that was just computed is by the code of the snapshot; without `looks`, as far as was seen.
+
+        The files that code reads where they lie are looked at if it `looks`, or reads them for each shard.
+        """
+        if looks or self._reads_again:
+            self.look_at_read_files()
+        was_unknown, self._is_unknown = self._is_unknown, False
+        return not (was_unknown or self._read_and_changed)
 
     def as_submitted(self, path: Path) -> Path:
         """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""

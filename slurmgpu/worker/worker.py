@@ -121,7 +121,7 @@ class Worker:
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._log_outside()
-            importer.look_at_read_files()
+            importer.present_files().look_at_read_files()
             self._resumes, self._takes_one = workload.resumes, workload.takes_one
             self._unpublished.is_trusted = self._resumes  # an item takes too long for others to wait
             columns = columns_from_json(plan.columns)  # after loading, which may register kinds
@@ -225,7 +225,8 @@ class Worker:
 
     def _code(self) -> str | None:
         """The digest of the code that has computed the last shard, None if that is unknown."""
-        is_known = importer.is_code_known(looks=not self._has_looked)  # a first call may read files as well
+        # A first call may read files as well.
+        is_known = importer.present_files().is_code_known(looks=not self._has_looked)
         self._has_looked = True
         return self.assignment.code if is_known else None
 

@@ -268,9 +268,9 @@ def test_a_list_without_the_snapshot_is_told(edited, tmp_path):
         file = tmp_path / "base" / "hooked" / "core.py"
         assert str(file) in importer.bypassed()
         assert str(file) not in importer.outside(file.parent)
-        assert importer.as_submitted(file).read_text() == "VALUE = 'submitted'\n"
+        assert importer.present_files().as_submitted(file).read_text() == "VALUE = 'submitted'\n"
     assert importer.bypassed() == []
-    assert importer.as_submitted(file) == file
+    assert importer.present_files().as_submitted(file) == file
 
 
 def test_a_file_named_as_a_module_of_python_itself_is_not_imported_in_its_place(edited):
@@ -307,8 +307,8 @@ def test_the_copy_of_a_script_finds_what_is_beside_the_script(edited, tmp_path, 
     with edited({"tools/run.py": b"import lib\n", "tools/lib.py": b"VALUE = 1\n", "many/lib.py": b""}):
         for number in range(2, 8):
             (base / "many" / str(number)).touch()
-        copy = importer.as_submitted(base / "tools" / "run.py")
-        importer.as_submitted(base / "tools" / "lib.py")
+        copy = importer.present_files().as_submitted(base / "tools" / "run.py")
+        importer.present_files().as_submitted(base / "tools" / "lib.py")
     assert copy.read_bytes() == b"import lib\n"
     root = copy.parents[1]
     assert [(root / name).read_text() for name in ("configs/train.yaml", "tools/words.txt", ".root")] == [
@@ -336,10 +336,10 @@ def test_a_read_that_fails_for_a_moment_is_no_change(tmp_path, monkeypatch):
         return open(path, mode)
 
     monkeypatch.setattr(present_files, "open", open_second_time, raising=False)
-    assert (present.as_submitted(script), present.changed_since()) == (script, [])
+    assert (present.as_submitted(script), present.look_at_read_files()) == (script, [])
     assert failed == [str(script), str(conf)]
     conf.write_bytes(b"n: 2\n")
-    assert present.changed_since() == [str(conf)]
+    assert present.look_at_read_files() == [str(conf)]
 
 
 def test_a_module_whose_folder_may_not_be_entered_by_now_is_told_as_gone():

@@ -15,6 +15,7 @@ import slurmgpu as package
 from slurmgpu.cli.commands.run import as_toml, whole_run_file
 from slurmgpu.cli.completion import complete_folder
 from slurmgpu.code import importer, snapshots
+from slurmgpu.code.present_files import PresentFiles
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.operations import earlier_run
 from slurmgpu.plan.binds import container_binds
@@ -213,16 +214,16 @@ def test_a_long_call_is_made_again_only_if_a_file_was_edited_as_it_started(tmp_p
     (folder / "words.py").write_text("WORD = 'first'")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(process, "START_S", 0.0)
-    has_just_changed = importer.has_just_changed
+    has_just_changed = PresentFiles.has_just_changed
 
-    def look() -> bool:
+    def look(present: PresentFiles) -> bool:
         if when == "early":
             wait_until(lambda: "edited" in Path("words.py").read_text(), "the edit")
-        found = has_just_changed()
+        found = has_just_changed(present)
         Path("looked").touch()
         return found
 
-    monkeypatch.setattr(importer, "has_just_changed", look)
+    monkeypatch.setattr(PresentFiles, "has_just_changed", look)
     package.submit("slurmgpu.toml", gpus=0, executor="debug")
     with package.open("run/merged.h5") as merged:
         assert (merged.errors, merged["shout"][:]) == ({}, [word, *8 * ["first"]])
@@ -516,9 +517,9 @@ def test_a_script_elsewhere_and_what_it_imports_are_code_of_the_run(tmp_path):
         assert [file.name for file in draft.code.files] == ["src/one.py", "src/words.py"]
         (tmp_path / "lab" / "configs").mkdir()
         with importer.using(run.folder, draft.code.digest):
-            assert importer.as_submitted(source / "one.py") == source / "one.py"
+            assert importer.present_files().as_submitted(source / "one.py") == source / "one.py"
             (source / "words.py").write_text("WORD = 1\n")
-            copy = importer.as_submitted(source / "one.py")
+            copy = importer.present_files().as_submitted(source / "one.py")
     assert copy == run.folder / "code" / draft.code.digest / "src" / "one.py"
     assert (copy.parents[1] / "configs").samefile(tmp_path / "lab" / "configs")
     assert not (copy.parents[1] / "trial").exists()  # the run directory is below it

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
-from slurmgpu.code import importer
+from slurmgpu.code.present_files import PresentFiles
 from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, WorkloadError
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
@@ -890,7 +890,7 @@ def test_of_a_script_that_has_changed_since_it_was_submitted_the_copy_is_looked_
     if now is not None:
         (tmp_path / "x").write_text(now)
     copies = {tmp_path / "x": tmp_path / "kept"}
-    monkeypatch.setattr(importer, "as_submitted", lambda path: copies.get(path, path))
+    monkeypatch.setattr(PresentFiles, "as_submitted", lambda _, path: copies.get(path, path))
     assert loaded(tmp_path, monkeypatch, run=["./x", "{text}"])(items("a")) == [{"n": 1}]
     copies.clear()
     with pytest.raises(SlurmGPUError, match="no program" if now is None else "not executable"):
@@ -911,7 +911,7 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     command = loaded(now, monkeypatch, run=line, columns=columns)
     assert command(items("a")) == [{"n": 2, "said": ["-m", "a"], "name": "tool.run"}]
     assert command.scripts == [Path("tool/__init__.py"), Path("tool/run.py")]
-    monkeypatch.setattr(importer, "as_submitted", lambda path: kept / path.relative_to(now))
+    monkeypatch.setattr(PresentFiles, "as_submitted", lambda _, path: kept / path.relative_to(now))
     command._submitted._scripts = {}
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurmgpu.code import importer
+from slurmgpu.code.importer import present_files
 from slurmgpu.util.sockets import free_port
 from slurmgpu.workloads.command.placeholders import CommandLine
 from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, entry_script, file_of_module, module_of
@@ -23,7 +23,7 @@ class SubmittedProgram:
         self._scripts = {number: Path(text).resolve() for number, text in line.texts.items()}
         self._module = module_of(line.texts)
         self._file_of_module = file_of_module(self._module[1]) if self._module else None
-        kept = importer.as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
+        kept = present_files().as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
         check_program(program if kept == self._scripts[0] else str(kept), environ.get("PATH"))
         self._is_entry = entry_script(program, environ.get("PATH")) is not None
         self._runs_copies = False
@@ -46,7 +46,7 @@ class SubmittedProgram:
         """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
         # The default port of `torch.distributed`, 29500, may be another call's of the node.
         environ = {"MASTER_PORT": str(free_port()), **self._environ}
-        folders = importer.python_path_as_submitted() if self._runs_copies or self._is_entry else []
+        folders = present_files().python_path() if self._runs_copies or self._is_entry else []
         if folders:
             given = environ.get("PYTHONPATH")
             environ["PYTHONPATH"] = os.pathsep.join([*folders, *([given] if given else [])])
@@ -54,7 +54,7 @@ class SubmittedProgram:
 
     def _as_submitted(self, number: int, path: Path) -> Path | None:
         """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
-        kept = importer.as_submitted(path)
+        kept = present_files().as_submitted(path)
         if kept == path:
             return None
         self._runs_copies = True

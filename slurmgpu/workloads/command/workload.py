@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from slurmgpu.code import importer
 from slurmgpu.code.file_kinds import SCRIPTS
+from slurmgpu.code.importer import present_files
 from slurmgpu.code.locator import is_others
 from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of, types_of_rows
@@ -229,7 +229,7 @@ class Command:
             environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._submitted = SubmittedProgram(self._program, self._line, environ | self._env)
         if self._mode != STREAM:
-            importer.expect_reads_again()
+            present_files().expect_reads_again()
         self._stopping = task.stopping
         self._passed_over: set[str] = set()
         self._n_gpus = task.gpus
@@ -238,7 +238,7 @@ class Command:
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
             start = functools.partial(_start_stream, self._submitted, self._guard)
-            self._stream = Stream(start, self._timeout_s, task.tell, importer.has_just_changed)
+            self._stream = Stream(start, self._timeout_s, task.tell, present_files().has_just_changed)
             weakref.finalize(self, self._stream.close)
             try:
                 self._stream.start()
@@ -395,12 +395,12 @@ class Command:
         except EditedError:
             pass
         except CallFailedError:
-            if not importer.has_just_changed():
+            if not present_files().has_just_changed():
                 raise
         else:
-            if importer.has_just_changed():
+            if present_files().has_just_changed():
                 log.warning("a file of the code has changed during a long call, whose rows are by unknown code")
-                importer.note_unknown_code()
+                present_files().note_unknown_code()
             return rows
         log.warning("a file of the code has changed during a call, which may have read it: called again")
         return self._slice_once(call)
@@ -504,7 +504,7 @@ def _why_unusable(folder: Path) -> str | None:
 
 def _check_unchanged() -> None:
     """Raise EditedError if a file of the code is seen to have changed for the first time."""
-    if importer.has_just_changed():
+    if present_files().has_just_changed():
         raise EditedError
 
 
