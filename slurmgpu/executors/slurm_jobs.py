@@ -62,11 +62,16 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
             number = submission.submission
-            merge_job = _queue(run, "merge", lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
+            [merge_job] = _queue(
+                run,
+                "merge",
+                lambda: [merge.submit(job_entry.run_merge, run.folder, number)],
+                undone=f"The array job {array_job} was cancelled. ",
+            )
         except BaseException as error:
             _take_back(run, number, array_job, error)
             raise
-    return {"array_job": array_job, "merge_job": merge_job}
+    return {"array_job": array_job, "merge_job": merge_job.job_id}
 
 
 CHECK_TIME = "00:05:00"
@@ -107,7 +112,7 @@ def _first_sentence(error: BaseException) -> str:
     return str(error).partition(". ")[0].rstrip(".")
 
 
-def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
+def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), undone: str = "") -> Any:
     try:
         # Submitit also prints to stderr what it raises.
         with (
@@ -135,7 +140,7 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = ()) -
         if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
             remedy += "Other jobs in the queue count as well: wait for their end, or submit fewer tasks. "
         raise SlurmGPUError(
-            f"Slurm refuses the {job} job: {said}. {remedy}Correct [slurm], [merge] or [resources]."
+            f"Slurm refuses the {job} job: {said}. {undone}{remedy}Correct [slurm], [merge] or [resources]."
         ) from error
 
 
