@@ -22,7 +22,7 @@ from slurmgpu.report.attempts import Lives
 from slurmgpu.report.build import Report, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
-from slurmgpu.run.liveness import is_orphaned
+from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes, jobs_of
 from slurmgpu.util.atomic_files import FULL
@@ -249,10 +249,15 @@ def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[Report, b
         report = merge.merge(run, lives, lock.check)
     lock.check()
     forget_dead_tasks(run)
-    open_ones = [line for line in run.submissions() if line["state"] != "ended"]
+    # With --force some may be at work, and end with their own merge.
+    open_ones = [line for line in run.submissions() if line["state"] != "ended" and not _is_here(line)]
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
     return report, any(line["state"] != "refused" for line in open_ones)
+
+
+def _is_here(line: SubmissionLine) -> bool:
+    return is_of_processes(line) and bool(processes_here(line))
 
 
 def merge_orphaned(run: Run, number: int) -> None:

@@ -409,6 +409,21 @@ def test_a_run_whose_submit_was_killed_is_merged_by_its_last_task(project):
     assert (folder / "told.txt").read_text() == "complete\n"
 
 
+def test_a_run_that_is_merged_by_force_while_it_is_at_work_goes_on_and_is_merged_at_its_end(project, slurmgpu):
+    folder = project(48, held_from=24)
+    process = start(*LOCAL, cwd=folder)
+    wait_until_held(folder, 3)
+    process.kill()
+    process.wait()
+    slurmgpu("merge", "--force", "run", cwd=folder, expect=3)
+    assert not report(folder)["complete"]
+    status = read_status(Run.open(folder / "run"))
+    assert (status["state"], status["failures"]) == ("running", {})
+    let_go(folder)
+    wait_until(lambda: report(folder)["complete"], "its own merge")
+    check_rows(folder, 48)
+
+
 def test_a_slot_that_is_killed_takes_its_task_along_before_the_run_is_submitted_again(project):
     folder = project(48, held_from=24, auto_resubmit=1, on_end="echo $SLURMGPU_STATE >> told.txt")
     process = start(*LOCAL, cwd=folder)
