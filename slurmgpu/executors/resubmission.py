@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import Submission
-from slurmgpu.util.amounts import count_of
+from slurmgpu.util.amounts import count_of, time_words
 
 
 def first_submission(resources: Mapping[str, Any], most_tasks: int, number: int = 1) -> Submission:
@@ -51,6 +52,17 @@ def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
     return [f"{found} {makes}{smaller if size < plan.batch_size else ''}."]
 
 
+def check_walltime(submission: Submission, plan: Plan) -> None:
+    """Refuse a walltime of which `margin_s` leaves nothing: no task would take a shard."""
+    walltime_s = submission.walltime_s if executor_named(submission.executor).queues else None
+    if walltime_s is not None and walltime_s <= plan.margin_s:
+        raise SlurmGPUError(
+            f"[slurm] time = {submission.slurm['time']} is {time_words(walltime_s)}, and tasks take no shard in the "
+            f"last {plan.margin_s:g} s of their walltime (margin_s): they would compute nothing. Ask for more by "
+            f"--slurm time=…, in minutes or as hours:minutes:seconds."
+        )
+
+
 def next_submission(
     run: Run,
     resources: Mapping[str, Any] | None = None,
@@ -63,9 +75,10 @@ def next_submission(
     if not run.submissions():  # the run was planned, and not submitted
         most_tasks = run.plan.most_tasks(run.plan.n_shards)
         first = first_submission(merge_tables(run.plan.resources, resources or {}), most_tasks)
-        return replace(
-            first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
-        ), []
+        slurm, merging = {**run.plan.slurm, **(slurm or {})}, {**run.plan.merge, **(merging or {})}
+        submission = replace(first, slurm=slurm, merge=merging)
+        check_walltime(submission, run.plan)
+        return submission, []
     last, given = run.as_submitted(run.last_submission()), slurm or {}
     n_missing = run.plan.n_shards - len(run.published()) + n_again
     wanted = merge_tables(last["resources"], resources or {})
@@ -82,4 +95,5 @@ def next_submission(
         # Items that are computed again because they failed are not to fail again.
         inject=() if n_again or asked.executor != last["executor"] else tuple(last["inject"]),
     )
+    check_walltime(submission, run.plan)
     return submission, notes

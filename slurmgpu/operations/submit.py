@@ -129,6 +129,7 @@ def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] 
     check_faults(faults, draft.plan)
     inject = tuple(map(str, faults))
     submission = replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
+    resubmission.check_walltime(submission, draft.plan)
     return replace(submission, code=draft.code.line())
 
 

@@ -388,10 +388,12 @@ class Task:
             return
         if self._stopped_by is not None:
             return  # see _stopped
-        done = self._of_what_was_left() or "it took no more shards"
+        left, has_any = self._of_what_was_left(), bool(self.record["published"])
+        done = left or f"it took no {'more shards' if has_any else 'shard'}"
         if reason == "deadline":
             self.record["failure"] = "timeout"
-            self.record["message"] = f"{done}: too little was left of the walltime"
+            longer = "" if left or has_any else "; ask for more by --slurm time=…"
+            self.record["message"] = f"{done}: too little was left of the walltime{longer}"
         elif reason == "told to stop":
             self.record["failure"] = "preempted"
             self.record["message"] = f"{done}: Slurm gave notice of the end by SIGUSR2"

@@ -133,13 +133,25 @@ def test_a_batch_size_is_refused_where_items_are_computed_one_by_one(project, sl
     assert "Under [settings], batch_size is its own." in said
 
 
+def test_a_walltime_that_the_margin_takes_whole_is_refused(project, slurmgpu):
+    folder, gpus = project(8, slurm={"time": "1"}, margin_s=60.0), ("--gpus", "1", "--device", "cpu")
+    said = "[slurm] time = 1 is 1 min, and tasks take no shard in the last 60 s"
+    assert said in slurmgpu("plan", *gpus, cwd=folder, expect=2).stderr
+    slurmgpu("plan", *gpus, "--slurm", "time=2", cwd=folder, expect=0)
+    assert said in slurmgpu("resubmit", "run", "--slurm", "time=1", cwd=folder, expect=2).stderr
+    slurmgpu(*LOCAL, "--gpus", "0", "--run-dir", "other", cwd=folder, expect=0)
+
+
 def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project, slurmgpu, caplog):
     folder = project(3, settings={"n": 10, "step_s": 0.02}, **LONG)
     slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
     run = Run.open(folder / "run")
     late = Task(run, Attempt("job", 0, end_time=time.time() + 0.5))
     assert late.run_worker() == 0
-    assert late.record["message"] == "it took no more shards: too little was left of the walltime"
+    assert (
+        late.record["message"]
+        == "it took no shard: too little was left of the walltime; ask for more by --slurm time=…"
+    )
     assert caplog.messages[-1] == f"timeout: {late.record['message']}"
     # While item 1 is counted the walltime ends, by the clock of its worker that nobody sets; the other one is set by
     # half a day before, which ends nothing.
