@@ -88,7 +88,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     `items` are the path or the glob of an input, or the items themselves: mappings, text, numbers, a data frame, an
     Arrow table. `function(item)` returns a mapping of columns to values, a dataclass, or one value, the column
     `result`. It is called as `function(item, load())` if there is `load`, which each worker calls once, on its node;
-    with `batch_size` it gets a list of items, and returns a list. What it raises is the error of its item.
+    with `batch_size` it gets a list of items, and returns a list, or columns. What it raises is the error of its item.
 
     A function of a module is imported by tasks; one of a notebook, a script or another function is kept in the run
     directory by value. `columns` are types, as in `{"score": "float32", "label": Text()}`; else the annotation of

@@ -93,15 +93,33 @@ def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures()
 
 
 @pytest.mark.parametrize(
+    "made",
+    [dict, pd.DataFrame, lambda columns: {name: np.array(values) for name, values in columns.items()}],
+    ids=["mapping", "frame", "arrays"],
+)
+def test_a_function_of_batches_may_return_columns(made):
+    def lengths(texts):
+        if "bad" in texts:
+            raise ValueError("a batch with a bad text")
+        return made({"n": [len(text) for text in texts], "shout": [text.upper() for text in texts]})
+
+    run = slurmgpu.map(lengths, ["a", "bb", "bad", "cccc", "d"], batch_size=2, **IN_PROCESS)
+    found = [(v["n"], v["shout"]) if error is None else error.partition(":")[0] for _, error, v in values(run)]
+    assert found == [(1, "A"), (2, "BB"), "item_error", (4, "CCCC"), (1, "D")]
+
+
+@pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda rows: pd.DataFrame({"a": rows, "b": rows}), "returned a DataFrame for 2 items; expected a list"),
         (set, "a set has no order; expected a list with a result for each item"),
+        (lambda rows: {"n": rows[:1]}, "returned 1 row for 2 items"),
+        (lambda rows: {"n": rows, "sum": [sum(rows)]}, "returned 1 row for 2 items"),
+        (lambda rows: {"n": "ab"}, "column 'n' is a str; expected a list, or an array, with a value for each item"),
+        (lambda rows: {}, "no column was returned"),
     ],
-    ids=["frame", "set"],
+    ids=["set", "short", "unequal", "text", "empty"],
 )
-def test_what_is_no_list_of_rows_is_not_taken_for_one(made, sentence):
-    """Two names of columns would be the rows of two items."""
+def test_what_has_no_row_for_each_item_is_not_taken_for_rows(made, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):
         slurmgpu.map(lambda texts: made([len(text) for text in texts]), ["a", "bb"], batch_size=2, **IN_PROCESS)
 

@@ -25,9 +25,9 @@ class Function:
     `function` and `load` are names, `package.module:function`; `load` is called once in each worker, and what it
     returns is the function's second argument. With `pickled`, the functions lie in the run directory, in a pickle of
     that digest and that version of Python. Functions that a resubmission was given come first. `columns` has a type
-    for each column, or its description in run.json. With `batched` the function takes and returns lists. With `learn`
-    rows are the types of their columns. `argv` is the command line that modules find, as they parse one when they are
-    imported.
+    for each column, or its description in run.json. With `batched` the function takes a list of items, and returns a
+    list or columns. With `learn` rows are the types of their columns. `argv` is the command line that modules find, as
+    they parse one when they are imported.
     """
 
     def __init__(
@@ -83,8 +83,9 @@ class Function:
         returned = self._function(data, *self._loaded)
         if isinstance(returned, Set):
             raise TypeError(f"a {type(returned).__name__} has no order; expected a list with a result for each item")
-        gives_names = isinstance(returned, str | bytes | Mapping) or hasattr(returned, "columns")
-        if gives_names or not isinstance(returned, Iterable):
+        if isinstance(returned, Mapping) or hasattr(returned, "columns"):
+            returned = rows_of(returned, len(items))
+        if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
             return returned  # the worker says what is wrong with it
         return [self._row(value) for value in returned]
 
@@ -132,6 +133,20 @@ def as_row(value: Any) -> Row:
         found: Row = value._asdict()
         return found
     return {RESULT: value}
+
+
+def rows_of(columns: Any, n_items: int) -> list[Row]:
+    """The rows of a mapping of columns, as a function for `datasets.map` returns it, or of a data frame."""
+    found = {name: columns[name] for name in (columns if isinstance(columns, Mapping) else columns.columns)}
+    for name, values in found.items():
+        if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
+            kind = type(values).__name__
+            raise TypeError(f"column {name!r} is a {kind}; expected a list, or an array, with a value for each item")
+        if len(values) != n_items:  # the worker says so; not for each item alone, which might get what is of all
+            return [{name: value} for value in values]
+    if not found:
+        raise TypeError("no column was returned; expected one at least, with a value for each item")
+    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 
 
 def _called(load: Callable[..., Any], task: TaskContext) -> Any:
