@@ -10,7 +10,7 @@ May import: results, run, shards, util.
 """
 
 from slurmgpu.inputs.databases import query_in, repack_query
-from slurmgpu.inputs.fields import check_fields, refuse_fields
+from slurmgpu.inputs.fields import InputFields
 from slurmgpu.inputs.file_items import list_files
 from slurmgpu.inputs.paths import fetch, find, is_of_hub, passed_over
 from slurmgpu.inputs.reader import Reader, open_items
@@ -20,10 +20,10 @@ from slurmgpu.inputs.spec import InputFile, InputSpec
 
 __all__ = [
     "FOLDER",
+    "InputFields",
     "InputFile",
     "InputSpec",
     "Reader",
-    "check_fields",
     "fetch",
     "find",
     "is_of_hub",
@@ -32,7 +32,6 @@ __all__ = [
     "passed_over",
     "promise",
     "query_in",
-    "refuse_fields",
     "repack_query",
     "repack_table",
     "scan",

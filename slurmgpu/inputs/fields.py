@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +15,64 @@ from slurmgpu.util.json_values import MOST_LEVELS, is_too_deep, json_value
 
 FIRST_ITEMS = 100
 """How many items to search for fields in an input without a header (JSONL)."""
-
 STEP = 10
+"""How many of them are read at once."""
 
 
-def check_fields(
-    spec: InputSpec,
-    index: Path,
-    wanted: Collection[str],
-    whose: str,
-    advice: Mapping[str, str],
-    called: str | None,
-) -> None:
-    """SlurmGPUError if an input lacks a field that `whose` uses, in its columns or in all of its first items.
+@dataclass(frozen=True)
+class InputFields:
+    """The fields of an input at planning: its columns or, without a header, those of its first items.
 
-    `advice` has text, beginning with a blank, to append for a missing field. `called` names the input in messages, if
-    not its path.
+    `called` names the input in messages.
     """
-    known = spec.columns if spec.columns is not None else _first_fields(spec, index, wanted)
-    called = called or f"the input {spec.files[0].path}"
-    has_seen_all = spec.columns is not None or spec.n_items <= FIRST_ITEMS
-    lacks = f"{called} lacks" if has_seen_all else f"none of the first {FIRST_ITEMS} items of {called} has"
-    for name in sorted(wanted):
-        if known and name not in {*known, "error"}:
+
+    spec: InputSpec
+    index: Path
+    called: str
+
+    def require(self, wanted: Collection[str], whose: str, advice: Mapping[str, str] | None = None) -> None:
+        """SlurmGPUError if the input lacks a field that `whose` uses.
+
+        `advice` has text, beginning with a blank, to append for a missing field.
+        """
+        known = self._known(wanted)
+        has_seen_all = self.spec.columns is not None or self.spec.n_items <= FIRST_ITEMS
+        lacks = (
+            f"{self.called} lacks" if has_seen_all else f"none of the first {FIRST_ITEMS} items of {self.called} has"
+        )
+        for name in sorted(wanted):
+            if known and name not in {*known, "error"}:
+                raise SlurmGPUError(
+                    f"{whose} takes the field {name!r}, which {lacks}.{did_you_mean(name, known)}"
+                    f"{(advice or {}).get(name, '')}"
+                )
+
+    def refuse(self, unwanted: Collection[str], whose: str, advice: Mapping[str, str]) -> None:
+        """SlurmGPUError if the input has a field whose name means something else to `whose`.
+
+        `advice` says what, by name; it is a value under [settings] otherwise.
+        """
+        if both := sorted({*unwanted} & {*self._known(unwanted)}):
+            if both[0] in advice:
+                raise SlurmGPUError(f"{whose}: {self.called} has a field {both[0]!r}{advice[both[0]]}")
             raise SlurmGPUError(
-                f"{whose} takes the field {name!r}, which {lacks}.{did_you_mean(name, known)}{advice.get(name, '')}"
+                f"{whose} has a value {both[0]!r} under [settings], and {self.called} has a field of that name. Rename "
+                f"the value."
             )
 
-
-def refuse_fields(
-    spec: InputSpec,
-    index: Path,
-    unwanted: Collection[str],
-    whose: str,
-    advice: Mapping[str, str],
-    called: str | None,
-) -> None:
-    """SlurmGPUError if an input has a field, in its columns or its first items, whose name means something else.
-
-    `advice` says what, by name; it is a value under [settings] otherwise.
-    """
-    known = spec.columns if spec.columns is not None else _first_fields(spec, index, unwanted)
-    if both := sorted({*unwanted} & {*known}):
-        source = called or f"the input {spec.files[0].path}"
-        if both[0] in advice:
-            raise SlurmGPUError(f"{whose}: {source} has a field {both[0]!r}{advice[both[0]]}")
-        raise SlurmGPUError(
-            f"{whose} has a value {both[0]!r} under [settings], and {source} has a field of that name. Rename the "
-            f"value."
-        )
+    def _known(self, wanted: Collection[str]) -> Collection[str]:
+        """The columns, or the fields of the first items; reads no more than needed to find all `wanted` ones."""
+        if self.spec.columns is not None:
+            return self.spec.columns
+        found: set[str] = set()
+        n_items = min(FIRST_ITEMS, self.spec.n_items) if wanted else 0
+        with Reader(self.spec, self.index) as reader:
+            for start in range(0, n_items, STEP):
+                items = reader.read(start, min(start + STEP, n_items))
+                found.update(name for data in items if not isinstance(data, ItemError) for name in data)
+                if found.issuperset(wanted):
+                    break
+        return found
 
 
 def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collection[str]) -> dict[str, str]:
@@ -113,16 +123,3 @@ def kept_values(kept: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, A
     """The values of those kept fields that an item has, by column; without those that no column can hold."""
     there = {name: data[field] for name, field in kept.items() if field in data}
     return {name: json_value(value) for name, value in there.items() if not is_too_deep(value)}
-
-
-def _first_fields(spec: InputSpec, index: Path, wanted: Collection[str]) -> Collection[str]:
-    """The fields of the first items; reads no more than needed to find all `wanted` ones."""
-    found: set[str] = set()
-    n_items = min(FIRST_ITEMS, spec.n_items) if wanted else 0
-    with Reader(spec, index) as reader:
-        for start in range(0, n_items, STEP):
-            items = reader.read(start, min(start + STEP, n_items))
-            found.update(name for data in items if not isinstance(data, ItemError) for name in data)
-            if found.issuperset(wanted):
-                break
-    return found

@@ -279,7 +279,7 @@ def _until_end(chunks: Iterable[bytes], path: str, *, trims: bool) -> Iterator[t
 
 
 def publish(spec: InputSpec, index: Path) -> InputSpec:
-    """The spec of repacked files, whose index is written: its header is all there is."""
+    """The spec of an input whose items are found without offsets: of its index, the header is written."""
     with IndexWriter(index, stride=spec.stride, n_files=0) as writer:
         writer.publish(spec.digest)
     return spec

@@ -77,10 +77,7 @@ def promise(
 ) -> InputSpec:
     """The spec of the merged file that the run of a plan will leave at `path`; a Reader refuses any other file."""
     file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
-    spec = InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
-    with IndexWriter(index, stride=stride, n_files=0) as writer:
-        writer.publish(spec.digest)
-    return spec
+    return publish(InputSpec(Merged.name, (file,), n_items, stride, tuple(columns)), index)
 
 
 def _scan_file(

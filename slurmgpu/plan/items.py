@@ -77,31 +77,43 @@ def look_at(items: str | None, limit: int | None) -> Look | None:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The run file at `path` and its workload, whose items are read; `kept` are fields that rows keep.
+class ItemRequest:
+    """The run file at `path` and its workload, whose items are read, and where what is made of them lies.
 
-    `index` is the index to make, with a place for each `stride` items.
+    `kept` are fields that rows keep. Files about the items are made in `folder`, and those that are repacked, and may
+    be large, in the one that `room` gives. The index has a place for each `stride` items. `after` is a run whose merged
+    file may be the input before it exists. `progress` is called with the bytes of the input that were read, and with
+    all of them.
     """
 
     config: RunFile
     path: Path
     workload: Adapted
     kept: Collection[str]
-    index: Path
+    folder: Path
+    room: Callable[[], Path]
     stride: int
+    after: Run | None
+    progress: Callable[[int, int], None] | None
+
+    @property
+    def index(self) -> Path:
+        """The index that is made."""
+        return self.folder / "input.idx"
 
     def check(self, spec: inputs.InputSpec, called: str | None = None) -> Sequence[str]:
         """Refuse items that the workload does not accept; notes on the others."""
         workload, key, title = self.workload, self.config.key, title_of(self.workload.name)
-        inputs.check_fields(spec, self.index, self.kept, "keep", {}, called)
-        inputs.check_fields(spec, self.index, [key] if key else (), "key", {}, called)
+        fields = inputs.InputFields(spec, self.index, called or f"the input {spec.files[0].path}")
+        fields.require(self.kept, "keep")
+        fields.require([key] if key else (), "key")
         notes = [said] if key and (said := check_names(spec, self.index, key)) else []
         advice = workload.advice
         if called == SWEEP:
             also = " Vary it as well, or name an input whose items have it."
             advice = {name: f"{advice.get(name, '')}{also}" for name in workload.fields}
-        inputs.check_fields(spec, self.index, workload.fields, title, advice, called)
-        inputs.refuse_fields(spec, self.index, workload.not_fields, title, workload.advice, called)
+        fields.require(workload.fields, title, advice)
+        fields.refuse(workload.not_fields, title, workload.advice)
         if workload.check_input is None:
             return notes
         with working_folder(self.path.parent):
@@ -114,51 +126,36 @@ class _Asked:
         return Items(replace(spec, files=tuple(files)), [self.index, folder / inputs.FOLDER], lines=lines)
 
 
-def items_of(
-    config: RunFile,
-    path: Path,
-    workload: Adapted,
-    stride: int,
-    folder: Path,
-    after: Run | None,
-    progress: Progress,
-    *,
-    room: Room,
-    kept: Collection[str],
-    records: Any,
-    made: Path | None,
-) -> Items:
-    """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
+def items_of(asked: ItemRequest, *, records: Any = None, made: Path | None = None) -> Items:
+    """The items of a run file, checked for its workload.
 
-    `after` is a run whose merged file may be the input before it exists. `kept` are fields that rows keep. `records`
-    is a table from Python, in place of `input`; `made` is a file of items that is to move into the run directory. What
-    is repacked, and may be large, is made in the folder that `room` gives.
+    `records` is a table from Python, in place of `input`; `made` is a file of items that is to move into the run
+    directory.
     """
-    asked = _Asked(config, path, workload, kept, folder / "input.idx", stride)
     if made is not None:
-        found = inputs.scan([made], asked.index, stride=stride)
+        found = inputs.scan([made], asked.index, stride=asked.stride)
         return Items(_in_run(found), [asked.index, made], lines=asked.check(found, "items"))
     if records is not None:
-        return asked.repacked(inputs.repack_table(records, room(), asked.index, stride=stride))
-    return _without_files(asked, folder) if config.input is None else _of_input(asked, folder, after, progress, room)
+        return asked.repacked(inputs.repack_table(records, asked.room(), asked.index, stride=asked.stride))
+    return _without_files(asked) if asked.config.input is None else _of_input(asked)
 
 
-def _of_input(asked: _Asked, folder: Path, after: Run | None, progress: Progress, room: Room) -> Items:
+def _of_input(asked: ItemRequest) -> Items:
     config, base = asked.config, asked.path.parent
     assert config.input is not None
     if config.sweep is not None:
         sweeps.expand(config.sweep, config.seed)  # which refuses it: there is no key in it
     passed = [note] if (note := inputs.passed_over(config.input, base)) else []
-    if (listed := _listed(asked, config.input, folder)) is not None:
+    if (listed := _listed(asked, config.input)) is not None:
         lines = asked.check(listed.spec, f"the input {config.input}")
         items = replace(listed, spec=_in_run(listed.spec), lines=lines)
     else:
-        spec = _promised(asked, config.input, after) or _scan(asked, config.input, progress, room)
+        spec = _promised(asked, config.input) or _scan(asked, config.input)
         items = asked.repacked(spec) if spec.repacked else Items(spec, [asked.index], lines=asked.check(spec))
     return replace(items, lines=[*passed, *items.lines])
 
 
-def _without_files(asked: _Asked, folder: Path) -> Items:
+def _without_files(asked: ItemRequest) -> Items:
     """The items of [sweep], or the workload's own."""
     config = asked.config
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
@@ -168,7 +165,7 @@ def _without_files(asked: _Asked, folder: Path) -> Items:
             f'{named(asked.path)}: input is missing. Name the files with the items, as in input = "items.jsonl", '
             f"or give configurations under [sweep]."
         )
-    made = folder / sweeps.FILE
+    made = asked.folder / sweeps.FILE
     sweeps.write(own, made)
     spec = inputs.scan([made], asked.index, stride=asked.stride)
     lines = asked.check(spec, SWEEP if configurations else None)
@@ -199,21 +196,21 @@ def _in_run(spec: inputs.InputSpec) -> inputs.InputSpec:
     return replace(spec, files=tuple(replace(file, path=Path(file.path).name) for file in spec.files))
 
 
-def _scan(asked: _Asked, named: str | list[str], progress: Progress, room: Room) -> inputs.InputSpec:
-    base, index, stride = asked.path.parent, asked.index, asked.stride
+def _scan(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec:
+    base, index, stride, progress = asked.path.parent, asked.index, asked.stride, asked.progress
     query = inputs.query_in(named, base)
 
     def scan() -> inputs.InputSpec:
         if query is not None:
-            return inputs.repack_query(query, room(), index, stride=stride, progress=progress)
-        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress, room=room)
+            return inputs.repack_query(query, asked.room(), index, stride=stride, progress=progress)
+        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress, room=asked.room)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
-def _listed(asked: _Asked, named: str | list[str], folder: Path) -> Items | None:
-    """The files of an input as items, if they are; their listing lies in `folder`."""
-    made = folder / file_items.FILE
+def _listed(asked: ItemRequest, named: str | list[str]) -> Items | None:
+    """The files of an input as items, with their listing; None for files that hold items."""
+    made = asked.folder / file_items.FILE
 
     def scan() -> Items | None:
         if (found := inputs.list_files(named, asked.path.parent)) is None:
@@ -225,8 +222,9 @@ def _listed(asked: _Asked, named: str | list[str], folder: Path) -> Items | None
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
-def _promised(asked: _Asked, named: str | list[str], after: Run | None) -> inputs.InputSpec | None:
-    """The input that `after` will merge, if the run file names it and it is not complete yet."""
+def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | None:
+    """The input that the run before will merge, if the run file names it and it is not complete yet."""
+    after = asked.after
     if after is None or not isinstance(named, str) or is_complete(after):
         return None
     path = (asked.path.parent / expanded(named)).resolve()

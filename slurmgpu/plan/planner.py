@@ -30,7 +30,7 @@ from slurmgpu.plan.checked_workload import batch_size_of, build_workload
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.extension import Extension, extend
-from slurmgpu.plan.items import Items, Look, items_of, items_of_look
+from slurmgpu.plan.items import ItemRequest, Items, Look, items_of, items_of_look
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile
 from slurmgpu.plan.run_path import refuse_odd_path, run_path
@@ -119,19 +119,18 @@ def draft_run(
             full_name, settings, workload = build_workload(config, folder, overrides)
             imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder)
             built = _built(asked, full_name, settings, workload)
-            items = items_of(
+            request = ItemRequest(
                 config,
                 asked.path,
                 workload,
-                min(built.batch_size, asked.shard_items or built.batch_size),
-                Path(scratch),
-                after,
-                progress,
-                room=functools.cache(lambda: _room_beside(target, stack)),
                 kept=built.keep.values(),
-                records=records,
-                made=given.items,
+                folder=Path(scratch),
+                room=functools.cache(lambda: _room_beside(target, stack)),
+                stride=min(built.batch_size, asked.shard_items or built.batch_size),
+                after=after,
+                progress=progress,
             )
+            items = items_of(request, records=records, made=given.items)
             items = items_of_look(replace(items, files=[*items.files, *given.files]), look)
             size = _size_of(asked, built, items.spec.n_items, most_shards)
             plan = _plan_of(asked, built, items, size)
