@@ -320,7 +320,8 @@ def note_imported(names: Iterable[str], folder: Path) -> list[str]:
 def outside(folder: Path) -> list[str]:
     """The imported files of the user that the active snapshot lacks.
 
-    They are below `folder` or, except in an image, outside of the installations of Python and distributions.
+    They are below `folder` or, except in an image, outside of the installations of Python and distributions. The script
+    that Python runs is not imported: what a run has of it travels by value.
     """
     finder = _in_use()
     known = finder.by_path if finder else {}
@@ -330,8 +331,9 @@ def outside(folder: Path) -> list[str]:
     is_in_image = image_name() is not None
     mine = {
         path
-        for path in _files_of_modules().values()
-        if path.endswith(".py")
+        for name, path in _files_of_modules().items()
+        if name != "__main__"
+        and path.endswith(".py")
         and not path.startswith(own)  # which lies below `folder` for who runs in its clone
         and (path.startswith(here) or not (is_in_image or path.startswith(python)))
         and not INSTALLED.intersection(Path(path).parts)

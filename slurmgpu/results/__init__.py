@@ -29,6 +29,7 @@ from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
 from slurmgpu.shards.userblock import verify as differences
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import is_folder
 
@@ -86,6 +87,9 @@ class Merged:
 
     def __len__(self) -> int:
         return self._n_rows
+
+    def __repr__(self) -> str:
+        return f"<{count_of(len(self), 'row')} of {', '.join(self.columns)} in {self.path}>"
 
     def __getitem__(self, name: str) -> ColumnData:
         if column := self._columns.get(name):

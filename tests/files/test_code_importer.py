@@ -7,6 +7,7 @@ import inspect
 import sys
 from importlib.machinery import FileFinder, PathFinder, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -368,6 +369,15 @@ def test_a_namespace_is_as_it_was_submitted(edited, tmp_path, became):
             import spaced.inner.other
 
             assert spaced.inner.other.__file__ == str(folder / "inner" / "other.py")
+
+
+def test_the_script_that_python_runs_is_not_told_as_imported(monkeypatch, tmp_path):
+    for name in ("__main__", "helper"):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    found = [path for path in importer.outside(tmp_path) if Path(path).is_relative_to(tmp_path)]
+    assert found == [str(tmp_path / "helper.py")]
 
 
 def test_a_run_in_a_clone_of_slurmgpu_is_not_told_each_of_its_files():

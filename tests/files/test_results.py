@@ -81,6 +81,12 @@ def assert_same(found, wanted, name):
         assert not isinstance(found, np.ndarray) or found.dtype == dtype
 
 
+def test_a_file_that_is_shown_says_what_it_has(path):
+    with results.open(path) as opened:
+        assert repr(opened) == f"<12 rows of {', '.join(COLUMNS)} in {path}>"
+    assert repr(opened).startswith("<12 rows")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_column_has_numpys_slices(merged, name):
     for key in [

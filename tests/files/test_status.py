@@ -151,7 +151,9 @@ def test_a_line_counts_suspended_tasks_and_names_what_releases_held_ones(run):
 
 def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(run, capsys):
     show_status(read_status(run, [job("4711_2", "SUSPENDED"), job("4711_0", "RUNNING"), MERGE], now=NOW + 900))
-    assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in shown
+    assert f"\nqueued: merge job {MERGE['job_id']} (Dependency" in shown
 
 
 def test_a_thousand_held_tasks_are_a_few_lines(run, capsys):

@@ -109,7 +109,7 @@ def _job_words(job: Job, now: float) -> str:
         )
     if job["state"] == "PENDING":
         start = f", start estimated for {moment(job['start'], now)}" if job["start"] else ""
-        return f"queued: {job['job_id']} ({job['reason']}{start})"
+        return f"queued: {'job' if job['n_tasks'] else 'merge job'} {job['job_id']} ({job['reason']}{start})"
     if is_suspended(job):
         return f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed"
     return ""
