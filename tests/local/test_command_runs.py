@@ -744,7 +744,7 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         (["--col", "n:text", "--col", "n:int32", "--", "wc", "{text}"], "--col names the column 'n' twice"),
         (
             ["--", "wc", "{text}"],
-            "--col NAME:TYPE is missing: one for each key to keep of the JSON object that the program prints",
+            "--col NAME:TYPE is missing: one for each key to keep of what the program prints",
         ),
         (
             ["--col", "n:str", "--", "wc", "{text}"],
@@ -761,6 +761,10 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         ),
         (["--col", "n:int32", "--keep", "idd", "--", "wc", "{text}"], "keep takes the field 'idd'"),
         (["--col", "n:int32", "--", "wc", "{txet}"], "takes the field 'txet'"),
+        (
+            ["--col", "n:int32", "--", "cp", "{input}", "{output}"],
+            "a call reads its items from is {in:jsonl}.",
+        ),
     ],
 )
 def test_run_says_what_is_wrong(slurmgpu, tmp_path, argv, said):

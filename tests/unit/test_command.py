@@ -178,6 +178,7 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{text}"], "values": {"least": 2}}, "values has 'least', and run has no {least}"),
         ({"run": ["wc", "{least}"], "values": {"least": 2}}, "run has no placeholder of an item"),
         ({"run": ["{least}", "{text}"], "values": {"least": "wc"}}, "expected the name of a program"),
+        ({"run": ["python train.py --lr {lr}"]}, "leave out the quotes around them all"),
         ({"run": ["wc", "{text}", "{out}"], "values": {"out": "a"}}, "values has 'out'; expected a name of letters"),
         ({"run": ["wc", "{text}"], "env": {"A=": "b"}}, "env has 'A='"),
         ({"run": ["wc", "{text}"], "env": {"A": "b\0"}}, "env has 'A'"),

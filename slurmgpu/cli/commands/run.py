@@ -190,9 +190,9 @@ def _columns(texts: Sequence[str]) -> dict[str, str]:
 
     if not texts:
         raise SlurmGPUError(
-            "--col NAME:TYPE is missing: one for each key to keep of the JSON object that the program prints, as in "
-            f"--col label:text --col score:float32. The types are {', '.join(WORDS)}, float32[384] for an array, and "
-            "float32[] for one of any length."
+            "--col NAME:TYPE is missing: one for each key to keep of what the program prints, or writes to {out}, as "
+            f"in --col label:text --col score:float32. The types are {', '.join(WORDS)}, float32[384] for an array, "
+            "and float32[] for one of any length."
         )
     columns: dict[str, str] = {}
     for text in texts:

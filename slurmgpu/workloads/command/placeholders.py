@@ -166,8 +166,9 @@ def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | N
         for pieces in slots
     )
     if any(isinstance(piece, Slot) for piece in slots[0]):
+        quoted = " Each argument is a text of its own: leave out the quotes around them all." if " " in run[0] else ""
         raise SlurmGPUError(
-            f"command: run begins with {run[0]!r}, which has a placeholder; expected the name of a program."
+            f"command: run begins with {run[0]!r}, which has a placeholder; expected the name of a program.{quoted}"
         )
     if any("\0" in text for text in (*run, *texts.values())):
         raise SlurmGPUError("command: run has a NUL character, which no argument can hold. Leave it out.")

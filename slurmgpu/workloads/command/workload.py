@@ -72,6 +72,8 @@ LONG_CALL_S = 10.0
 """The output of a longer call is in the log as a whole: its row may not fit the columns."""
 LEAST_BYTES = 1 << 20
 """With less room for temporary files even calls whose files are small fail."""
+FILES = {"input": "reads its items from is {in:jsonl}", "output": "writes its rows to is {out}"}
+"""By names that may be fields, and are elsewhere those of files."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
@@ -149,6 +151,9 @@ class Command:
         self.batch_size = BATCH_SIZES[self._mode]
         self.fields = (*self._line.fields, *([] if match is None else [match]))
         self.advice = {name: _write(text) for name, text in self._line.meant_as_text.items()}
+        for name, file in FILES.items():
+            if name in self.fields:
+                self.advice[name] = f" The file that a call {file}."
         if self._line.items != IN_FORMATS[0] and match is None:
             self.not_fields += ("index",)
             self.advice["index"] = taken_for("index", self._line.items)
