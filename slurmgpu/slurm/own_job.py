@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 IDENTITY_S = 5.0
 """How long to wait for squeue if the environment may be another job's; a busy slurmctld takes longer."""
+CLOCK_S = (-2.0, 60.0)
+"""How long ago a job began by this node's clock, if that is slurmctld's; longer where a prolog takes long."""
 YEAR_S = 365 * 86400
 """From Slurm 23.02 on, a job without a time limit has this walltime in its environment."""
 
@@ -57,7 +59,7 @@ def refuse_copies() -> None:
 
 
 def own_job(*, own_array: bool) -> OwnJob:
-    """The job of this process by its environment; squeue is asked only if that is ambiguous.
+    """The job of this process by its environment; squeue is asked if that is ambiguous, or of another clock.
 
     sbatch passes the variables of an array task to jobs that are submitted in it, and only an array overwrites them.
     `own_array`: this job is an array, or was submitted without such variables; then nothing is ambiguous.
@@ -65,9 +67,10 @@ def own_job(*, own_array: bool) -> OwnJob:
     environ = os.environ
     job_id = environ["SLURM_JOB_ID"]
     is_in_array = True if own_array else _is_in_array(environ)
-    asked = _Asked(job_id) if is_in_array is None or "SLURM_JOB_END_TIME" not in environ else None
+    is_end_told = "SLURM_JOB_END_TIME" in environ and _is_of_this_clock(environ)
     known_end = _end_time(environ)
-    end_time = asked.end_time if asked and "SLURM_JOB_END_TIME" not in environ else lambda: known_end
+    asked = _Asked(job_id, known_end) if is_in_array is None or not is_end_told else None
+    end_time = asked.end_time if asked and not is_end_told else lambda: known_end
     if is_in_array is None and asked and (told := asked.answer(IDENTITY_S)):
         array_job, index, restart = told
     else:
@@ -90,6 +93,12 @@ def _is_in_array(environ: Mapping[str, str]) -> bool | None:
     return False if environ.get("SLURM_ARRAY_TASK_COUNT") == "1" else None
 
 
+def _is_of_this_clock(environ: Mapping[str, str]) -> bool:
+    """Whether times of slurmctld's may be taken for this node's; else squeue is asked for the time that is left."""
+    begin = environ.get("SLURM_JOB_START_TIME", "")
+    return not begin.isdecimal() or CLOCK_S[0] <= time.time() - int(begin) <= CLOCK_S[1]
+
+
 def _end_time(environ: Mapping[str, str]) -> float | None:
     """The end of the walltime from Slurm 23.02 on; None for "never", which is a number too large, or a year."""
     text, begin = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
@@ -101,9 +110,13 @@ def _end_time(environ: Mapping[str, str]) -> float | None:
 
 @dataclass
 class _Asked:
-    """squeue's answer on a job, asked in a thread, so that the task computes meanwhile."""
+    """squeue's answer on a job, asked in a thread, so that the task computes meanwhile.
+
+    `known_end` is the end by another clock, if squeue does not answer.
+    """
 
     job_id: str
+    known_end: float | None = None
     _answered: threading.Event = field(default_factory=threading.Event)
     _identity: tuple[str, str, str] | None = None
     _end: float | None = None
@@ -131,7 +144,8 @@ class _Asked:
             array_job, index, restart, left = fields[1:]
             int(restart)
         except (commands.SlurmUnavailableError, StopIteration, ValueError) as error:
-            log.warning("the walltime is not known: %s", error or "squeue does not know this job")
+            self._end = self.known_end
+            log.warning("squeue does not say when the walltime ends: %s", error or "squeue does not know this job")
         else:
             seconds = seconds_of(left)
             self._end = None if seconds is None else time.time() + seconds

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -249,12 +250,31 @@ def test_slurm_says_the_end_in_the_environment_and_squeue_is_not_asked(monkeypat
 
 def test_a_year_is_no_walltime(monkeypatch):
     """From Slurm 23.02 on a job without a limit has its start and 365 days as its end."""
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": "1795406749"}.items():
+    begin = int(time.time())
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": str(begin)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1826942749")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(begin + 365 * 86400))
     assert own_job(own_array=True).end_time() is None
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1796011549")
-    assert own_job(own_array=True).end_time() == 1796011549
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(begin + 604800))
+    assert own_job(own_array=True).end_time() == begin + 604800
+
+
+@pytest.mark.parametrize("off_s", [-240, 240])
+def test_a_node_whose_clock_is_off_has_the_end_of_its_walltime_from_squeue(monkeypatch, slow_squeue, off_s):
+    path, go = slow_squeue("10:00")
+    begin = int(time.time()) - off_s  # by slurmctld's clock
+    told = {"SLURM_JOB_START_TIME": str(begin), "SLURM_JOB_END_TIME": str(begin + 600)}
+    for name, value in {"SLURM_JOB_ID": "7", "PATH": path, **told}.items():
+        monkeypatch.setenv(name, value)
+    own = own_job(own_array=True)
+    assert own.end_time() is None
+    go.touch()
+    wait_until(own.end_time, "squeue's answer")
+    assert begin + off_s + 600 <= own.end_time() <= time.time() + 600
+    monkeypatch.setenv("PATH", "/nowhere")
+    own = own_job(own_array=True)
+    wait_until(own.end_time, "the end by slurmctld's clock, as nobody answers")
+    assert own.end_time() == begin + 600
 
 
 # Whose the environment is: sbatch hands an array's variables on to what is submitted in one of its tasks
