@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS, TEXTS
 from slurmgpu.code.files_in_source import DOTTED, FilesInSource
 from slurmgpu.code.imports_in_source import ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.locator import Locator, is_others
+from slurmgpu.code.snapshot_names import SnapshotNames
 from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
 from slurmgpu.code.trace_notes import TraceNotes
 from slurmgpu.errors import SlurmGPUError
@@ -100,7 +102,8 @@ class Tracer:
         self._todo: list[_UserFile] = []
         self._dropped: set[str] = set()
         self._namespaces: set[str] = set()
-        self._roots: list[Path] = []
+        self._names = SnapshotNames(folder)
+        self._n_modules: Counter[str] = Counter()
         self._defined: dict[str, frozenset[str]] = {}
         # Of those that are read, or run, where they lie:
         self._read: dict[str, ReadFile] = {}
@@ -130,8 +133,7 @@ class Tracer:
     def add_script(self, path: Path) -> None:
         """Add a file that runs as a program, in whatever language, and what it imports if that is Python."""
         self._locator.search_first(path.parent)
-        if not path.is_relative_to(self._base):
-            self._roots.append(_root_of(path))
+        self._names.add_script(path)
         self._take(str(path), None, is_script=True)
 
     def add_shell_code(self, code: str) -> None:
@@ -439,35 +441,24 @@ class Tracer:
         found = self._files.get(path)
         if found is None:
             top = None if module is None else self._locator.top_of(module)
-            found = self._files[path] = _UserFile(path, self._name(path, top, module), top)
+            found = self._files[path] = _UserFile(path, self._names.new(Path(path), module), top)
             self._todo.append(found)
-            if top and sum(each.top == top for each in self._files.values()) > MANY_FILES:
-                self._dropped.add(top)
-                self._locator.give_up(top)
-                self.notes.leave_out(
-                    f"{top} has more than {MANY_FILES:,} modules: they are not in the snapshot of the code."
-                )
+            if top is not None:
+                self._count(top)
         found.needed |= needed
         found.is_script |= is_script
         if module is not None and module not in found.modules:
             found.modules.append(module)
 
-    def _name(self, path: str, top: str | None, module: str | None) -> str:
-        """The name of a file in the snapshot: its path below the run file's folder, a script's, or its package's."""
-        where = Path(path)
-        if root := next((each for each in (self._base, *self._roots) if where.is_relative_to(each)), None):
-            name = str(where.relative_to(root))
-        elif module is not None:
-            depth = module.count(".") + (2 if where.name == "__init__.py" else 1)
-            name = str(Path(*where.parts[-depth:]))
-        else:
-            name = where.name
-        taken = {found.name for found in self._files.values()}
-        folders = {str(folder) for each in taken for folder in Path(each).parents}
-        number = 2
-        while name in taken or name in folders or any(str(folder) in taken for folder in Path(name).parents):
-            name, number = f"{number}/{name}", number + 1
-        return name
+    def _count(self, top: str) -> None:
+        """Count a module of a package from elsewhere, and drop the package if it has too many."""
+        self._n_modules[top] += 1
+        if self._n_modules[top] > MANY_FILES and top not in self._dropped:
+            self._dropped.add(top)
+            self._locator.give_up(top)
+            self.notes.leave_out(
+                f"{top} has more than {MANY_FILES:,} modules: they are not in the snapshot of the code."
+            )
 
     def _modules_below(self, top: str) -> Iterator[str]:
         self.add_module(top)
@@ -479,12 +470,6 @@ class Tracer:
                     parts = parts[:-1] if parts[-1] == "__init__" else parts
                     if name.endswith(".py") and all(part.isidentifier() for part in parts):
                         yield ".".join((top, *parts))
-
-
-def _root_of(script: Path) -> Path:
-    """The folder in which the snapshot keeps the places of a script from elsewhere and of what is around it."""
-    above = script.parent.parent
-    return script.parent if above in (Path(above.anchor), expanded("~").parent) else above
 
 
 def _tree_of(path: str) -> ast.Module | None:

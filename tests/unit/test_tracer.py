@@ -1,0 +1,43 @@
+"""Which files a snapshot has, by which names, and how much work it is to find them."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from slurmgpu.code.snapshot_names import SnapshotNames
+from slurmgpu.code.tracer import Tracer
+
+
+def test_files_of_a_snapshot_keep_their_places_and_no_two_have_one_name():
+    names = SnapshotNames(Path("/lab/trial"))
+    names.add_script(Path("/lab/src/one.py"))
+    assert names.new(Path("/lab/trial/kinds/red.py"), "kinds.red") == "kinds/red.py"
+    assert names.new(Path("/lab/src/one.py"), None) == "src/one.py"
+    assert names.new(Path("/opt/tools/__init__.py"), "tools") == "tools/__init__.py"
+    assert names.new(Path("/opt/other/kinds/red.py"), "kinds.red") == "2/kinds/red.py"
+    assert names.new(Path("/opt/x/kinds/red.py"), "kinds.red") == "3/2/kinds/red.py"
+    assert names.new(Path("/opt/bin/tools"), None) == "2/tools"  # a folder has that name
+
+
+def n_calls_to_trace(folder: Path, n_modules: int) -> int:
+    """How many functions are called to trace a package of so many modules."""
+    package = folder / f"lib{n_modules}"
+    package.mkdir()
+    for number in range(n_modules):
+        (package / f"m{number}.py").write_text("X = 1\n")
+    lines = [f"from {package.name} import m{number}" for number in range(n_modules)]
+    (package / "__init__.py").write_text("\n".join(lines))
+    tracer, events = Tracer(folder, None), Counter()
+    tracer.add_module(package.name)
+    sys.setprofile(lambda frame, event, argument: events.update([event]))
+    try:
+        trace = tracer.finish()
+    finally:
+        sys.setprofile(None)
+    assert len(trace.files) == n_modules + 1
+    return events["call"]
+
+
+def test_a_package_of_four_times_as_many_modules_takes_four_times_the_work(tmp_path):
+    few, many = (n_calls_to_trace(tmp_path, n_modules) for n_modules in (50, 200))
+    assert many < 5 * few
