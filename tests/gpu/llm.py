@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from slurmgpu.util.broken_process import is_broken_cuda
 from slurmgpu.util.exceptions import described
-from tests.gpu.findings import Machine, NotHeld, NotToBeHad, best_of, finding, hold, seconds_of
+from tests.gpu.findings import Machine, NotHeld, NotToBeHad, best_of, finding, hold, logs_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -118,9 +120,13 @@ def _place(machine: Machine) -> Place:
 
 @functools.cache
 def _engine(machine: Machine, **settings: Any) -> TransformersEngine:
+    return _engine_of(machine, _model(machine), **settings)
+
+
+def _engine_of(machine: Machine, model: Path, **settings: Any) -> TransformersEngine:
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
-    return TransformersEngine(_options(_model(machine), **settings), _place(machine))
+    return TransformersEngine(_options(model, **settings), _place(machine))
 
 
 def _texts(machine: Machine, rng: np.random.Generator, lengths: Sequence[int]) -> list[str]:
@@ -692,7 +698,53 @@ def _replayed(machine: Machine, work: Callable[[], torch.Tensor]) -> tuple[Calla
     return graph.replay, found
 
 
-# Variants and other engines
+# Several GPUs, variants and other engines
+
+
+@finding(limit_s=150)
+def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
+    """In a run, a model of which each GPU has a part answers in fp32 as on one GPU, by NCCL (on a CPU, by gloo)."""
+    import slurmgpu
+    from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
+    from slurmgpu.report.build import last_report
+    from slurmgpu.results import Merged
+
+    if machine.n_gpus == 1:
+        raise NotToBeHad("there is one GPU")
+    # Heads and keys are divided. Two processes share a CPU.
+    n = max(each for each in (1, 2, 4, 8) if each <= machine.n_gpus) if machine.on_gpu else 2
+    shape = {**TOY, "num_attention_heads": 8}
+    folder = _model(machine) if machine.on_gpu else _make_model(machine.folder / "shared", "cpu", shape, N_TOY_WORDS)
+    _forget(machine)
+    requests, path = _some(machine), machine.folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"q": each.prompt.text}) + "\n" for each in requests), encoding="utf-8")
+    settings = {"precision": "fp32", "batching": "static", "temperature": 0.0}
+    keys = {
+        "input": str(path),
+        "run_dir": str(machine.folder / "shared-run"),
+        "html": False,
+        "workload": {"use": "generate"},
+        "settings": {
+            **settings,
+            "model": str(folder),
+            "prompt": "{q}",
+            "tokens": True,
+            "max_tokens": requests[0].sampling.max_tokens,
+        },
+        "resources": {"executor": "local", "gpus": n, "processes": "per-gpu", "device": machine.pick("auto", "cpu")},
+    }
+    report = last_report(slurmgpu.submit(keys).run)
+    whole = report["complete"] and not report["errors"]
+    hold(whole, f"{report['n_rows']} rows; {report['errors'][:1]}", logs_of(Path(report["run_dir"])))
+    with Merged(Path(report["run_dir"]) / "merged.h5") as merged:
+        found = [merged["tokens"][i].tolist() for i in range(len(requests))]
+    reference = _engine_of(machine, folder, **settings)
+    expected = {each.encoded.request.id: each for each in _static(reference, _encoded(reference, requests))}
+    same = sum(list(expected[i].tokens) == tokens for i, tokens in enumerate(found))
+    answers = [replace(expected[i], tokens=tuple(tokens)) for i, tokens in enumerate(found)]
+    missed = max(_miss(reference, each, each.tokens) for each in answers)
+    figures = f"{n} processes: {same} of {len(found)} answers are equal; tokens miss the best score by {missed:.1e}"
+    return hold(missed <= TOLERANCE["fp32"], figures)
 
 
 @finding(limit_s=150)
