@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from slurmgpu.code.imports import refuse_if_importing
+from slurmgpu.code.import_guard import refuse_if_importing
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import queued_jobs

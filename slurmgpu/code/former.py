@@ -8,7 +8,7 @@ from pathlib import Path
 from slurmgpu.code import functions, snapshots
 from slurmgpu.code.capture import git_state, snapshot_of
 from slurmgpu.code.functions import Packed
-from slurmgpu.code.loaded import refuse_other_modules
+from slurmgpu.code.namesakes import refuse_other_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.versions import stretches_of
 from slurmgpu.containers.settings import ContainerRecord

@@ -20,13 +20,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import slurmgpu
 from slurmgpu.code import snapshots
+from slurmgpu.code.imported_modules import DIGESTS, files_of_modules, take_out
 from slurmgpu.code.meta_path import MetaPath
 from slurmgpu.code.present_files import PresentFiles
-from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
+from slurmgpu.code.snapshots import Snapshot, SourceFile
 from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
@@ -42,12 +42,6 @@ _OF_PYTHON: tuple[object, ...] = (BuiltinImporter, FrozenImporter)
 
 log = logging.getLogger(__name__)
 
-_imported: dict[str, str] = {}
-"""Digests of the imported files of the user, from planning or from a snapshot."""
-_stats: dict[str, Mapping[str, Any]] = {}
-"""The time and size of source files as they were imported, since `watch_imports`."""
-_noted: dict[Path, set[str]] = {}
-"""Names of the modules of the user that plans imported, by the folder of the run files."""
 _active: list[Finder] = []
 """The active finder, if there is one. It is not looked for in `sys.meta_path`, which the user's code may replace."""
 
@@ -93,7 +87,7 @@ class Finder(MetaPathFinder):
         self._by_name |= {name_of_file(Path(file.path)): file for file in files}
         self._spaces = {name: _folders_of(name, files) for name in snapshot.namespaces}
         self._path_hooks = list(sys.path_hooks)
-        self._there = set(_files_of_modules().values())
+        self._there = set(files_of_modules().values())
         # What it found while another finder was asked, by thread and module.
         self._asked: dict[tuple[int, str], ModuleSpec | None] = {}
 
@@ -167,8 +161,8 @@ class Finder(MetaPathFinder):
 
     def bypassed(self) -> list[str]:
         """The files of the snapshot that another loader has imported since, from disk."""
-        now = {path for path in _files_of_modules().values() if path in self.by_path} - self._there
-        return sorted(path for path in now if _imported.get(path) != self.by_path[path].digest)
+        now = {path for path in files_of_modules().values() if path in self.by_path} - self._there
+        return sorted(path for path in now if DIGESTS.get(path) != self.by_path[path].digest)
 
 
 def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
@@ -210,7 +204,7 @@ class _Loader(SourceFileLoader):
         # whether the file has changed.
         lines = importlib.util.decode_source(self._file.source).splitlines(keepends=True)
         linecache.cache[self._file.path] = (len(self._file.source), None, lines, self._file.path)
-        _imported[self._file.path] = self._file.digest
+        DIGESTS[self._file.path] = self._file.digest
         return self._file.source
 
     def path_stats(self, path: str) -> Mapping[str, int]:
@@ -258,12 +252,12 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
     finder = _finder(run, digest)
     stale = [
         name
-        for name, path in _files_of_modules().items()
-        if path in finder.by_path and _imported.get(path, finder.by_path[path].digest) != finder.by_path[path].digest
+        for name, path in files_of_modules().items()
+        if path in finder.by_path and DIGESTS.get(path, finder.by_path[path].digest) != finder.by_path[path].digest
     ]
-    namesakes = finder.namesakes(_files_of_modules())
-    known = {path: digest for path, digest in list(_imported.items()) if path in finder.by_path}
-    former = _take_out(finder.by_path) if stale or namesakes else {}
+    namesakes = finder.namesakes(files_of_modules())
+    known = {path: digest for path, digest in list(DIGESTS.items()) if path in finder.by_path}
+    former = take_out(finder.by_path) if stale or namesakes else {}
     former |= {name: sys.modules.pop(name) for name in namesakes}
     _install(finder)
     try:
@@ -272,49 +266,9 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
         _active[:] = [each for each in _active if each is not finder]
         sys.meta_path = [each for each in sys.meta_path if each is not finder]
         if former:
-            _take_out(finder.by_path)
+            take_out(finder.by_path)
             sys.modules.update(former)
-            _imported.update(known)
-
-
-def has_imported() -> bool:
-    """Whether this process has imported code of the user's, by a plan or from a snapshot."""
-    return bool(_imported)
-
-
-def watch_imports() -> None:
-    """From now on keep the time and size that each source file has as it is imported, for `note_imported`."""
-    plain = SourceFileLoader.path_stats
-    if getattr(plain, "is_watch", False):
-        return
-
-    def path_stats(loader: SourceFileLoader, path: str) -> Mapping[str, Any]:
-        found = _stats[path] = plain(loader, path)
-        return found
-
-    path_stats.is_watch = True  # type: ignore[attr-defined]
-    SourceFileLoader.path_stats = path_stats  # type: ignore[assignment, method-assign]
-
-
-def note_imported(names: Iterable[str], folder: Path) -> list[str]:
-    """Record the digests of modules of the user that were imported; the names of Python files.
-
-    A file that is not what it was as it was imported counts as changed.
-    With them come those that earlier plans of run files in `folder` imported, and that are imported still: Python does
-    not import them a second time, and this plan may need them as well.
-    """
-    paths = _files_of_modules()
-    noted = _noted[folder] = {name for name in list(_noted.get(folder, ())) if paths.get(name) in _imported}
-    for name in names:
-        path = paths.get(name)
-        if path is not None and path.endswith(".py"):
-            noted.add(name)
-            with contextlib.suppress(OSError, SyntaxError, ValueError):
-                digest = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
-                status = retried(Path(path).stat, BRIEF_PATIENCE_S)
-                present = {"mtime": status.st_mtime, "size": status.st_size}
-                _imported[path] = digest if _stats.get(path, present) == present else ""
-    return sorted(noted)
+            DIGESTS.update(known)
 
 
 def outside(folder: Path) -> list[str]:
@@ -331,7 +285,7 @@ def outside(folder: Path) -> list[str]:
     is_in_image = image_name() is not None
     mine = {
         path
-        for name, path in _files_of_modules().items()
+        for name, path in files_of_modules().items()
         if name != "__main__"
         and path.endswith(".py")
         and not path.startswith(own)  # which lies below `folder` for who runs in its clone
@@ -347,22 +301,6 @@ def bypassed() -> list[str]:
     return [] if finder is None else finder.bypassed()
 
 
-def forget_changed() -> None:
-    """Drop the modules that planning imported if one of their files has changed, so that they are imported again."""
-    # A copy: another thread may plan as well, while this one reads files.
-    if any(_has_changed(path, digest) for path, digest in list(_imported.items())):
-        _take_out(_imported)
-        _imported.clear()
-        importlib.invalidate_caches()
-
-
-def _has_changed(path: str, digest: str) -> bool:
-    try:
-        return tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) != digest
-    except (OSError, SyntaxError, ValueError):
-        return True
-
-
 def _install(finder: Finder) -> None:
     """Replace the active finder; the new one comes before all others."""
     _active[:] = [finder]
@@ -371,22 +309,3 @@ def _install(finder: Finder) -> None:
 
 def _in_use() -> Finder | None:
     return _active[0] if _active else None
-
-
-def _files_of_modules() -> dict[str, str]:
-    found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    # A path is absolute, but modules that PyTorch makes for operators are said to be of a file "_ops.py".
-    return {
-        name: without_dots(path) for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)
-    }
-
-
-def without_dots(path: str) -> str:
-    """A path without `..`, which a module has behind `sys.path.append("..")`; others as they are, links included."""
-    return os.path.realpath(path) if f"{os.sep}{os.pardir}{os.sep}" in path else path
-
-
-def _take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:
-    """Remove the modules of these files from sys.modules, and return them."""
-    names = [name for name, path in _files_of_modules().items() if path in paths]
-    return {name: sys.modules.pop(name) for name in names}

@@ -20,7 +20,8 @@ from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImpor
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder, without_dots
+from slurmgpu.code.imported_modules import without_dots
+from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.containers import INSIDE
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder

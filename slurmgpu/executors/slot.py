@@ -33,7 +33,7 @@ from submitit.core.utils import JobPaths  # noqa: E402
 from submitit.local.local import LocalJobEnvironment  # noqa: E402
 
 import slurmgpu.executors.job_entry  # noqa: E402, F401 - what the job calls: its fork need not import it
-from slurmgpu.code.importer import has_imported  # noqa: E402
+from slurmgpu.code.imported_modules import has_imported  # noqa: E402
 from slurmgpu.run.failures import blaming  # noqa: E402
 from slurmgpu.run.records import node_name  # noqa: E402
 from slurmgpu.util.forks import Fork, fork, leave  # noqa: E402

@@ -16,8 +16,8 @@ from typing import Any
 
 from slurmgpu.api import RunHandle, overrides_of
 from slurmgpu.code import functions, pickling
-from slurmgpu.code.imports import refuse_if_importing
-from slurmgpu.code.loaded import refuse_other_modules
+from slurmgpu.code.import_guard import refuse_if_importing
+from slurmgpu.code.namesakes import refuse_other_modules
 from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors.detached import Background

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from slurmgpu.code.imports import refuse_if_importing
+from slurmgpu.code.import_guard import refuse_if_importing
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import queued_jobs

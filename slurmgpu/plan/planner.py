@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu import __version__
-from slurmgpu.code import importer, snapshots
+from slurmgpu.code import imported_modules, snapshots
 from slurmgpu.code.capture import git_state, snapshot_of
-from slurmgpu.code.loaded import namesakes_hidden
 from slurmgpu.code.locator import own_modules
+from slurmgpu.code.namesakes import namesakes_hidden
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.containers.settings import Container
 from slurmgpu.errors import SlurmGPUError
@@ -113,11 +113,11 @@ def draft_run(
     asked = _Asked(source, config, overrides or {}, target, tasks, extends, is_look=look is not None)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         with namesakes_hidden(folder):
-            importer.forget_changed()
-            importer.watch_imports()
+            imported_modules.forget_changed()
+            imported_modules.watch_imports()
             before = set(sys.modules)
             full_name, settings, workload = build_workload(config, folder, overrides)
-            imported = importer.note_imported(own_modules(sys.modules.keys() - before), folder)
+            imported = imported_modules.note_imported(own_modules(sys.modules.keys() - before), folder)
             built = _built(asked, full_name, settings, workload)
             request = ItemRequest(
                 config,

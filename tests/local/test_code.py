@@ -15,9 +15,9 @@ import h5py
 import pytest
 
 from slurmgpu import open as slurmgpu_open
-from slurmgpu.code import importer, snapshots, tracer
+from slurmgpu.code import imported_modules, snapshots, tracer
 from slurmgpu.code.capture import snapshot_of
-from slurmgpu.code.loaded import refuse_other_modules
+from slurmgpu.code.namesakes import refuse_other_modules
 from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
 from slurmgpu.errors import SlurmGPUError
@@ -305,7 +305,7 @@ def test_what_the_process_imported_before_is_not_taken_for_what_is_on_disk(signe
             [file] = [file for file in draft.code.files if file.name == "helpers/signs.py"]
             assert file.source.decode() == f"SIGN = {sign}\n"
             assert sign == sys.modules["helpers.signs"].SIGN
-    importer.forget_changed()
+    imported_modules.forget_changed()
 
 
 def test_an_editable_install_is_in_the_snapshot(signed, slurmgpu, tmp_path):
@@ -384,7 +384,7 @@ def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(sign
         assert {"rules.py", "kinds/red.py", "kinds/blue.py"} < names
         again = snapshot_of(draft.plan, None, None)
     assert again.digest == draft.code.digest
-    importer.forget_changed()
+    imported_modules.forget_changed()
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_digests_are_told_by_as_many_digits_as_tell_them_apart():
 
 def names_in(folder, **more):
     with draft_run(folder / "slurmgpu.toml") as draft:
-        importer.forget_changed()
+        imported_modules.forget_changed()
         code = snapshot_of(draft.plan, None, None, **more)
     return [file.name for file in code.files], [sentence for sentence in code.left_out if READ not in sentence]
 
@@ -535,7 +535,7 @@ def test_what_only_texts_name_is_in_it_or_told(signed):
     with draft_run(folder / "slurmgpu.toml") as draft:
         names = {file.name for file in draft.code.files}
         read = {file.name for file in draft.code.read}
-    importer.forget_changed()
+    imported_modules.forget_changed()
     assert names - {*NAMES, "texts.py"} == {
         *("nets/__init__.py", "nets/deep.py", "heads.py", "plugs/__init__.py", "plugs/one.py"),
         *("walked/__init__.py", "walked/registry.py", "walked/two.py", "layers/__init__.py", "layers/of_conf.py"),
@@ -578,7 +578,7 @@ def test_modules_by_a_star_and_compiled_ones_are_in_it_or_told(signed):
     (folder / "signed.py").write_text(text + WORKLOAD)
     with draft_run(folder / "slurmgpu.toml") as draft:
         code = draft.code
-    importer.forget_changed()
+    imported_modules.forget_changed()
     assert {file.name for file in code.files} == {*NAMES, "stars/__init__.py", "stars/one.py"}
     assert [file.name for file in code.read] == [fast.name, "words.txt"]
     fast.write_bytes(b"another one")
@@ -672,7 +672,7 @@ def test_a_module_in_an_archive_on_the_path_is_told_and_refused_where_tasks_woul
     (folder / "signed.py").write_text("import zipped\n" + WORKLOAD)
     with draft_run(folder / "slurmgpu.toml") as draft:
         code = draft.code
-    importer.forget_changed()
+    imported_modules.forget_changed()
     assert [file.name for file in code.files] == NAMES
     assert [file.path for file in code.read] == [str(folder / "words.txt"), str(tmp_path / "zipped.zip")]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "zipped.zip"))
@@ -695,7 +695,7 @@ def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypa
         return read(path)
 
     with draft_run(folder / "slurmgpu.toml") as draft:
-        importer.forget_changed()
+        imported_modules.forget_changed()
         monkeypatch.setattr(Path, "read_bytes", refuse)
         code = snapshot_of(draft.plan, None, None)
         assert [file.name for file in code.files] == NAMES
@@ -721,7 +721,7 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
         (folder / f"{name}.py").touch()
     (folder / "signed.py").write_text("import vanishing\nfrom helpers import vanishing\n" + WORKLOAD)
     with draft_run(folder / "slurmgpu.toml") as draft:
-        importer.forget_changed()
+        imported_modules.forget_changed()
         before = draft.code
         (folder / "helpers" / "vanishing.py").unlink()
         snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name

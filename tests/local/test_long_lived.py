@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import slurmgpu
-from slurmgpu.code import importer
-from slurmgpu.code.loaded import namesakes_hidden
+from slurmgpu.code import imported_modules
+from slurmgpu.code.namesakes import namesakes_hidden
 from slurmgpu.executors import submitit_patches
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.slurm import commands
@@ -130,9 +130,9 @@ def test_a_thread_looks_for_changed_modules_while_another_one_plans(monkeypatch)
         known[f"{path} of the other"] = digest  # which has imported it meanwhile
         return False
 
-    monkeypatch.setattr(importer, "_imported", known)
-    monkeypatch.setattr(importer, "_has_changed", read)
-    importer.forget_changed()
+    monkeypatch.setattr(imported_modules, "DIGESTS", known)
+    monkeypatch.setattr(imported_modules, "_has_changed", read)
+    imported_modules.forget_changed()
     assert len(known) == 4
 
 

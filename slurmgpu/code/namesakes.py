@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from slurmgpu.code.importer import without_dots
+from slurmgpu.code.imported_modules import without_dots
 from slurmgpu.code.locator import archive_of, is_others, own_modules, search
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.errors import SlurmGPUError

@@ -1,0 +1,103 @@
+"""The user's modules that this process has imported, with the digests that their files had.
+
+Python imports a module once. A process that plans several runs drops those that were edited since, and a snapshot takes
+the place of those that differ from it. The worker imports this: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slurmgpu.code.snapshots import tree_digest
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
+
+DIGESTS: dict[str, str] = {}
+"""Digests of the imported files of the user by path, from planning or from a snapshot."""
+_stats: dict[str, Mapping[str, Any]] = {}
+"""The time and size of source files as they were imported, since `watch_imports`."""
+_noted: dict[Path, set[str]] = {}
+"""Names of the modules of the user that plans imported, by the folder of the run files."""
+
+
+def files_of_modules() -> dict[str, str]:
+    """The files of all imported modules, by name."""
+    found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    # A path is absolute, but modules that PyTorch makes for operators are said to be of a file "_ops.py".
+    return {
+        name: without_dots(path) for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)
+    }
+
+
+def without_dots(path: str) -> str:
+    """A path without `..`, which a module has behind `sys.path.append("..")`; others as they are, links included."""
+    return os.path.realpath(path) if f"{os.sep}{os.pardir}{os.sep}" in path else path
+
+
+def take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:
+    """Remove the modules of these files from sys.modules, and return them."""
+    names = [name for name, path in files_of_modules().items() if path in paths]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def has_imported() -> bool:
+    """Whether this process has imported code of the user's, by a plan or from a snapshot."""
+    return bool(DIGESTS)
+
+
+def watch_imports() -> None:
+    """From now on keep the time and size that each source file has as it is imported, for `note_imported`."""
+    plain = SourceFileLoader.path_stats
+    if getattr(plain, "is_watch", False):
+        return
+
+    def path_stats(loader: SourceFileLoader, path: str) -> Mapping[str, Any]:
+        found = _stats[path] = plain(loader, path)
+        return found
+
+    path_stats.is_watch = True  # type: ignore[attr-defined]
+    SourceFileLoader.path_stats = path_stats  # type: ignore[assignment, method-assign]
+
+
+def note_imported(names: Iterable[str], folder: Path) -> list[str]:
+    """Record the digests of modules of the user that were imported; the names of Python files.
+
+    A file that is not what it was as it was imported counts as changed.
+    With them come those that earlier plans of run files in `folder` imported, and that are imported still: Python does
+    not import them a second time, and this plan may need them as well.
+    """
+    paths = files_of_modules()
+    noted = _noted[folder] = {name for name in list(_noted.get(folder, ())) if paths.get(name) in DIGESTS}
+    for name in names:
+        path = paths.get(name)
+        if path is not None and path.endswith(".py"):
+            noted.add(name)
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                digest = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
+                status = retried(Path(path).stat, BRIEF_PATIENCE_S)
+                present = {"mtime": status.st_mtime, "size": status.st_size}
+                DIGESTS[path] = digest if _stats.get(path, present) == present else ""
+    return sorted(noted)
+
+
+def forget_changed() -> None:
+    """Drop the modules that planning imported if one of their files has changed, so that they are imported again."""
+    # A copy: another thread may plan as well, while this one reads files.
+    if any(_has_changed(path, digest) for path, digest in list(DIGESTS.items())):
+        take_out(DIGESTS)
+        DIGESTS.clear()
+        importlib.invalidate_caches()
+
+
+def _has_changed(path: str, digest: str) -> bool:
+    try:
+        return tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) != digest
+    except (OSError, SyntaxError, ValueError):
+        return True
