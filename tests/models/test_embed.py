@@ -447,26 +447,33 @@ def test_a_tokenizer_of_python_is_asked_by_transformers():
 # Masks, which on a GPU embed makes itself.
 
 
+LOCAL = {**SMALL, "max_position_embeddings": 400, "pad_token_id": 0}
+LOCAL |= {"global_attn_every_n_layers": 2, "local_attention": 128, "cls_token_id": 3, "sep_token_id": 4}
+
+
 @pytest.mark.parametrize(
-    ("family", "takes"), [("bert", True), ("roberta", True), ("distilbert", True), ("xlnet", False)]
+    ("family", "takes"),
+    [("bert", True), ("roberta", True), ("distilbert", True), ("xlnet", False), ("modernbert", False)],
 )
-def test_masks_that_are_made_ahead_give_the_same_bits_or_are_left_to_the_model(tmp_path, family, takes):
+def test_masks_that_are_made_ahead_give_the_same_bits_or_are_left_to_the_model(tmp_path, monkeypatch, family, takes):
+    """ModernBERT's local layers would look at all of a text that is longer than their window."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
+    monkeypatch.setitem(FAMILIES, "modernbert", LOCAL)
     folder = save_encoder(tmp_path, family)
     model = AutoModel.from_pretrained(folder)
-    tokens = Tokens(AutoTokenizer.from_pretrained(folder, padding_side="right"), 16)
-    batch = tokens.of(["a cat", "the dog sat on the mat"])
+    limit = 400 if family == "modernbert" else 16
+    tokens = Tokens(AutoTokenizer.from_pretrained(folder, padding_side="right"), limit)
     with torch.inference_mode():
-        assert takes_masks(model, batch) is (family != "xlnet")
-        if family != "xlnet":
+        assert takes_masks(model, tokens.of) is takes
+        if takes:
             others = tokens.of(["a cat sat", "a", "the mat on the cat"])
             assert model(**others).last_hidden_state.equal(
                 model(**masked_ahead(others, is_padded=True)).last_hidden_state
             )
             model.config._attn_implementation = "eager"
-            assert not takes_masks(model, batch)
+            assert not takes_masks(model, tokens.of)
 
 
 # The real model.

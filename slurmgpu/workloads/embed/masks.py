@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmgpu.util.exceptions import described
 
 log = logging.getLogger(__name__)
+
+WORDS = ["the", "second", "of", "two", "texts", "which", "is", "longer", "than", "first"]
+N_LONG = 1500
+"""A text of so many words is longer than the windows of local layers: 128 tokens in ModernBERT, 512 in Gemma."""
 
 
 def masked_ahead(batch: Mapping[str, Any], *, is_padded: bool) -> dict[str, Any]:
@@ -24,8 +29,18 @@ def masked_ahead(batch: Mapping[str, Any], *, is_padded: bool) -> dict[str, Any]
     return {**batch, "attention_mask": made}
 
 
-def takes_masks(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether a model computes the same bits with `masked_ahead`, of a batch with padding and of its first text."""
+def takes_masks(model: Any, tokens_of: Callable[[Sequence[str]], Mapping[str, Any]]) -> bool:
+    """Whether a model computes the same bits with `masked_ahead`, of short texts and of long ones.
+
+    Local layers take such a mask in place of their own, and then look at the whole text.
+    """
+    brief, *others = WORDS[:2], WORDS, random.Random(0).choices(WORDS, k=N_LONG)
+    batches = (tokens_of([" ".join(brief), " ".join(other)]) for other in others)
+    return all(_takes_masks(model, {name: each.to(model.device) for name, each in batch.items()}) for batch in batches)
+
+
+def _takes_masks(model: Any, batch: Mapping[str, Any]) -> bool:
+    """The same of a batch with padding, and of its first text alone."""
     if getattr(model.config, "_attn_implementation", None) != "sdpa" or "attention_mask" not in batch:
         return False
     n_tokens = int(batch["attention_mask"][0].sum())

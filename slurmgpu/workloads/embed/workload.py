@@ -159,10 +159,8 @@ class Embed:
             )
         self._makes_masks = False
         if self._model.device.type != "cpu":
-            sample = self._tokens.of(["the first of two", "the second, which is longer than the first"])
             with torch.inference_mode():
-                inputs = {name: each.to(self._model.device) for name, each in sample.items()}
-                self._makes_masks = takes_masks(self._model, inputs)
+                self._makes_masks = takes_masks(self._model, self._tokens.of)
         self._telling = Progress(task.tell, "texts embedded")
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, limit)
 
