@@ -80,6 +80,10 @@ def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placem
             f"nodes_per_task = {resources.nodes_per_task}, but {title_of(name, 'workload')} runs in one process, which "
             f'sees the GPUs of its own node only. Set processes = "per-gpu" in [resources] if it can run in several.'
         )
+    is_chosen = resources.array or resources.gpus_per_task is not None or bool(found.lines)
+    if found.processes == "one" and gpus_per_task > 1 and not is_chosen:
+        line = f"One process has all {gpus_per_task} GPUs, as one task. For a task on each GPU: array = true, --array."
+        return replace(found, lines=(line,))
     return found
 
 

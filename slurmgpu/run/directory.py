@@ -403,8 +403,8 @@ def refuse_existing(folder: Path) -> None:
         typed = shlex.quote(str(folder))
         raise SlurmGPUError(
             f"{folder} holds a run already. `slurmgpu resubmit {typed}` computes what it lacks, "
-            f"`slurmgpu status {typed}` shows it; for another run name another directory, by --run-dir, or run_dir in "
-            f"Python."
+            f"`slurmgpu status {typed}` shows it; for another run name another directory, by --run-dir, in Python "
+            f"run_dir, or the name of slurmgpu.map."
         )
     if status_of(folder) is not None and not (is_folder(folder) and not list_names(folder)):
         raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")

@@ -603,3 +603,19 @@ def test_a_training_without_pytorch_is_refused_unless_the_node_may_bring_it(proj
     on_a_node = {**tables, "resources": {"executor": "slurm"}, "slurm": {"setup": ["module load pytorch"]}}
     with draft_run(GivenRunFile(on_a_node, folder)) as draft:
         assert any("train needs PyTorch" in note and "left to the tasks" in note for note in draft.notes)
+
+
+@pytest.mark.parametrize(
+    ("resources", "is_told"),
+    [
+        ({"gpus": 4}, True),
+        ({"gpus": 1}, False),
+        ({"gpus": 4, "array": True}, False),
+        ({"gpus": 4, "gpus_per_task": 4}, False),
+        ({"gpus": 4, "processes": "per-gpu"}, False),
+    ],
+)
+def test_several_gpus_of_one_process_are_told_unless_they_were_asked_for_as_such(project, resources, is_told):
+    lines = list(plan(project(20), resources=resources).placement)
+    said = "One process has all 4 GPUs, as one task. For a task on each GPU: array = true, --array."
+    assert lines == ([said] if is_told else [])
