@@ -277,14 +277,14 @@ def changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
     return found
 
 
-def tree_digest(source: bytes, path: str) -> str:
+def tree_digest(source: bytes, path: str, tree: ast.Module | None = None) -> str:
     """The digest of a file's syntax tree with docstrings, the same in each version of Python; or SyntaxError.
 
-    Comments and layout are ignored.
+    Comments and layout are ignored. `tree` is given if the source was parsed before.
     """
     words: list[str] = []
     try:
-        _spell(ast.parse(source, path), words)
+        _spell(tree or ast.parse(source, path), words)
     except RecursionError:  # an expression of a thousand operators
         return hashlib.sha256(source).hexdigest()[:DIGITS]
     return hashlib.sha256("\0".join(words).encode("utf-8", "backslashreplace")).hexdigest()[:DIGITS]

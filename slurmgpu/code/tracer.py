@@ -312,7 +312,7 @@ class Tracer:
             return  # it may be for another version of Python
         # A program's first line, or its comments as of PEP 723, may say what runs it.
         if not file.is_script:
-            file.digest = tree_digest(source, file.path)
+            file.digest = tree_digest(source, file.path, tree)
         try:
             self._follow_imports(file, tree)
         except RecursionError:  # an expression of a thousand operators
