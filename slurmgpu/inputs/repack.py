@@ -189,49 +189,74 @@ def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[
 
     `advance` is called with the bytes read of the file.
     """
-    import pyarrow as pa
-
-    schema, source = line_schema(), Path(found.path)
-    parser = LineParser(its_format, found.path, found.columns)
-    finder = RecordFinder(found.path, found.begin, sys.maxsize, line=found.line, quoting=its_format.quoting)
-    # Only the file's end says which chunks the sample of the plain file has.
-    refused: dict[int, SlurmGPUError] = {}
-    first, parts, position, n_chunks = found.begin, list[bytes](), 0, 0
-
-    def add(data: bytes, bounds: NDArray[np.int32]) -> None:
-        lines = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
-        groups.add(pa.table([lines], schema=schema))
-
-    with open(source, "rb", buffering=0) as file, RowGroups(path, schema) as groups, ThreadPoolExecutor(1) as beside:
-        hashed = _Hashed(file, found.size_bytes, advance)
+    source = Path(found.path)
+    with (
+        open(source, "rb", buffering=0) as file,
+        RowGroups(path, _line_schema()) as groups,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        hashed, packer = _Hashed(file, found.size_bytes, advance), _LinePacker(its_format, found, groups)
         with decompressing(cast(BinaryIO, io.BufferedReader(hashed, CHUNK_BYTES)), source) as stream:
             for chunk, is_last in _until_end(_ahead(stream, beside), found.path, trims=its_format.trims):
-                if is_last:
-                    finder.end = position + len(chunk)
-                if block := chunk[max(found.begin - position, 0) :]:
-                    starts = finder.starts(np.frombuffer(block, np.uint8))
-                    try:
-                        parser.check_sample(groups.n_items + 1, chunk, starts - position)
-                    except SlurmGPUError as error:
-                        refused[n_chunks] = error
-                    parts.append(block)
-                    if len(starts):
-                        data = b"".join(parts)
-                        add(data, np.concatenate([[0], starts - first]).astype(np.int32))
-                        first, parts = int(starts[-1]), [data[starts[-1] - first :]]
-                position += len(chunk)
-                n_chunks += 1
+                packer.add(chunk, is_last=is_last)
         refuse_changed(found, os.fstat(file.fileno()))
-        distance = sampling_distance(position)
-        for number, refusal in refused.items():
-            if number % distance == 0:
-                raise refusal
-        finder.finish()
-        last = b"".join(parts)
-        parser.check(groups.n_items, split(last, quoting=its_format.quoting)[0])
-        add(last, np.array([0, len(last)], np.int32))
+        packer.finish()
         sha256 = hashed.checksum.hexdigest()
         return groups.close(sha256, Source(found.path, found.size_bytes, found.mtime_ns, sha256))
+
+
+class _LinePacker:
+    """Writes the records of a stream, which comes chunk by chunk, and checks the samples that a plain file's scan does.
+
+    SlurmGPUError names the line of a malformed record.
+    """
+
+    def __init__(self, its_format: Lines, found: Preview, groups: RowGroups) -> None:
+        self._found, self._groups, self._quoting = found, groups, its_format.quoting
+        self._parser = LineParser(its_format, found.path, found.columns)
+        self._finder = RecordFinder(found.path, found.begin, sys.maxsize, line=found.line, quoting=self._quoting)
+        # By the number of a chunk: only the file's end says which chunks the sample of the plain file has.
+        self._refused: dict[int, SlurmGPUError] = {}
+        self._position = self._n_chunks = 0
+        # The record whose end is not known, and where it begins.
+        self._open_record: list[bytes] = []
+        self._begin = found.begin
+
+    def add(self, chunk: bytes, *, is_last: bool) -> None:
+        """Write the records that end in a chunk."""
+        if is_last:
+            self._finder.end = self._position + len(chunk)
+        if block := chunk[max(self._found.begin - self._position, 0) :]:
+            starts = self._finder.starts(np.frombuffer(block, np.uint8))
+            try:
+                self._parser.check_sample(self._groups.n_items + 1, chunk, starts - self._position)
+            except SlurmGPUError as error:
+                self._refused[self._n_chunks] = error
+            self._open_record.append(block)
+            if len(starts):
+                data, last = b"".join(self._open_record), int(starts[-1])
+                self._write(data, np.concatenate([[0], starts - self._begin]).astype(np.int32))
+                self._open_record, self._begin = [data[last - self._begin :]], last
+        self._position += len(chunk)
+        self._n_chunks += 1
+
+    def finish(self) -> None:
+        """Write the last record."""
+        distance = sampling_distance(self._position)
+        for number, refusal in self._refused.items():
+            if number % distance == 0:
+                raise refusal
+        self._finder.finish()
+        last = b"".join(self._open_record)
+        self._parser.check(self._groups.n_items, split(last, quoting=self._quoting)[0])
+        self._write(last, np.array([0, len(last)], np.int32))
+
+    def _write(self, data: bytes, bounds: NDArray[np.int32]) -> None:
+        """Write the records in `data` between neighbouring `bounds`."""
+        import pyarrow as pa
+
+        lines = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
+        self._groups.add(pa.table([lines], schema=_line_schema()))
 
 
 class _Hashed(io.RawIOBase):
@@ -297,7 +322,7 @@ def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
     return checksum.hexdigest()
 
 
-def line_schema() -> Any:
+def _line_schema() -> Any:
     """The Arrow schema of repacked lines."""
     import pyarrow as pa
 
