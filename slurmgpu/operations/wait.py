@@ -106,14 +106,15 @@ def _cause(run: Run) -> str:
 
 def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
     """A look after each pause, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
-    asked, alive = 0.0, True
+    asked, alive, said = 0.0, True, ""
     while alive:
         yield
         if is_over(run.submissions()) or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
-                alive = live_tasks.alive(run) is not None
+                alive, said = live_tasks.alive(run) is not None, ""
             except NoAnswerError as error:
-                log.warning("%s", error)
+                if str(error) != said:
+                    log.warning("%s", said := str(error))
         if alive:
             pause()

@@ -7,9 +7,10 @@ import pytest
 import submitit
 
 from slurmgpu.errors import MayBeQueuedError
-from slurmgpu.executors import slurm_jobs, slurm_preview
+from slurmgpu.executors import registry, slurm_jobs, slurm_preview
 from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.report.status import StatusReader
 from slurmgpu.slurm import accounting, commands, facts, queue
 from slurmgpu.slurm.survey import survey
 from slurmgpu.util import users
@@ -166,6 +167,21 @@ def test_a_submission_whose_process_ended_before_it_recorded_the_jobs_has_none(
     run.record_submission({**line, "submission": 2, "state": "submitting", "time": time.time() - age_s, **told})
     pretending("squeue", "true")
     assert queue.queued_jobs(run) == queued
+
+
+def test_where_squeue_does_not_answer_the_queue_is_that_of_before_and_no_task_waits_again(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    job = "0\x1f4711_0\x1fPENDING\x1fPriority\x1fslurmgpu:judge\x1fN/A\x1f\x1f/x\x1f{}\x1e"
+    pretending("squeue", "cat <<'END'\n" + job.format(run.logs / "submission_file_1.sh") + "\nEND")
+    queue_of = registry.queued_jobs(run)
+    assert [told["job_id"] for told in queue_of] == ["4711_0"]
+    reader, heard = StatusReader(run), run.attempts()[0]["updated"]
+    assert reader.read(queue_of, now=heard + 5)["pace"]["n_waiting"] == 1
+    change(run, "4711_0.0", updated=heard + 8)
+    assert reader.read(queue_of, now=heard + 10)["pace"]["n_waiting"] == 0  # it has started since
+    pretending("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    queue_of = registry.queued_jobs(run, queue_of)
+    assert reader.read(queue_of, now=heard + 40)["pace"]["n_waiting"] == 0
 
 
 def test_an_array_without_a_merge_job_that_cannot_be_cancelled_is_told_with_one_advice(pretending, tmp_path):
