@@ -140,7 +140,7 @@ class StatusReader:
         """
         now = time.time() if now is None else now
         run, plan = self.run, self.run.plan
-        published, claimed = self._published.get(now), self._claimed.get(now)
+        (published, n_kept), claimed = self._published.get(now), self._claimed.get(now)
         records, left_out = self._read_records(now)
         lines = self._lines.get(now)
         queue, leaving = self._compare(queued, records, lines, now)
@@ -161,7 +161,7 @@ class StatusReader:
             head = None
         is_complete = head is not None and head.complete and head.fingerprint == plan.fingerprint
         # Shards of merged rows may have been removed.
-        done = range(plan.n_shards) if is_complete and is_over(lines) else published
+        done, n_kept = (range(plan.n_shards), 0) if is_complete and is_over(lines) else (published, n_kept)
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
             _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name])
@@ -180,7 +180,7 @@ class StatusReader:
             "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, at_work),
             "at_work": at_work,
             "n_items": plan.n_items,
-            "n_items_done": _n_items(run, done),
+            "n_items_done": _n_items(run, done) + n_kept,
             "n_shards": plan.n_shards,
             "n_shards_done": len(done),
             "n_shards_claimed": len(claimed - published),
@@ -199,12 +199,18 @@ class StatusReader:
             "complete": is_complete,
         }
 
-    def _done(self) -> set[int]:
-        """The published shards, without those of which the present submission recomputes items."""
+    def _done(self) -> tuple[set[int], int]:
+        """The published shards, without those of which the present submission recomputes items.
+
+        Beside them the number of items of the latter whose rows stay.
+        """
         run, lines = self.run, self.run.submissions()
         with contextlib.suppress(SlurmGPUError, OSError):  # its tasks report a damaged file
             run = run if not lines or is_over(lines) else run.computing(lines[-1]["submission"])
-        return run.published()
+        published, again = run.published(), {} if run.recompute is None else run.recompute.shards
+        open_ones = {shard: again[shard].items for shard in again.keys() - published}
+        n_items = sum(stop - start for start, stop in map(run.plan.bounds, open_ones))
+        return published, n_items - sum(stop - start for spans in open_ones.values() for start, stop in spans)
 
     def _compare(
         self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float

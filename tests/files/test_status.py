@@ -21,6 +21,7 @@ from slurmgpu.report.states import is_told
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import is_orphaned, processes_here
+from slurmgpu.run.recompute import Again, Recompute, write_recompute
 from slurmgpu.slurm import queue as slurms_queue
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.pids import numbering, processes
@@ -154,6 +155,16 @@ def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(ru
     shown = capsys.readouterr().out
     assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in shown
     assert f"\nqueued: merge job {MERGE['job_id']} (Dependency" in shown
+
+
+def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_done(run):
+    before, shard = read_status(run, now=NOW + 5), min(run.published())
+    start, _ = run.plan.bounds(shard)
+    again = Again(1, [(start, start + 1), (start + 3, start + 5)])
+    write_recompute(run.folder, Recompute(run.last_submission()["submission"], {shard: again}))
+    status = read_status(run, now=NOW + 5)
+    assert status["n_items_done"] == before["n_items_done"] - 3
+    assert status["n_shards_done"] == before["n_shards_done"] - 1
 
 
 def test_a_thousand_held_tasks_are_a_few_lines(run, capsys):
