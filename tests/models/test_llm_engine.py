@@ -255,6 +255,8 @@ def test_a_choice_that_grows_together_with_the_prompt_is_compared_from_before_it
     assert scores.logprobs.tolist() == pytest.approx([float(x_ab[0, 6]), float(x_a_c[0, 3] + x_a_c[1, 5])], abs=1e-5)
     assert scores.n_tokens.tolist() == [1, 2]
     assert scores.n_prompt_tokens == 2
+    [scores, _] = ours.score([Question(i, Prompt(text), ("bc", "cc")) for i, text in enumerate(("a", "xa"))])
+    assert scores.error == "the prompt's only token merges with a choice, so that none stands before it; expected more"
 
 
 def test_models_with_recurrent_layers_are_served_as_well(tmp_path):

@@ -240,7 +240,9 @@ def ask(question: Question, codec: Codec) -> Asked:
     if max(map(len, whole)) > codec.context and question.prompt.truncation_side is not None:
         prompt, whole = read(shorten(question.prompt, fits))
     # If the prompt's last token merges with a choice, all choices are compared from before that token.
-    n_same = max(1, min(n_common([prompt, *whole]), min(map(len, whole)) - 1))
+    n_same = min(n_common([prompt, *whole]), min(map(len, whole)) - 1)
+    if n_same < 1:
+        raise PromptError("the prompt's only token merges with a choice, so that none stands before it; expected more")
     check_room(codec, len(prompt), max(map(len, whole)))
     rests = tuple(tokens[n_same:] for tokens in whole)
     asked = Asked(question, prompt[:n_same], rests, len(prompt), n_whole - len(prompt))
