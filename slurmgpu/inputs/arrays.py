@@ -50,103 +50,105 @@ class _Place:
         return rows
 
 
-class NpyRows:
-    """The rows of the array in a .npy file; a structured array has its fields as columns."""
+class ArrayRows:
+    """The rows of arrays of one length, each of which is in memory or has its place in the file.
 
-    def __init__(self, path: str) -> None:
-        try:
-            mapped = np.lib.format.open_memmap(path, mode="r")  # reads the header; no mapped page is touched
-        except ValueError as error:  # of another format, cut, without a row, or with Python objects
-            raise SlurmGPUError(
-                f"{path} has no array of numbers or texts that is whole: {error}. Write it by np.save, without pickle."
-            ) from error
-        self._path, self._rows = path, _Place(mapped.offset, mapped.dtype, mapped.shape)
-        if not mapped.shape:
-            raise SlurmGPUError(f"{path} has a single value: expected an array, whose rows are the items.")
-        if not mapped.flags.c_contiguous:
-            raise SlurmGPUError(
-                f"{path} has its array in Fortran's order, where a row is spread over the file. Write it by "
-                f"np.save(path, np.ascontiguousarray(array))."
-            )
-        end, size = mapped.offset + mapped.nbytes, Path(path).stat().st_size
-        if size != end:
-            raise SlurmGPUError(f"{path} has {size - end} bytes behind its array: expected one array. Write it again.")
-        self.columns = mapped.dtype.names or (FIELD,)
+    A structured array has its `fields` as columns.
+    """
+
+    def __init__(
+        self, path: str, arrays: Mapping[str, NDArray[Any] | _Place], fields: Sequence[str] | None = None
+    ) -> None:
+        self._path, self._arrays, self._fields = path, arrays, fields
+        self.columns = tuple(fields or arrays)
         self._file = open(path, "rb")  # noqa: SIM115 - closed by close
 
     def __len__(self) -> int:
-        return int(self._rows.shape[0])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Rows start..stop-1."""
-        return _rows({FIELD: self._rows.read(self._file, self._path, start, stop)})
-
-
-class NpzRows:
-    """The rows of the arrays in a .npz file: in memory, or, if these are large and not compressed, by position."""
-
-    def __init__(self, path: str, *, verify: bool = False) -> None:
-        self._path, self._arrays, self._file = path, dict[str, "NDArray[Any] | _Place"](), None
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = archive.infolist()
-                size = sum(member.file_size for member in members)
-                if odd := [name for name in archive.namelist() if not name.endswith(".npy")]:
-                    raise SlurmGPUError(f"{path} has the member {odd[0]!r}: expected arrays alone, as np.savez writes.")
-                if size > MOST_BYTES:
-                    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                        raise SlurmGPUError(
-                            f"{path} has {size} bytes of compressed arrays, and at most {MOST_BYTES} are read into "
-                            f"memory. Write it by np.savez, or each array as a .npy: these are read row by row."
-                        )
-                    if verify and (damaged := archive.testzip()) is not None:
-                        raise ValueError(f"Bad CRC-32 for file {damaged!r}")
-                    self._file = open(path, "rb")  # noqa: SIM115 - closed by close
-                    self._arrays.update(_places(self._file, members))
-            if self._file is None:
-                with np.load(path, allow_pickle=False) as file:
-                    self._arrays.update({name: file[name] for name in file.files})
-                if odd := [name for name, array in self._arrays.items() if not isinstance(array, np.ndarray)]:
-                    raise ValueError(f"its member {odd[0]!r} is no array")  # NumPy gives the bytes of such a one
-        except (ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
-            self.close()
-            raise SlurmGPUError(
-                f"{path} has no arrays of numbers or texts that are whole: {error}. Write it by np.savez."
-            ) from error
-        shapes = {name: array.shape for name, array in self._arrays.items()}
-        if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
-            self.close()
-            said = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "none"
-            raise SlurmGPUError(f"{path} has the arrays {said}: expected as many rows in each. Write it again.")
-        self.columns = tuple(self._arrays)
-
-    def __len__(self) -> int:
-        return int(self._arrays[self.columns[0]].shape[0])
+        return int(next(iter(self._arrays.values())).shape[0])
 
     def close(self) -> None:
         """Drop the arrays and close the file."""
         self._arrays = {}
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Rows start..stop-1."""
-        return _rows({name: self._read(array, start, stop) for name, array in self._arrays.items()}, named=True)
+        columns = {
+            name: array.read(self._file, self._path, start, stop)
+            if isinstance(array, _Place)
+            else array[start:stop].copy()
+            for name, array in self._arrays.items()
+        }
+        if self._fields:
+            [records] = columns.values()
+            columns = {name: records[name] for name in self._fields}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def _read(self, array: NDArray[Any] | _Place, start: int, stop: int) -> NDArray[Any]:
-        if isinstance(array, _Place):
-            assert self._file is not None
-            return array.read(self._file, self._path, start, stop)
-        rows: NDArray[Any] = array[start:stop].copy()
-        return rows
+
+def _open_npy(path: str) -> ArrayRows:
+    try:
+        mapped = np.lib.format.open_memmap(path, mode="r")  # reads the header; no mapped page is touched
+    except ValueError as error:  # of another format, cut, without a row, or with Python objects
+        raise SlurmGPUError(
+            f"{path} has no array of numbers or texts that is whole: {error}. Write it by np.save, without pickle."
+        ) from error
+    if not mapped.shape:
+        raise SlurmGPUError(f"{path} has a single value: expected an array, whose rows are the items.")
+    if not mapped.flags.c_contiguous:
+        raise SlurmGPUError(
+            f"{path} has its array in Fortran's order, where a row is spread over the file. Write it by "
+            f"np.save(path, np.ascontiguousarray(array))."
+        )
+    end, size = mapped.offset + mapped.nbytes, Path(path).stat().st_size
+    if size != end:
+        raise SlurmGPUError(f"{path} has {size - end} bytes behind its array: expected one array. Write it again.")
+    return ArrayRows(path, {FIELD: _Place(mapped.offset, mapped.dtype, mapped.shape)}, mapped.dtype.names)
+
+
+def _open_npz(path: str, *, verify: bool) -> ArrayRows:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if odd := [name for name in archive.namelist() if not name.endswith(".npy")]:
+                raise SlurmGPUError(f"{path} has the member {odd[0]!r}: expected arrays alone, as np.savez writes.")
+            is_large = sum(member.file_size for member in archive.infolist()) > MOST_BYTES
+            arrays = _located(path, archive, verify=verify) if is_large else _loaded(path)
+    except (ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
+        raise SlurmGPUError(
+            f"{path} has no arrays of numbers or texts that are whole: {error}. Write it by np.savez."
+        ) from error
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+        said = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "none"
+        raise SlurmGPUError(f"{path} has the arrays {said}: expected as many rows in each. Write it again.")
+    return ArrayRows(path, arrays)
+
+
+def _loaded(path: str) -> Mapping[str, NDArray[Any]]:
+    """The arrays of a .npz in memory."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise ValueError(f"its member {odd[0]!r} is no array")  # NumPy gives the bytes of such a one
+    return arrays
+
+
+def _located(path: str, archive: zipfile.ZipFile, *, verify: bool) -> Mapping[str, _Place]:
+    """The places of the arrays in a .npz that is not compressed; with `verify`, its checksums are compared."""
+    members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        size = sum(member.file_size for member in members)
+        raise SlurmGPUError(
+            f"{path} has {size} bytes of compressed arrays, and at most {MOST_BYTES} are read into memory. Write it by "
+            f"np.savez, or each array as a .npy: these are read row by row."
+        )
+    if verify and (damaged := archive.testzip()) is not None:
+        raise ValueError(f"Bad CRC-32 for file {damaged!r}")
+    with open(path, "rb") as file:
+        return _places(file, members)
 
 
 def _places(file: BinaryIO, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Place]:
-    """The places of arrays in a .npz that is not compressed; ValueError for one without rows of its own."""
+    """The places of arrays among the members of a .npz; ValueError for one without rows of its own."""
     found = {}
     for member in members:
         file.seek(member.header_offset)
@@ -166,19 +168,12 @@ def _places(file: BinaryIO, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Pl
     return found
 
 
-def _rows(arrays: Mapping[str, NDArray[Any]], *, named: bool = False) -> list[Mapping[str, Any] | ItemError]:
-    """The rows of arrays of one length; those of a structured array without a name are its fields."""
-    names = None if named else arrays[FIELD].dtype.names
-    columns = {name: arrays[FIELD][name] for name in names} if names else arrays
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
 class Npy(Tables, format="npy"):
     """An array in a file."""
 
     def table(self, path: str, *, verify: bool = False) -> Table:
         """The rows of a file."""
-        return NpyRows(path)
+        return _open_npy(path)
 
 
 class Npz(Tables, format="npz"):
@@ -186,4 +181,4 @@ class Npz(Tables, format="npz"):
 
     def table(self, path: str, *, verify: bool = False) -> Table:
         """The rows of a file."""
-        return NpzRows(path, verify=verify)
+        return _open_npz(path, verify=verify)
