@@ -35,6 +35,10 @@ class Place:
     folders: tuple[str, ...]
 
 
+_INSTALLED = Place(None, ())
+"""The place of a module of the standard library or of an installed distribution, which is not the user's."""
+
+
 class Locator:
     """Finds modules by name, as the run's tasks do.
 
@@ -76,7 +80,7 @@ class Locator:
         path = self._formerly.get(module)
         if path is None or is_file(path, BRIEF_PATIENCE_S) or self.locate(module) is not None:
             return None
-        is_unknown = "." not in module and (self._packages is not None or _installed(module) is not None)
+        is_unknown = "." not in module and (self._packages is not None or _on_path(module) is not None)
         return None if is_unknown else path
 
     def give_up(self, top: str) -> None:
@@ -114,8 +118,8 @@ class Locator:
         found = search(above.folders, tail)
         if found is None and above.path is None and self._packages is None:
             # An editable install may map a package of a namespace to a folder of another name.
-            there = _installed(name, above)
-            found = there if isinstance(there, Place) else None
+            there = _on_path(name, above)
+            found = None if there is _INSTALLED else there
         return found
 
     def _locate_top(self, name: str) -> Place | None:
@@ -124,14 +128,14 @@ class Locator:
         here = search(tuple(self.folders), name)
         if here is not None and here.path is not None:
             return here
-        there = _installed(name)
-        if there is False and (archive := archive_of(PathFinder.find_spec(name))) is not None:
+        there = _on_path(name)
+        if there is _INSTALLED and (archive := archive_of(PathFinder.find_spec(name))) is not None:
             self.archives.add(archive)
         if there is None:
             there = self._where_it_was(name)
         if self._packages is not None:
             there = self._bound(name, here, there)
-        if isinstance(there, Place):
+        if there is not None and there is not _INSTALLED:
             self._tops.add(name)
             return there
         if there is None and here is not None:  # a namespace: a folder without __init__.py
@@ -147,7 +151,7 @@ class Locator:
             return None
         return Place(str(path), (str(path.parent),) if path.name == "__init__.py" else ())
 
-    def _bound(self, name: str, here: Place | None, there: Place | bool | None) -> Place | None:
+    def _bound(self, name: str, here: Place | None, there: Place | None) -> Place | None:
         """The place of a module that is bound into the image; None for others."""
         folders = []
         for inside, path in self._packages or ():
@@ -162,7 +166,7 @@ class Locator:
                 folders.append(path)
         if folders:
             return Place(None, (*(here.folders if here else ()), *folders))
-        if isinstance(there, Place) and here is None:
+        if there is not None and there is not _INSTALLED and here is None:
             self.elsewhere[name] = there.path or there.folders[0]
         return None
 
@@ -194,8 +198,8 @@ def search(folders: Sequence[str], name: str) -> Place | None:
     return Place(None, tuple(spaces)) if spaces else None
 
 
-def _installed(name: str, above: Place | None = None) -> Place | bool | None:
-    """The place of a module on the path that is not in an installed distribution; False for one that is, else None.
+def _on_path(name: str, above: Place | None = None) -> Place | None:
+    """The place of a module on Python's path, `_INSTALLED` for all that are not the user's; None if there is none.
 
     `above` is the namespace of a submodule.
     """
@@ -210,15 +214,15 @@ def _installed(name: str, above: Place | None = None) -> Place | bool | None:
         if spec is not None:
             break
     else:
-        return None if name not in sys.builtin_module_names else False
+        return None if name not in sys.builtin_module_names else _INSTALLED
     inner = tuple(map(without_dots, spec.submodule_search_locations or ()))
     path = without_dots(spec.origin) if spec.origin and spec.has_location else None
     if path is None and not inner:
-        return False
+        return _INSTALLED
     if any(is_others(each) for each in ((path,) if path else inner)):
-        return False
+        return _INSTALLED
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
-        return False  # for example in a zip archive
+        return _INSTALLED  # for example in a zip archive
     return Place(path, inner)
 
 
