@@ -10,16 +10,19 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurmgpu.code.versions import Stretch, compact, stretches_of
-from slurmgpu.report.build import Errors, Joined
+from slurmgpu.report.build import MOST_LISTED, Errors, Joined, count_failed
 from slurmgpu.run.lock import checked
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, file_attributes, make_skeleton, unplaced_regions
@@ -72,7 +75,9 @@ class Source(NamedTuple):
     older: tuple[Path, ...] = ()
 
 
-Review = Callable[[Mapping[int, Errors], Mapping[Path, str]], Sequence[Source]]
+Places = NDArray[np.int64]
+"""Places of failed items in the plan."""
+Review = Callable[[Mapping[int, Places], Mapping[Path, str]], Sequence[Source]]
 """Gets the failed items of each copied shard, and what is wrong with damaged files.
 
 Returns sources to join in addition or instead, none of which is damaged: it may have replaced a file.
@@ -90,11 +95,43 @@ class _Part(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """The checksums of a copied part's pieces, its failed items, and the note `not_finite`."""
+    """The checksums of a copied part's pieces, its failed items and their number by class, and the note `not_finite`.
+
+    Without the errors themselves, for which the memory might not be enough.
+    """
 
     crc32s: list[int]
-    errors: Errors
+    failed: Places
+    n_failed: Mapping[str, int]
     not_finite: Mapping[str, Sequence[int]]
+
+
+class _FirstErrors:
+    """The errors of the first failed items, in whatever order the shards come; not many more than are listed."""
+
+    def __init__(self) -> None:
+        self._of_shards: dict[int, Errors] = {}
+        self._n = 0
+        self._lock = threading.Lock()
+
+    def put(self, shard: int, errors: Errors) -> None:
+        """The errors of a shard, in place of those that were put before."""
+        with self._lock:
+            self._n += len(errors) - len(self._of_shards.get(shard, ()))
+            self._of_shards[shard] = errors
+            if self._n < 2 * MOST_LISTED:
+                return
+            for last in sorted(self._of_shards, reverse=True):
+                n_left = self._n - len(self._of_shards[last])
+                if n_left < MOST_LISTED:
+                    break
+                self._n = n_left
+                del self._of_shards[last]
+
+    def of(self, shards: Container[int]) -> Errors:
+        """The first errors of these shards."""
+        found = (self._of_shards[shard] for shard in sorted(self._of_shards) if shard in shards)
+        return list(islice(chain.from_iterable(found), MOST_LISTED))
 
 
 @dataclass
@@ -114,7 +151,7 @@ class _Damage:
 
     def review(self, review: Review, copied: Mapping[int, _Copied]) -> list[Source]:
         """The sources that a review adds; it may have replaced files that were damaged."""
-        found = list(review({shard: each.errors for shard, each in copied.items()}, self.of_files))
+        found = list(review({shard: each.failed for shard, each in copied.items()}, self.of_files))
         for source in found:
             self.of_files.pop(source.path, None)
         return found
@@ -178,11 +215,15 @@ def join(
         remove(beside)
         raise
     fsync_dir(target.parent)
-    return _outcome([part.source for part in left], copied, damage, merged.code)
+    return _outcome([part.source for part in left], copied, damage, shards.first_errors.of(copied), merged.code)
 
 
 def _outcome(
-    sources: Sequence[Source], copied: Mapping[int, _Copied], damage: _Damage, code: tuple[Stretch, ...]
+    sources: Sequence[Source],
+    copied: Mapping[int, _Copied],
+    damage: _Damage,
+    errors: Errors,
+    code: tuple[Stretch, ...],
 ) -> Joined:
     """What was joined, from these sources, and what was left out."""
     paths = {source.path for source in sources}
@@ -191,7 +232,8 @@ def _outcome(
         frozenset(copied),
         tuple(sorted((shard, why) for shard, why in damage.of_shards.items() if shard not in copied)),
         tuple((path, why) for path, why in damage.of_files.items() if path not in paths),
-        [error for each in copied.values() for error in each.errors],
+        sum((Counter(each.n_failed) for each in copied.values()), Counter[str]()),
+        errors,
         _summed(each.not_finite for each in copied.values()),
         code,
     )
@@ -249,6 +291,7 @@ class _Shards:
         self.regions = unplaced_regions(columns, 0, {})
         self.paths = [region.path for region in self.regions]
         self.itemsizes = [np.dtype(region.dtype).itemsize for region in self.regions]
+        self.first_errors = _FirstErrors()
         self.n_lost = 0
         self._shapes = Shapes(columns)
         self._kept_bytes = 0
@@ -404,7 +447,7 @@ class _Merged:
                 return self._copy_held(part, content, found, buffer)
             writers = self._writers(part, found)
             found.verify(reader, lambda path, content: self._put(writers[path], content))
-            return _Copied(_checksums(writers), read_errors(reader, found), found.notes["not_finite"])
+            return self._copied(part, writers, read_errors(reader, found), found)
 
     def _put(self, writer: PieceWriter, content: memoryview) -> None:
         if self._stopped.is_set():
@@ -417,7 +460,13 @@ class _Merged:
         writers = self._writers(part, found, buffer)
         for path, piece in pieces.items():
             writers[path].write(piece)
-        return _Copied(_checksums(writers), errors_in(pieces, found), found.notes["not_finite"])
+        return self._copied(part, writers, errors_in(pieces, found), found)
+
+    def _copied(self, part: _Part, writers: Mapping[str, PieceWriter], errors: Errors, found: Directory) -> _Copied:
+        self._shards.first_errors.put(part.source.shard, errors)
+        failed = np.array([place for place, _ in errors], np.int64)
+        n_failed = count_failed(error for _, error in errors)
+        return _Copied(_checksums(writers), failed, n_failed, found.notes["not_finite"])
 
     def _writers(self, part: _Part, found: Directory, buffer: BufferedWrites | None = None) -> dict[str, PieceWriter]:
         positions, bases = self._positions[part.source.shard], self._bases[part.source.shard]
@@ -435,7 +484,7 @@ class _Merged:
         False if the disk may have lost data, so that all must be written again: fsync reports that only once.
         """
         self._table["crc32"] = np.array([part.crc32s for part in copied]).reshape(self._table["crc32"].shape)
-        self._directory["n_errors"] = sum(len(part.errors) for part in copied)
+        self._directory["n_errors"] = sum(len(part.failed) for part in copied)
         write_at(self._fd, pack_userblock(self._directory, self._userblock_size, self._table.tobytes()), 0)
         try:
             os.fsync(self._fd)

@@ -24,9 +24,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.build import build
 from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
-from slurmgpu.merge.join import Source, join
+from slurmgpu.merge.join import Places, Source, join
 from slurmgpu.report.attempts import Lives
-from slurmgpu.report.build import Errors, Joined, Report, build_report, read_report, report_path
+from slurmgpu.report.build import Joined, Report, build_report, read_report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.crash_history import history_path
 from slurmgpu.run.directory import Run
@@ -122,11 +122,11 @@ class _Sources:
                         files[shard] = [0]
         return [self._source(shard, revisions) for shard, revisions in sorted(files.items())]
 
-    def review(self, copied: Mapping[int, Errors], damaged: Mapping[Path, str]) -> list[Source]:
+    def review(self, copied: Mapping[int, Places], damaged: Mapping[Path, str]) -> list[Source]:
         """New shards, and files with good rows that would be removed from merged.h5 otherwise."""
         more = [source for source in self.look() if source.shard not in copied and source.path not in damaged]
         more = [source for source in more if exists(source.path)]
-        suspects = {shard for shard, errors in copied.items() if errors}
+        suspects = {shard for shard, failed in copied.items() if len(failed)}
         suspects |= {numbers[0] for path in damaged if (numbers := Run.revision_of(path.name)) is not None}
         files = self.run.shard_files()
         with self._former() as former:
@@ -197,7 +197,7 @@ class _Sources:
         former: FormerRows,
         shard: int,
         revisions: Sequence[int],
-        errors: Errors,
+        failed: Places,
         damaged: Mapping[Path, str],
     ) -> Source | None:
         """A shard's next revision, with good rows of merged.h5 in place of errors; None if there are none.
@@ -208,7 +208,7 @@ class _Sources:
         is_damaged = self.run.revision_path(shard, newest) in damaged
         start, stop = self.run.plan.bounds(shard)
         try:
-            good = {index for index, _ in errors}
+            good: set[int] = {*failed.tolist()}
             if is_damaged and not any(self._has_same(former, shard, revision) for revision in older):
                 good = set(range(start, stop))  # they are of the damaged file
             good -= former.failed(shard)

@@ -44,15 +44,17 @@ log = logging.getLogger(__name__)
 
 REPORT_FORMAT = "slurmgpu report"
 REPORT_VERSION = 1
-MOST_BYTES = 16 << 30
-"""More than the report of 30 million failed items: each is in it, with 200 bytes beside its message."""
+MOST_BYTES = 1 << 30
+"""More than the report of MOST_LISTED failed items and a million attempts."""
+MOST_LISTED = 100_000
+"""How many failed items a report lists; merged.h5 has all. With all of 10 million, a merge needed 20 GB of memory."""
 N_WHOLE_MESSAGES = 10_000
 MESSAGE_CHARACTERS = 240
 """The messages of further failed items are cut at so many characters; merged.h5 has them whole."""
 
 
 Errors = list[tuple[int, str]]
-"""The index of each failed item, and its error."""
+"""The place of each failed item in the plan, and its error."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,15 @@ class Joined:
     """The content of merged.h5 after a join.
 
     `shards` are in it. `damaged` are the shards left out, and why; `aside` are files with wrong bytes, and why.
-    `errors` are the failed items. `not_finite` counts by column the rows with NaN and with infinities. `code` says
-    which code computed which rows.
+    `n_failed` counts the failed items by failure class, and `errors` are the first MOST_LISTED. `not_finite` counts by
+    column the rows with NaN and with infinities. `code` says which code computed which rows.
     """
 
     n_rows: int
     shards: frozenset[int]
     damaged: tuple[tuple[int, str], ...]
     aside: tuple[tuple[Path, str], ...]
+    n_failed: Mapping[str, int]
     errors: Errors
     not_finite: dict[str, dict[str, int]]
     code: tuple[Stretch, ...]
@@ -169,6 +172,7 @@ def build_report(
     missing = _holes(run, joined)
     n_rows = 0 if joined is None else joined.n_rows
     complete = n_rows == plan.n_items
+    n_failed: Mapping[str, int] = {} if joined is None else joined.n_failed
     errors = [] if joined is None else joined.errors
     items = [_failed_item(plan.indices(place, place + 1)[0], message) for place, message in errors]
     for item in items[N_WHOLE_MESSAGES:]:
@@ -183,7 +187,7 @@ def build_report(
         "complete": complete,
         "n_items": plan.n_items,
         "n_rows": n_rows,
-        "n_errors": len(items),
+        "n_errors": sum(n_failed.values()),
         "n_missing_items": plan.n_items - n_rows,
         "n_shards": plan.n_shards,
         "n_shards_done": plan.n_shards - len(missing),
@@ -192,7 +196,7 @@ def build_report(
         "not_finite": None if joined is None else joined.not_finite,
         "missing": missing,
         "errors": items,
-        "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
+        "errors_by_class": dict(sorted(n_failed.items())),
         "attempts": attempts,
         "damaged_records": [name for name, why in left_out.items() if why is Unread.DAMAGED],
         "damaged_revisions": run.damaged_revisions(),
@@ -204,7 +208,7 @@ def build_report(
         "accounting": lives is not None and any(map(is_slurms, attempts)),
         "submissions": list(map(public, run.submissions())),
         "resubmit": _resubmit(run, complete),
-        "resubmit_failed": _resubmit_failed(run, len(items)),
+        "resubmit_failed": _resubmit_failed(run, sum(n_failed.values())),
         "image": _image(run),
         "computed_with": computed_with(records),
         "code": _code(run, () if joined is None else joined.code),
@@ -391,8 +395,16 @@ def _holes(run: Run, joined: Joined | None) -> list[Hole]:
     ]
 
 
-def _failed_item(index: int, message: str) -> FailedItem:
-    kind, colon, rest = message.partition(": ")
-    known = bool(colon) and kind in POLICIES
-    kind, message = (kind, rest) if known else ("item_error", message)
+def count_failed(errors: Iterable[str]) -> Counter[str]:
+    """How many of these errors are of each failure class."""
+    return Counter(_class_and_message(error)[0] for error in errors)
+
+
+def _failed_item(index: int, error: str) -> FailedItem:
+    kind, message = _class_and_message(error)
     return {"index": index, "class": kind, "message": message, "name": None}
+
+
+def _class_and_message(error: str) -> tuple[str, str]:
+    kind, colon, rest = error.partition(": ")
+    return (kind, rest) if colon and kind in POLICIES else ("item_error", error)

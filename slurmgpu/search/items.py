@@ -152,14 +152,15 @@ class _Search:
         return kind, message
 
     def _in_report(self) -> tuple[str, str] | tuple[()] | None:
-        """The item's failure in the report, () for a good row, None if the report is out of date."""
+        """The item's failure in the report, () for a good row, None if the report is out of date, or lists fewer."""
         lines = self.run.submissions()
         # While the run works the report is out of date, and reading a million failures takes long.
         if not is_over(lines) or (report := self.run.report) is None or not is_told(lines, report["submissions"], None):
             return None
         if any(hole["shard"] == self.shard for hole in report["missing"]):
             return None
-        return self.run.failed_items.get(self.index, ())
+        is_whole = report["n_errors"] == len(report["errors"])
+        return self.run.failed_items.get(self.index, () if is_whole else None)
 
     def _was_in_flight(self, death: Death) -> bool:
         items = death.get("items") or ()

@@ -1,6 +1,7 @@
 """The join: every row of every whole shard, in input order, in one file that can be verified again at any time."""
 
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmgpu.merge import join
 from slurmgpu.merge.join import verify_joined
 from slurmgpu.run.lock import LockLostError
 from slurmgpu.shards import shard_file as shards
@@ -48,6 +50,29 @@ def test_the_merged_datasets_do_not_depend_on_how_the_shards_were_cut(tmp_path, 
     assert (joined.n_rows, joined.damaged) == (30, ())
     assert joined.errors == [(index, f"item {index} is schlecht ⚠") for index in sorted(FAILED)]
     assert verify_joined(target) == []
+
+
+@pytest.mark.parametrize("bounds", [[0, 30], [0, 3, 8, 30], list(range(31))])
+@pytest.mark.parametrize("small_bytes", [4 << 10, 64 << 10])
+def test_all_failed_items_are_counted_and_the_first_are_listed(tmp_path, monkeypatch, bounds, small_bytes):
+    monkeypatch.setattr(join, "MOST_LISTED", 2)
+    monkeypatch.setattr(join, "_SMALL_BYTES", small_bytes)
+    joined = join_parts(write_parts(tmp_path, bounds, FAILED | {20, 21}), tmp_path / "merged.h5")
+    assert joined.errors == [(index, f"item {index} is schlecht ⚠") for index in (2, 7)]
+    assert joined.n_failed == {"item_error": 5}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_the_first_errors_are_kept_in_whatever_order_shards_come(order, monkeypatch):
+    monkeypatch.setattr(join, "MOST_LISTED", 3)
+    first = join._FirstErrors()
+    errors = {shard: [(10 * shard + n, f"error {n} of shard {shard}") for n in range(2)] for shard in range(4)}
+    for shard in order:
+        first.put(shard, errors[shard])
+        first.put(shard, errors[shard])  # read again
+    assert first.of(range(4)) == [*errors[0], errors[1][0]]
+    assert first.of([0, 2, 3])[:2] == errors[0]
+    assert len(first._of_shards) < 4
 
 
 def test_a_merged_file_that_is_missing_is_a_problem(tmp_path):

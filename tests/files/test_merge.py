@@ -12,6 +12,7 @@ from slurmgpu import results
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.executors.submission import merge_by_hand
+from slurmgpu.merge import join
 from slurmgpu.merge import join as joins
 from slurmgpu.merge import merge as merging
 from slurmgpu.merge.merge import failed_again, merge
@@ -603,6 +604,21 @@ def test_shards_are_listed_as_often_however_many_have_failed_items(run, monkeypa
         assert merge(run)["n_errors"] == len(failed)
         counts.append(len(n_lists))
     assert counts[0] == counts[1]
+
+
+def test_a_report_counts_all_failed_items_and_lists_the_first(run, monkeypatch, capsys):
+    monkeypatch.setattr(join, "MOST_LISTED", 2)
+    publish_all(run, failed={1, 6, 11, 16})
+    report = merge(run)
+    assert (report["n_errors"], report["errors_by_class"]) == (4, {"item_error": 4})
+    assert [item["index"] for item in report["errors"]] == [1, 6]
+    show_report(report)
+    assert f"These are of the first 2 failed items; `slurmgpu show {run.folder} --failed`" in capsys.readouterr().out
+    # With good rows in merged.h5, failures of all take their places, listed or not.
+    publish_all(run)
+    assert merge(run)["n_errors"] == 0
+    publish_all(run, failed={1, 6, 11, 16})
+    assert merge(run)["n_errors"] == 0
 
 
 def test_what_was_set_aside_once_is_gone_when_its_rows_are_there_again(run):

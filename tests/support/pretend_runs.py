@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurmgpu.report.build import Joined, build_report
+from slurmgpu.report.build import Joined, build_report, count_failed
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Attempt, new_record
@@ -282,7 +282,8 @@ def reported(run, errors=(), **more):
     """The report of a merge that has joined what is published."""
     shards = frozenset(run.published())
     n_rows = sum(stop - start for start, stop in map(run.plan.bounds, shards))
-    return build_report(run, joined=Joined(n_rows, shards, (), (), list(errors), {}, ()), **more)
+    n_failed = count_failed(error for _, error in errors)
+    return build_report(run, joined=Joined(n_rows, shards, (), (), n_failed, list(errors), {}, ()), **more)
 
 
 def write_merged_head(run, n_rows):

@@ -282,6 +282,9 @@ def _show_errors(console: Console, report: Report) -> None:
         more = f" and {len(items) - 1:,} more" if len(items) > 1 else ""
         result(f"  item {items[0]['index']}{name}{more}: {message}")
     _more(len(met), "report --json lists them")
+    if report["n_errors"] > (n_listed := len(report["errors"])):
+        folder = shlex.quote(report["run_dir"])
+        result(f"  These are of the first {n_listed:,} failed items; `slurmgpu show {folder} --failed` shows others.")
 
 
 def _show_attempts(console: Console, report: Report) -> None:
