@@ -35,6 +35,7 @@ from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
+from slurmgpu.progress import telling
 from slurmgpu.results import open as open_merged
 from slurmgpu.run.directory import reserved_run_dir
 from slurmgpu.run.frozen_plan import Plan
@@ -142,7 +143,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
         if former is not None:
             log.warning("%s", _about_former(former, draft))
-        submitted = submit_draft(draft, None, inject=inject, background=background)
+        submitted = submit_draft(draft, None, telling(), inject=inject, background=background)
         if known is None:
             _remove_probe(probe.probe_dir(draft.run_dir))
     for note in submitted.outcome.notes if submitted.outcome else ():

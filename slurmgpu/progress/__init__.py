@@ -6,13 +6,14 @@ May import: report, run and util.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from slurmgpu.report.state_words import News, line_of
-from slurmgpu.report.status import Status
+from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of
 
@@ -37,6 +38,22 @@ def following(run: Run, on_tick: Callable[[dict[str, Any]], None] | None = None)
     except KeyboardInterrupt:
         _say(f"interrupted; the run goes on. To come back: slurmgpu.open_run({str(run.folder)!r})")
         raise
+
+
+def telling() -> Callable[[Run], None]:
+    """A function that tells how far a run is that this process computes itself: no bar, beside a debugger's prompt."""
+    show = _lines() if (display := _notebook()) is None else _Line(display).show
+    reader: StatusReader | None = None
+    looked = -math.inf
+
+    def tell(run: Run) -> None:
+        nonlocal reader, looked
+        if time.monotonic() - looked < UPDATE_S:
+            return
+        reader, looked = reader or StatusReader(run), time.monotonic()
+        show(reader.read(gpus_of=()))
+
+    return tell
 
 
 def in_words(status: Status) -> str:

@@ -16,8 +16,9 @@ import pandas as pd
 import pytest
 
 import slurmgpu
-from slurmgpu import ItemError, SlurmGPUError
+from slurmgpu import ItemError, SlurmGPUError, progress
 from slurmgpu.cli.views.tables import show_report
+from slurmgpu.report import state_words
 from slurmgpu.report.build import last_report
 from tests.support.runs import wait_until
 
@@ -405,6 +406,13 @@ def test_other_resources_have_the_same_plan_and_the_same_bytes():
     assert few.run.plan.fingerprint == many.run.plan.fingerprint
     with h5py.File(few.run.merged) as here, h5py.File(many.run.merged) as there:
         assert here["result"][:].tobytes() == there["result"][:].tobytes()
+
+
+def test_a_call_of_the_debug_executor_that_takes_long_tells_how_far_it_is(monkeypatch, capfd):
+    for module, name in ((state_words, "LINE_S"), (progress, "UPDATE_S")):
+        monkeypatch.setattr(module, name, 0.0)
+    slurmgpu.map(len, ["ab", "c", "def", "gh"], columns="int32", **{**HERE, "executor": "debug"})
+    assert re.search(r"^\S+ len running; \d of 4 items", capfd.readouterr().err, re.MULTILINE)
 
 
 def test_the_debug_executor_calls_the_function_in_this_process():
