@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,24 @@ class Distribution:
         return min(max(found, low), high)
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Keys that vary as one, with a row of their values at each place; or a key whose values are drawn."""
+
+    keys: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]] | Distribution
+
+    @property
+    def size(self) -> float:
+        """How many places it has."""
+        return math.inf if isinstance(self.rows, Distribution) else len(self.rows)
+
+    def at(self, u: float) -> tuple[Any, ...]:
+        """The values of the keys for 0 <= u < 1."""
+        rows = self.rows
+        return (rows.at(u),) if isinstance(rows, Distribution) else rows[int(u * len(rows))]
+
+
 def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     """The configurations of [sweep], in order; they depend only on the table and the run's seed.
 
@@ -64,56 +82,37 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     lists, without repetition and at most the whole grid. Keys that `zip` names together vary as one. SlurmGPUError for
     an invalid table.
     """
-    n_random, groups = _n_random(table), _groups(table)
-    _refuse_flat_zip(table)
-    axes = {
-        key: _axis(key, value, is_zipped=any(key in group for group in groups))
-        for key, value in table.items()
-        if key != RANDOM and not (key == ZIP and groups)
-    }
-    _check_lengths(groups, axes)
-    leads = _leads(groups, axes)
+    n_random, axes = _n_random(table), _axes(table)
     if not axes:
         raise SlurmGPUError("[sweep] has no key to vary; expected at least one, such as lr = [0.1, 0.01].")
-    drawn = [key for key, axis in axes.items() if isinstance(axis, Distribution)]
+    lists = [axis.rows for axis in axes if not isinstance(axis.rows, Distribution)]
+    drawn = [axis.keys[0] for axis in axes if isinstance(axis.rows, Distribution)]
     if n_random is None and drawn:
         raise SlurmGPUError(
             f"[sweep] {drawn[0]} is a distribution, so the number of configurations must be given. "
             f"Add random = 20, for example, to [sweep], or give a list of values."
         )
-    values = [axis for key, axis in axes.items() if isinstance(axis, list) and leads[key] == key]
-    size = math.prod(map(len, values))
+    size = math.prod(map(len, lists))
+    found: Iterator[tuple[tuple[Any, ...], ...]]
     if n_random is not None and (drawn or n_random < size):
-        return list(itertools.islice(_drawn(axes, leads, seed, distinct=not drawn), n_random))
-    if size > MOST:
+        found = itertools.islice(_drawn(axes, seed, distinct=not drawn), n_random)
+    elif size > MOST:
         raise SlurmGPUError(
             f"[sweep] stands for {size:,} configurations; expected at most {MOST:,}. "
             f"Shorten its lists, or draw from them with random = 100, for example."
         )
-    lists = {key: axis for key, axis in axes.items() if isinstance(axis, list)}
-    free = [key for key in axes if leads[key] == key]
-    found = []
-    for each in itertools.product(*(range(len(lists[key])) for key in free)):
-        places = dict(zip(free, each, strict=True))
-        found.append({key: values[places[leads[key]]] for key, values in lists.items()})
-    return found
+    else:
+        found = itertools.product(*lists)
+    keys = [key for axis in axes for key in axis.keys]
+    configurations = (dict(zip(keys, itertools.chain(*rows), strict=True)) for rows in found)
+    return [{key: each[key] for key in table if key in each} for each in configurations]
 
 
 def headline(table: Mapping[str, Any], n_configurations: int, noun: str = "configuration") -> str:
     """A sweep in one line: "6 configurations: lr × width"; keys that vary together are "(lr, width)"."""
-    groups = _groups(table)
-    leads = _leads(groups, table)
-    varied = [
-        key
-        for key, value in table.items()
-        if leads[key] == key
-        and not (key == ZIP and groups)
-        and (isinstance(value, Mapping) or (isinstance(value, list) and len(value) > 1))
-    ]
-    counts = [len(table[key]) if isinstance(table[key], list) else math.inf for key in varied]
-    together = {group[0]: f"({', '.join(group)})" for group in groups}
-    varied = [together.get(key, key) for key in varied]
-    is_grid = math.prod(counts) == n_configurations
+    axes = [axis for axis in _axes(table) if axis.size > 1]
+    varied = [axis.keys[0] if len(axis.keys) == 1 else f"({', '.join(axis.keys)})" for axis in axes]
+    is_grid = math.prod(axis.size for axis in axes) == n_configurations
     how = ", drawn" if not is_grid else ", which is the whole grid" if RANDOM in table else ""
     what = f": {(' × ' if is_grid else ', ').join(varied)}" if varied else ""
     return f"{count_of(n_configurations, noun)}{how}{what}"
@@ -144,21 +143,38 @@ def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
     date_in_whole_seconds(path)
 
 
-def _drawn(
-    axes: Mapping[str, list[Any] | Distribution], leads: Mapping[str, str], seed: int, *, distinct: bool
-) -> Iterator[dict[str, Any]]:
-    """Endless configurations, by `random()`, the only method that stays the same in later versions of Python."""
+def _drawn(axes: Sequence[Axis], seed: int, *, distinct: bool) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    """Endless rows of the axes, by `random()`, the only method that stays the same in later versions of Python."""
     numbers = random.Random(seed)
     met: set[tuple[int, ...]] = set()
-    single = {key for key, axis in axes.items() if isinstance(axis, list) and len(axis) == 1}
     while True:
-        us = {key: 0.0 if key in single else numbers.random() for key in axes if leads[key] == key}
-        places = {key: int(us[leads[key]] * len(axis)) for key, axis in axes.items() if isinstance(axis, list)}
+        us = [numbers.random() if axis.size > 1 else 0.0 for axis in axes]
         if distinct:
-            if tuple(places.values()) in met:
+            places = tuple(int(u * axis.size) for u, axis in zip(us, axes, strict=True))
+            if places in met:
                 continue
-            met.add(tuple(places.values()))
-        yield {key: axis[places[key]] if isinstance(axis, list) else axis.at(us[key]) for key, axis in axes.items()}
+            met.add(places)
+        yield tuple(axis.at(u) for u, axis in zip(us, axes, strict=True))
+
+
+def _axes(table: Mapping[str, Any]) -> list[Axis]:
+    """What [sweep] varies, in its order: a group of `zip` stands where its first key does."""
+    groups = _groups(table)
+    _refuse_flat_zip(table)
+    group_of = {key: tuple(group) for group in groups for key in group}
+    values = {
+        key: _values(key, value, is_zipped=key in group_of)
+        for key, value in table.items()
+        if key != RANDOM and not (key == ZIP and groups)
+    }
+    _check_lengths(groups, values)
+    axes = []
+    for key, found in values.items():
+        if isinstance(found, Distribution):
+            axes.append(Axis((key,), found))
+        elif key == (keys := group_of.get(key, (key,)))[0]:
+            axes.append(Axis(keys, [*zip(*(values[each] for each in keys), strict=True)]))
+    return axes
 
 
 def _n_random(table: Mapping[str, Any]) -> int | None:
@@ -199,9 +215,9 @@ def _refuse_flat_zip(table: Mapping[str, Any]) -> None:
         )
 
 
-def _check_lengths(groups: Sequence[Sequence[str]], axes: Mapping[str, list[Any] | Distribution]) -> None:
+def _check_lengths(groups: Sequence[Sequence[str]], values: Mapping[str, list[Any] | Distribution]) -> None:
     for group in groups:
-        lengths = [len(axis) if isinstance(axis := axes[key], list) else 0 for key in group]
+        lengths = [len(listed) if isinstance(listed := values[key], list) else 0 for key in group]
         if len(set(lengths)) > 1 or not lengths[0]:
             said = ", ".join(
                 f"{key} has {count_of(length, 'value') if length else 'a distribution'}"
@@ -210,16 +226,11 @@ def _check_lengths(groups: Sequence[Sequence[str]], axes: Mapping[str, list[Any]
             raise SlurmGPUError(f"[sweep] zip: {said}; expected lists of one length, whose values belong together.")
 
 
-def _leads(groups: Sequence[Sequence[str]], keys: Iterable[str]) -> dict[str, str]:
-    """The key by whose place each key's value is chosen: the first of its group, or itself."""
-    return {key: next((group[0] for group in groups if key in group), key) for key in keys}
-
-
 _MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+", re.DOTALL)
 """A text that `-s` could not read as a list: one without its last bracket, or with words that lack quotes."""
 
 
-def _axis(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distribution:
+def _values(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distribution:
     if isinstance(value, Mapping):
         return _distribution(key, value)
     if isinstance(value, str) and _MEANT_AS_LIST.fullmatch(value):
