@@ -33,6 +33,8 @@ SIGNAL_BEFORE_END_S = 30
 PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {job_entry.BEGIN}"""
 """Slurm may send SIGUSR2 a minute early: while Python starts it would die of it, as it has no handler yet."""
 
+ONCE_REACHED = "while said=$(scontrol ping 2>&1); [[ $said == *DOWN* && $said != *UP* ]]; do sleep 5; done"
+"""A line of the scripts before srun, which fails at once while slurmctld is being restarted, and the job with it."""
 
 NOT_READ = "Could not make sense of sbatch output"
 """Submitit's message for an answer without "job 1234"."""
@@ -207,7 +209,7 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
             nodes=nodes,
             array_parallelism=parallelism,
             signal_delay_s=SIGNAL_BEFORE_END_S,
-            setup=setup,
+            setup=[*(setup or []), ONCE_REACHED],
             additional_parameters=plain,
             srun_args=step,
         )

@@ -73,6 +73,22 @@ def test_a_step_has_the_variables_of_the_script_whatever_sbatch_exports(written)
         assert not {"--export=NONE", "--export=FOO=7"}.isdisjoint(flags(script))
 
 
+def test_srun_waits_for_a_slurmctld_that_is_being_restarted(written, pretending, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    pretending("sleep", 'echo "sleep $1" >> $LOG')
+    pretending(
+        "scontrol", 'n=$(grep -c sleep $LOG); [ $n = 2 ] && word=UP; echo "Slurmctld(backup) at b is ${word:-DOWN}"'
+    )
+    scripts = written(slurm={"setup": ["set -eu", 'echo "setup" > $LOG']}, merge={"setup": ['echo "setup" > $LOG']})
+    pretending("srun", 'echo "srun" >> $LOG')
+    for script in scripts.values():
+        subprocess.run(["bash", "-c", script], check=True)
+        assert (tmp_path / "log").read_text().splitlines() == ["setup", "sleep 5", "sleep 5", "srun"]
+    pretending("scontrol", "exit 127")  # nobody says that it is away
+    subprocess.run(["bash", "-c", scripts["merge"]], check=True)
+    assert (tmp_path / "log").read_text().splitlines() == ["setup", "srun"]
+
+
 OPTIONS = {"requeue", "no_requeue", "cpus_per_task", "setup", "mem", "job_name"}
 
 
