@@ -85,7 +85,8 @@ def fit_batch_size(
         # A rank that runs out of memory between two collectives would block the others.
         what = 'strategy = "fsdp"' if strategy.sharded else "sync_batchnorm"
         raise SlurmGPUError(f'batch_size = "auto" does not work with {what} on several processes; give a number.')
-    kept = {name: value.detach().to("cpu", copy=True) for name, value in _tensors(strategy).items()}
+    parameters = [*strategy.model.parameters()]
+    kept = [each.detach().to("cpu", copy=True) for each in parameters]
     optimizer = make_optimizer(user, strategy.model, settings)
 
     def attempt(n: int) -> None:
@@ -102,12 +103,12 @@ def fit_batch_size(
         return bool(told)
 
     try:
-        found = find_batch_size(attempt, device=strategy.device, agree=agree, **_sizes(samples, settings, place))
+        with strategy.without_side_effects():
+            found = find_batch_size(attempt, device=strategy.device, agree=agree, **_sizes(samples, settings, place))
     finally:
         with torch.no_grad():
-            for name, value in _tensors(strategy).items():
-                value.copy_(kept[name])
-        strategy.model.zero_grad(set_to_none=True)
+            for each, before in zip(parameters, kept, strict=True):
+                each.copy_(before)
     if place.is_rank_zero:
         log.info("batch_size: %d", found)
     return found
@@ -251,7 +252,3 @@ def _sizes(samples: SeededDataset, settings: TrainingSettings, place: Place) -> 
     share = -(-settings.global_batch_size // place.world_size)
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return {"start": sizes[min(1, len(sizes) - 1)], "sizes": sizes}
-
-
-def _tensors(strategy: Strategy) -> dict[str, torch.Tensor]:
-    return {**dict(strategy.model.named_parameters()), **dict(strategy.model.named_buffers())}
