@@ -55,7 +55,9 @@ def init(
     workload: Annotated[
         str | None,
         typer.Argument(
-            help="A built-in workload, such as embed, or a Python file.", autocompletion=completion.complete_workload
+            metavar="WORKLOAD",
+            help="A built-in workload, such as embed, or a Python file.",
+            autocompletion=completion.complete_workload,
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
@@ -313,7 +315,7 @@ def show_rows(
 @app.command()
 def compare(
     a: options.ComparedArgument,
-    b: options.ComparedArgument,
+    b: options.OtherArgument,
     key: Annotated[
         str | None, typer.Option("--key", metavar="NAME", help="Match rows by this column or field of the input.")
     ] = None,

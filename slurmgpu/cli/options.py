@@ -33,12 +33,18 @@ RunArgument = Annotated[
     ),
 ]
 
-ComparedArgument = Annotated[
-    Path,
-    typer.Argument(
-        help="A run directory or a merged file.", show_default=False, autocompletion=completion.complete_run
-    ),
-]
+
+def _compared(metavar: str) -> Any:
+    return typer.Argument(
+        metavar=metavar,
+        help="A run directory or a merged file.",
+        show_default=False,
+        autocompletion=completion.complete_run,
+    )
+
+
+ComparedArgument = Annotated[Path, _compared("A")]
+OtherArgument = Annotated[Path, _compared("B")]
 
 
 def _executors() -> str:

@@ -124,6 +124,12 @@ def test_the_reference_lists_every_option_of_every_command_and_no_other(name):
     assert shown == options_there
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_names_arguments_in_capitals(name):
+    arguments = [each for each in COMMANDS[name].params if each.param_type_name == "argument"]
+    assert [each.name for each in arguments if not (each.metavar or "").isupper()] == []
+
+
 def test_the_reference_has_every_command_and_no_other():
     found = re.findall(r"^## slurmgpu ([a-z ]+)$", (REFERENCE / "cli.md").read_text(), re.M)
     assert sorted(found) == sorted(COMMANDS)
