@@ -19,7 +19,7 @@ from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import CodeAbout, Git
 from slurmgpu.util.env_info import PACKAGES
 
-LONG_TEXT = 4096
+_LONG_TEXT = 4096
 _GIT_PATIENCE_S = 20
 
 
@@ -76,7 +76,7 @@ def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
         elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
             tracer.notes.choosing_gpus.append(text)
         option, before = before if "=" not in text else _option_in(text), text
-        if len(text) < LONG_TEXT:
+        if len(text) < _LONG_TEXT:
             if found := NAMED.fullmatch(text):
                 tracer.add_named(found[1])
             # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.

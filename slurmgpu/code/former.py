@@ -19,8 +19,8 @@ from slurmgpu.run.submissions import Code
 from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 from slurmgpu.util.amounts import some_of
 
-FORMER = "former"
-MANY_NAMED = 5
+_FORMER = "former"
+_MANY_NAMED = 5
 
 
 def code_now(
@@ -72,7 +72,7 @@ def changed_since(run: Run, now: Snapshot) -> str:
         return f"which files differ is unknown. {error}"
     then = snapshots.digests_of(former)
     names = sorted(name for name, each in snapshots.digests_of(now).items() if then.get(name) != each)
-    return f"{some_of(names, MANY_NAMED)} changed since." if names else ""
+    return f"{some_of(names, _MANY_NAMED)} changed since." if names else ""
 
 
 def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
@@ -84,19 +84,19 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
             f"taken as it is now."
         )
     last = max(known)
-    wanted = known[last]["digest"] if named == FORMER else named
+    wanted = known[last]["digest"] if named == _FORMER else named
     chosen = [number for number, code in known.items() if named and code["digest"].startswith(wanted)]
     digests = [code["digest"] for code in known.values()]
     if len({known[number]["digest"] for number in chosen}) != 1:
         words = ", ".join(dict.fromkeys(snapshots.short(digest, digests) for digest in digests))
-        raise SlurmGPUError(f"--code {named}: expected {FORMER!r}, or the digest of one of the snapshots: {words}.")
+        raise SlurmGPUError(f"--code {named}: expected {_FORMER!r}, or the digest of one of the snapshots: {words}.")
     number = chosen[-1]
     digest = known[number]["digest"]
     found = snapshots.read(run.folder, digest)  # before anything is queued
     notes = [f"It computes with the code of submission {number}, {_short(run, digest)}."]
     if changed := snapshots.read_and_changed(found.read):
         notes.append(
-            f"Its code reads {some_of(changed, MANY_NAMED)}, which changed since: put it back as it was, or these "
+            f"Its code reads {some_of(changed, _MANY_NAMED)}, which changed since: put it back as it was, or these "
             f"rows are by unknown code."
         )
     return known[number], notes

@@ -44,7 +44,7 @@ from slurmgpu.util.shared_files import UnusableFileError, read_own, retried
 
 PICKLE = "function.pkl"
 SOURCE = "function.py"
-CHECK_S = 600.0
+_CHECK_S = 600.0
 """How long the fresh process may take, which imports what the function needs."""
 _READS_ARGUMENTS = re.compile(rb"\b(?:parse_args|parse_known_args|parse_args_into_dataclasses|argv)\b")
 _OF_TEXTS = re.compile(r"(?i).*tokens? (?:\d+|<.*>|\[.*\])")
@@ -277,11 +277,11 @@ def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str
     command = [sys.executable, "-m", "slurmgpu.code.functions", *given]
     environ = {**os.environ, "PYTHONPATH": own_python_path(), "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, input=content, capture_output=True, env=environ, cwd=folder, timeout=CHECK_S)
+        done = subprocess.run(command, input=content, capture_output=True, env=environ, cwd=folder, timeout=_CHECK_S)
     except subprocess.TimeoutExpired as error:
         raise SlurmGPUError(
-            f"A fresh process was not done with importing what the function needs in {CHECK_S:g} s. Import less at the "
-            f"top of its modules."
+            f"A fresh process was not done with importing what the function needs in {_CHECK_S:g} s. Import less at "
+            f"the top of its modules."
         ) from error
     try:
         answer = json.loads(done.stdout.splitlines()[-1])

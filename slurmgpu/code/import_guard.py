@@ -11,7 +11,7 @@ from slurmgpu.errors import SlurmGPUError
 OWN = "slurmgpu"
 BODY = "<module>"
 """The name of the code of a module's body, and of text that exec() or runpy executes."""
-IMPORT_SYSTEM = vars(importlib._bootstrap)
+_IMPORT_SYSTEM = vars(importlib._bootstrap)
 """The globals of the frames that import a module."""
 
 
@@ -32,7 +32,7 @@ def refuse_if_importing(call: str) -> None:
                 raise SlurmGPUError(_refusal(importing, call))
         elif is_own:
             body = None
-        elif frame.f_globals is IMPORT_SYSTEM:
+        elif frame.f_globals is _IMPORT_SYSTEM:
             importing = body
         elif frame.f_code.co_name == BODY and frame.f_globals.get("__name__") != "__main__":
             body = frame

@@ -116,7 +116,7 @@ def _pickler(file: io.BytesIO, seen: _Seen) -> Any:
                 # cloudpickle 3.1.3 leaves the file's name out, by which errors tell their place.
                 return _code_of_file, (made, arguments, obj.co_filename)
             if isinstance(obj, FunctionType):
-                seen.packages.update(dict.fromkeys(map(id, codes_of(obj)), obj.__globals__.get("__package__")))
+                seen.packages.update(dict.fromkeys(map(id, _codes_of(obj)), obj.__globals__.get("__package__")))
             elif isinstance(obj, _CACHED) and name_of(obj) is None:
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
             elif (by_value := _typing_by_value(obj)) is not None:
@@ -222,7 +222,7 @@ def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
         yield from _used_by(function.__self__)
         yield from _used_by(function.__func__)
     elif isinstance(function, FunctionType):
-        names = {name for code in codes_of(function) for name in code.co_names}
+        names = {name for code in _codes_of(function) for name in code.co_names}
         yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         yield from ((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
@@ -252,7 +252,7 @@ def _is_set(cell: CellType) -> bool:
     return True
 
 
-def codes_of(function: FunctionType) -> Iterator[CodeType]:
+def _codes_of(function: FunctionType) -> Iterator[CodeType]:
     """The code of a function and of those within it."""
     todo = [function.__code__]
     while todo:

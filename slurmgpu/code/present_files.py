@@ -22,7 +22,7 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 MANY_BESIDE = 2000
 """Nothing is linked for the copy of a script in a folder with more entries: the folder holds data."""
 
-Signature = tuple[int, int, int]
+_Signature = tuple[int, int, int]
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class PresentFiles:
 
     def __init__(self, copies: Path, files: Mapping[str, SourceFile], read: Iterable[ReadFile]) -> None:
         self._copies, self._files, self._read = copies, files, [*read]
-        self._same: dict[str, Signature] = {}
+        self._same: dict[str, _Signature] = {}
         self._linked: set[str] = set()
         self._has_changed = False
         self._read_and_changed: set[str] = set()
@@ -133,7 +133,7 @@ def _has_sha256(sha256: str, content: bytes) -> bool:
     return hashlib.sha256(content).hexdigest() == sha256
 
 
-def _signature(opened: BinaryIO) -> Signature:
+def _signature(opened: BinaryIO) -> _Signature:
     status = os.fstat(opened.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns
 

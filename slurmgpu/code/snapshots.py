@@ -33,7 +33,7 @@ FOLDER = "code"
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 """Redundant fields of syntax trees, and type comments."""
 _OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out", "namespaces", "read"})
-SHOWN_DIGITS = 4
+_SHOWN_DIGITS = 4
 """The least number of digits of a shortened digest."""
 
 
@@ -234,7 +234,7 @@ def _sha256_now(path: str) -> str | None:
 
 def short(digest: str, others: Iterable[str]) -> str:
     """The first digits of a digest, enough to distinguish it from `others`."""
-    n_digits = SHOWN_DIGITS
+    n_digits = _SHOWN_DIGITS
     while n_digits < len(digest) and any(other != digest and other[:n_digits] == digest[:n_digits] for other in others):
         n_digits += 1
     return digest[:n_digits]
@@ -255,7 +255,7 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
         for role, each in of_now.items()
         if role not in of_former or of_former[role]["same"] != each["same"]
     ]
-    return found + changed_versions(before.about, now.about)
+    return found + _changed_versions(before.about, now.about)
 
 
 def digests_of(snapshot: Snapshot) -> dict[str, str]:
@@ -263,7 +263,7 @@ def digests_of(snapshot: Snapshot) -> dict[str, str]:
     return {file.name: file.digest for file in snapshot.files} | {file.name: file.sha256 for file in snapshot.read}
 
 
-def changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
+def _changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
     """Changes of distributions, Python and image between two submissions."""
     found = []
     then, today = before.get("distributions") or {}, now.get("distributions") or {}

@@ -30,17 +30,17 @@ from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
 from slurmgpu.util.users import expanded
 
-MANY_FILES = 2000
+_MANY_FILES = 2000
 """A package with more files is not the user's own, such as PyTorch built from source."""
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_][\w.]*")
 """A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
 _DOTTED_IN_TEXT = re.compile(rf"(?<![\w./-]){DOTTED.pattern}(?![\w/])")
 _OF_A_RUN_FILE = re.compile(rb"(?m)^\[workload\]")
 _OF_THE_SYSTEM = ("/etc/", "/proc/", "/sys/", "/dev/", "/usr/", "/run/", "/var/", "/lib/", "/lib64/")
-LARGEST_COMPILED = 1 << 26
-LARGEST_READ = 1 << 20
+_LARGEST_COMPILED = 1 << 26
+_LARGEST_READ = 1 << 20
 """A larger file, in bytes, holds data."""
-MANY_CONFIGURATIONS, MANY_BESIDE_CONFIGURATIONS = 1000, 20_000
+_MANY_CONFIGURATIONS, MANY_BESIDE_CONFIGURATIONS = 1000, 20_000
 _OF_A_RUN = frozenset({"run.json", ".hydra", "multirun.yaml"})
 """Files in the folder of a run, of slurmgpu or of Hydra."""
 _OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
@@ -97,20 +97,22 @@ class Tracer:
         self.notes = TraceNotes()
         self._locator = Locator(folder, packages, former)
         self._base, self._packages, self._inputs, self._options = folder, packages, frozenset(inputs), options
-        # Of the files that the snapshot keeps:
+        # Files that the snapshot keeps, by path, those to follow yet, and packages with too many of them.
         self._files: dict[str, _UserFile] = {}
         self._todo: list[_UserFile] = []
+        self._n_modules: Counter[str] = Counter()
         self._dropped: set[str] = set()
         self._namespaces: set[str] = set()
         self._names = SnapshotNames(folder)
-        self._n_modules: Counter[str] = Counter()
         self._defined: dict[str, frozenset[str]] = {}
-        # Of those that are read, or run, where they lie:
+        # Files that are read where they lie, and programs of Python's that are run or executed there.
         self._read: dict[str, ReadFile] = {}
         self._run_by_shell: list[Path] = []
         self._run_by_text: list[Path] = []
+        # Programs and scripts of shells that were followed there, also by another tracer.
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
+        # Folders that a program searches before those of the snapshot.
         self._first: set[Path] = set()
 
     def add_named(self, module: str, *, needed: bool = False) -> None:
@@ -206,7 +208,7 @@ class Tracer:
                 return True
             if is_others(whole) or whole.startswith(_OF_THE_SYSTEM):
                 return False
-            if not is_file(path, BRIEF_PATIENCE_S) or path.stat().st_size > LARGEST_READ:
+            if not is_file(path, BRIEF_PATIENCE_S) or path.stat().st_size > _LARGEST_READ:
                 return False
             content = retried(path.read_bytes, BRIEF_PATIENCE_S)
             if path.suffix == ".toml" and _OF_A_RUN_FILE.search(content):
@@ -238,12 +240,12 @@ class Tracer:
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _OF_TRACKERS)
             found += [Path(where, name) for name in sorted(names) if name.endswith((".yaml", ".yml"))]
             n_files += len(names)
-            if len(found) > MANY_CONFIGURATIONS or n_files > MANY_BESIDE_CONFIGURATIONS:
+            if len(found) > _MANY_CONFIGURATIONS or n_files > MANY_BESIDE_CONFIGURATIONS:
                 self.notes.leave_out(
                     f"{folder} has many files: whether all configurations in it stay as they are is not known."
                 )
                 break
-        for path in found[:MANY_CONFIGURATIONS]:
+        for path in found[:_MANY_CONFIGURATIONS]:
             self.add_read(path)
 
     def finish(self) -> Trace:
@@ -284,7 +286,7 @@ class Tracer:
                 started[file.path] = ReadFile(file.name, file.path, file.sha256)
         for path in sorted(self.notes.compiled | self._locator.archives):
             with contextlib.suppress(OSError):
-                if Path(path).stat().st_size <= LARGEST_COMPILED:
+                if Path(path).stat().st_size <= _LARGEST_COMPILED:
                     started[path] = self._digested(Path(path), path, retried(Path(path).read_bytes, BRIEF_PATIENCE_S))
         return tuple(file for _, file in sorted((read | started).items()))
 
@@ -453,11 +455,11 @@ class Tracer:
     def _count(self, top: str) -> None:
         """Count a module of a package from elsewhere, and drop the package if it has too many."""
         self._n_modules[top] += 1
-        if self._n_modules[top] > MANY_FILES and top not in self._dropped:
+        if self._n_modules[top] > _MANY_FILES and top not in self._dropped:
             self._dropped.add(top)
             self._locator.give_up(top)
             self.notes.leave_out(
-                f"{top} has more than {MANY_FILES:,} modules: they are not in the snapshot of the code."
+                f"{top} has more than {_MANY_FILES:,} modules: they are not in the snapshot of the code."
             )
 
     def _modules_below(self, top: str) -> Iterator[str]:

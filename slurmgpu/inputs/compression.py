@@ -15,7 +15,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.packages import check_pyarrow
 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 """The suffixes of compressed files."""
 
 _READ_BYTES = 1 << 18
@@ -24,7 +24,7 @@ _READ_BYTES = 1 << 18
 def suffix_of(path: Path) -> str | None:
     """The suffix that says how a file is compressed; None if it is not."""
     suffix = path.suffix.lower()
-    return suffix if suffix in SUFFIXES else None
+    return suffix if suffix in _SUFFIXES else None
 
 
 def without_suffix(path: Path) -> Path:

@@ -13,9 +13,9 @@ from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.shards.columns import RESERVED_NAMES, Column, Json
 from slurmgpu.util.json_values import MOST_LEVELS, is_too_deep, json_value
 
-FIRST_ITEMS = 100
+_FIRST_ITEMS = 100
 """How many items to search for fields in an input without a header (JSONL)."""
-STEP = 10
+_STEP = 10
 """How many of them are read at once."""
 
 
@@ -36,9 +36,9 @@ class InputFields:
         `advice` has text, beginning with a blank, to append for a missing field.
         """
         known = self._known(wanted)
-        has_seen_all = self.spec.columns is not None or self.spec.n_items <= FIRST_ITEMS
+        has_seen_all = self.spec.columns is not None or self.spec.n_items <= _FIRST_ITEMS
         lacks = (
-            f"{self.called} lacks" if has_seen_all else f"none of the first {FIRST_ITEMS} items of {self.called} has"
+            f"{self.called} lacks" if has_seen_all else f"none of the first {_FIRST_ITEMS} items of {self.called} has"
         )
         for name in sorted(wanted):
             if known and name not in {*known, "error"}:
@@ -65,10 +65,10 @@ class InputFields:
         if self.spec.columns is not None:
             return self.spec.columns
         found: set[str] = set()
-        n_items = min(FIRST_ITEMS, self.spec.n_items) if wanted else 0
+        n_items = min(_FIRST_ITEMS, self.spec.n_items) if wanted else 0
         with Reader(self.spec, self.index) as reader:
-            for start in range(0, n_items, STEP):
-                items = reader.read(start, min(start + STEP, n_items))
+            for start in range(0, n_items, _STEP):
+                items = reader.read(start, min(start + _STEP, n_items))
                 found.update(name for data in items if not isinstance(data, ItemError) for name in data)
                 if found.issuperset(wanted):
                     break

@@ -26,10 +26,10 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, PATIENCE_S, is_transien
 FILE = "input.files"
 """The listing in the run directory, a JSON object in a line for each item: `path`, `key`, `size_bytes`, `mtime_ns`."""
 
-IMAGES = ("avif", "bmp", "dcm", "gif", "heic", "jp2", "jpeg", "jpg", "jxl", "nii", "pgm", "png", "ppm", "svg")
-AUDIO = ("aac", "aif", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
-VIDEO = ("avi", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "webm", "wmv")
-MEDIA = frozenset({*IMAGES, "tif", "tiff", "webp", *AUDIO, *VIDEO, "pdf"})
+_IMAGES = ("avif", "bmp", "dcm", "gif", "heic", "jp2", "jpeg", "jpg", "jxl", "nii", "pgm", "png", "ppm", "svg")
+_AUDIO = ("aac", "aif", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
+_VIDEO = ("avi", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "webm", "wmv")
+_MEDIA = frozenset({*_IMAGES, "tif", "tiff", "webp", *_AUDIO, *_VIDEO, "pdf"})
 """Suffixes of files that are items wherever they are named."""
 
 FIELDS = ("path", "key", "name")
@@ -196,7 +196,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
                 return None
             root, paths = path, sorted(_walked(path), key=_parts)
         else:
-            if not (is_explicit or _suffix(path) in MEDIA):
+            if not (is_explicit or _suffix(path) in _MEDIA):
                 return None
             if not os.path.lexists(path):
                 raise SlurmGPUError(f"Input {path} does not exist. Relative paths start at {base}.")
@@ -206,7 +206,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
             return None
         root = _before_magic(path)
         paths = sorted((match for match in globbed(name, base) if not os.path.isdir(match)), key=_parts)  # noqa: PTH112
-        if paths and not is_explicit and MEDIA.isdisjoint(map(_suffix, paths)):
+        if paths and not is_explicit and _MEDIA.isdisjoint(map(_suffix, paths)):
             return None
     if not paths:
         raise SlurmGPUError(f"Input {pattern!r} matches no file; hidden ones do not count. {none_there(pattern, base)}")
@@ -235,7 +235,7 @@ def _raise(error: OSError) -> None:
 def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:
     """SlurmGPUError for files that hold items, and for media among others."""
     suffixes, examples = Counter(map(_as_written, paths)), {_as_written(path): path for path in paths}
-    media = [suffix for suffix, _ in suffixes.most_common() if suffix.lower() in MEDIA]
+    media = [suffix for suffix, _ in suffixes.most_common() if suffix.lower() in _MEDIA]
     holding = {suffix for suffix, path in examples.items() if suffix not in media and recognised(Path(path))}
     if not holding and len(media) in (0, len(suffixes)):
         return

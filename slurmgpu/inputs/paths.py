@@ -73,7 +73,7 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         path = base / pattern
-        return data_set_files(path) if is_data_set(path) else [path]
+        return _data_set_files(path) if is_data_set(path) else [path]
     found = sorted(map(Path, globbed(pattern, base)))
     # Directories matched by `**` are skipped; one named like data (`parts.csv/`) is refused later.
     # Not Path.is_dir, which raises for a link into a folder that may not be entered.
@@ -158,7 +158,7 @@ def is_data_set(path: Path) -> bool:
     return any(os.path.isfile(path / name) for name in (_STATE, _SPLITS))  # noqa: PTH113
 
 
-def data_set_files(folder: Path) -> list[Path]:
+def _data_set_files(folder: Path) -> list[Path]:
     """The Arrow files of a saved data set, in the order of its rows; SlurmGPUError for one of several splits."""
     about = folder / (_STATE if (folder / _STATE).is_file() else _SPLITS)
     try:

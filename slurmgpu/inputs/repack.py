@@ -36,7 +36,7 @@ FOLDER = "input"
 """The folder of repacked files in the run directory."""
 
 GROUP_ITEMS = 2048
-GROUP_BYTES = 32 << 20
+_GROUP_BYTES = 32 << 20
 """A row group ends at so many items, or at about so many bytes: a reader has one in memory."""
 
 _STEP = 256  # rows of a table that are looked at together, so that groups do not depend on how it is chunked
@@ -82,7 +82,7 @@ class RowGroups:
         self._n_pending += table.num_rows
         self._n_bytes += table.nbytes
         self.n_items += table.num_rows
-        if self._n_bytes >= GROUP_BYTES:
+        if self._n_bytes >= _GROUP_BYTES:
             self._write(self._n_pending)
         elif self._n_pending >= GROUP_ITEMS:
             self._write(self._n_pending - self._n_pending % GROUP_ITEMS)

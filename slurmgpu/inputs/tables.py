@@ -16,7 +16,7 @@ from slurmgpu.inputs.formats import Find, Format, Preview, Rows, refuse_doubled
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import check_pyarrow
 
-AFTERWARDS = (
+_AFTERWARDS = (
     "Then plan this run again, as its input was written again; one that was submitted with --after goes on by "
     "`slurmgpu resubmit`."
 )
@@ -150,7 +150,7 @@ class MergedRows:
         try:
             self._merged.check_rows(start, stop)
         except SlurmGPUError as error:
-            raise SlurmGPUError(f"{error} {AFTERWARDS}") from error.__cause__ or error
+            raise SlurmGPUError(f"{error} {_AFTERWARDS}") from error.__cause__ or error
         errors, rows = self._merged.errors, self._merged.rows(start, stop)
         return [row | {"error": errors[row["index"]]} if row["index"] in errors else row for row in rows]
 
