@@ -80,7 +80,7 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {message_of(error)}") from error
     if value is None:
-        raise ValueError("found None, expected numbers or bytes")
+        raise ValueError("found None, expected numbers or bytes; a column of floats takes NaN for a missing value")
     if found.dtype.kind not in "biufcSU":
         raise ValueError(f"found {type(value).__name__} (dtype {found.dtype}), expected numbers or bytes")
     if np.ma.is_masked(value):  # what is below the mask would be stored

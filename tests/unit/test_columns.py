@@ -186,7 +186,7 @@ def test_nan_is_a_float_like_any_other(dtype, shape):
         (Array("S3", (2,)), ["abc", "a\0"], "whose last NUL"),
         (Array("float32"), np.ma.masked_array([1.0], mask=[True]).mean(), "MaskedConstant with masked values; fill"),
         (Ragged("float32"), np.ma.masked_array([1.0, 2.0], mask=[False, True]), "MaskedArray with masked values; fill"),
-        (Array("float32"), None, "found None, expected numbers"),
+        (Array("float32"), None, "found None, expected numbers or bytes; a column of floats takes NaN"),
         (Array("int64"), np.datetime64("2024-01-01"), "found datetime64"),
         (Array("float32"), [1.0], r"shape \(1,\), expected \(\)"),
         (Array("float32", (3,)), [1, 2], r"shape \(2,\), expected \(3,\)"),
