@@ -807,7 +807,7 @@ def test_run_says_how_a_sweep_goes_with_an_input_and_which_of_its_keys_the_progr
     unused = *start, "-s", "sweep.wd=[0, 1]"
     told = slurmgpu(*unused, "--", "echo", "{lr}", cwd=tmp_path, expect=0).stderr
     assert "sweep.wd is in no argument of the program: its values repeat the same calls" in told
-    for program in (["echo", "{lr}", "{wd}"], ["cp", "{in:jsonl}", "{out}"]):
+    for program in (["echo", "{lr}", "{wd:file}"], ["cp", "{in:jsonl}", "{out}"]):
         assert "is in no argument" not in slurmgpu(*unused, "--", *program, cwd=tmp_path, expect=0).stderr
 
 

@@ -106,7 +106,7 @@ def run(
     asked = {name: given[name] for name in options.SUBMITTING}
     earlier = None if given["run_dir"] is not None else _earlier(overrides["run_dir"], context.meta[PROGRAM])
     varied = _varied(overrides)
-    named = set(re.findall(r"\{([\w-]+)", " ".join(context.meta[PROGRAM])))
+    named = set(re.findall(r"\{([^{}:]+)", " ".join(context.meta[PROGRAM])))
     has_input, is_fed = "input" in overrides, "in" in named or "stream" in overrides["settings"]
     if not has_input and not is_fed and (unused := [key for key in varied if key not in named]):
         say(
