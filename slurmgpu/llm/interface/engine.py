@@ -267,7 +267,10 @@ class Likelihood:
 
 
 class Engine(Protocol):
-    """A loaded model. A failed request or question has an `error`; an exception concerns all of them."""
+    """A loaded model. A failed request or question has an `error`; an exception concerns all of them.
+
+    One thread calls it. It may begin a call before it has taken all that another one gives.
+    """
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, in the order in which they finish."""
