@@ -18,20 +18,46 @@ from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.shared_files import UnusableFileError, read_bytes
 
 RECOMPUTE_FORMAT = "slurmgpu recompute"
-RECOMPUTE_VERSION = 1
+RECOMPUTE_VERSION = 2
 MOST_BYTES = 4 << 30
-"""More than the list of 50 million items that are computed again."""
+"""More than the list of 400 million items that are computed again."""
 
 Spans = Sequence[tuple[int, int]]
 """Items as (start, stop), ascending."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Again:
-    """The items of one shard that are computed again, and its new revision."""
+    """The items of one shard that are computed again, and its new revision.
+
+    `text` has the items as in the file, `3,6:9`: each task holds those of all shards, which may be millions.
+    """
 
     revision: int
-    items: Spans
+    text: str
+
+    def __init__(self, revision: int, items: Spans) -> None:
+        # A frozen dataclass cannot set its own fields otherwise.
+        object.__setattr__(self, "revision", revision)
+        object.__setattr__(self, "text", ",".join(_said(*span) for span in items))
+
+    @property
+    def items(self) -> Spans:
+        """The items as spans."""
+        return [_span(part) for part in self.text.split(",")]
+
+    @property
+    def n_items(self) -> int:
+        """How many items they are."""
+        return sum(stop - start for start, stop in self.items)
+
+    @classmethod
+    def from_json(cls, revision: int, text: str) -> Again:
+        """As it is in the file; ValueError if it is not one."""
+        found = cls(revision, [_span(part) for part in text.split(",")])
+        if revision < 1 or found.n_items < 1:
+            raise ValueError("a shard in it has no revision or no items")
+        return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +70,7 @@ class Recompute:
     @property
     def n_items(self) -> int:
         """How many items are computed again."""
-        return sum(stop - start for again in self.shards.values() for start, stop in again.items)
+        return sum(again.n_items for again in self.shards.values())
 
 
 def recompute_path(run_folder: Path) -> Path:
@@ -54,9 +80,7 @@ def recompute_path(run_folder: Path) -> Path:
 
 def write_recompute(run_folder: Path, value: Recompute) -> None:
     """Write the items that a submission computes again, before anything of it is queued."""
-    shards = {
-        str(shard): [again.revision, [list(span) for span in again.items]] for shard, again in value.shards.items()
-    }
+    shards = {str(shard): [again.revision, again.text] for shard, again in value.shards.items()}
     head = {"format": RECOMPUTE_FORMAT, "version": RECOMPUTE_VERSION, "submission": value.submission}
     write_json(recompute_path(run_folder), {**head, "shards": shards})
 
@@ -80,13 +104,17 @@ def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
 def _parsed(value: Any) -> Recompute:
     if value["format"] != RECOMPUTE_FORMAT or value["version"] != RECOMPUTE_VERSION:
         raise ValueError(f"its format is {value['format']!r} version {value['version']!r}")
-    shards = {
-        int(shard): Again(int(revision), tuple((int(start), int(stop)) for start, stop in spans))
-        for shard, (revision, spans) in value["shards"].items()
-    }
-    if not all(again.revision > 0 and again.items for again in shards.values()):
-        raise ValueError("a shard in it has no revision or no items")
+    shards = {int(shard): Again.from_json(*again) for shard, again in value["shards"].items()}
     return Recompute(int(value["submission"]), shards)
+
+
+def _said(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}:{stop}"
+
+
+def _span(text: str) -> tuple[int, int]:
+    start, colon, stop = text.partition(":")
+    return int(start), int(stop) if colon else int(start) + 1
 
 
 def spans_of(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -308,7 +308,7 @@ def test_failed_items_are_computed_again_and_no_others(run):
     work = run.computing(2)
     assert work.published() == {0, 2, 4}
     assert run.published() == {0, 1, 2, 3, 4}
-    assert (work.items_of(1), work.items_of(2)) == (((6, 7), (8, 9)), [(10, 15)])
+    assert (work.items_of(1), work.items_of(2)) == ([(6, 7), (8, 9)], [(10, 15)])
     publish_again(run, 2)
     assert work.published() == {0, 1, 2, 3, 4}
     assert merge(run)["n_errors"] == 0
@@ -388,10 +388,12 @@ def test_rows_of_shards_that_are_gone_from_a_damaged_merged_file_are_named(run):
     check_one_truth(run)
 
 
-def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run):
+@pytest.mark.parametrize("shards", [None, {"1": [1, ""]}, {"1": [1, "7:6"]}, {"1": [0, "6"]}, {"1": [1, [[6, 7]]]}])
+def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run, shards):
     publish(run, 1, failed={6})
     write_recompute(run.folder, failed_again(run, 2))
-    recompute_path(run.folder).write_text('{"format": "slurmgpu recompute", "version": 1, "submission": 2}')
+    said = json.loads(recompute_path(run.folder).read_text())
+    recompute_path(run.folder).write_text(json.dumps({**said, "shards": shards}))
     with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* no row is lost"):
         read_recompute(run.folder, 2)
 
@@ -497,10 +499,12 @@ def test_recompute_json_says_what_it_says(run):
     write_recompute(run.folder, failed_again(run, 2))
     assert json.loads(recompute_path(run.folder).read_text()) == {
         "format": "slurmgpu recompute",
-        "version": 1,
+        "version": 2,
         "submission": 2,
-        "shards": {"1": [1, [[6, 8], [9, 10]]]},
+        "shards": {"1": [1, "6:8,9"]},
     }
+    again = read_recompute(run.folder, 2)
+    assert (again.n_items, list(again.shards[1].items)) == (3, [(6, 8), (9, 10)])
 
 
 # What a review found

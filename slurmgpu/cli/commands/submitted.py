@@ -141,7 +141,7 @@ def _not_again(run: Run) -> int:
     if asked.recompute is None:
         return 0
     left = asked.recompute.shards.keys() - asked.published(fresh=True)
-    return sum(stop - start for shard in left for start, stop in asked.recompute.shards[shard].items)
+    return sum(asked.recompute.shards[shard].n_items for shard in left)
 
 
 def _say_interrupted(folder: Path) -> None:
