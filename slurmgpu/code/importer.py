@@ -102,8 +102,12 @@ class Finder(MetaPathFinder):
             return None
         if BuiltinImporter.find_spec(fullname) or FrozenImporter.find_spec(fullname):
             return None
-        if file is None:
-            return self._space(fullname, path, target)
+        return self._space(fullname, path, target) if file is None else self._module(fullname, file, path, target)
+
+    def _module(
+        self, fullname: str, file: SourceFile, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """The spec of a module in the snapshot, or that of another finder which compiles the same source."""
         own = _Loader(fullname, file)
         spec = importlib.util.spec_from_file_location(fullname, file.path, loader=own)
         asked = threading.get_ident(), fullname
@@ -115,18 +119,9 @@ class Finder(MetaPathFinder):
             found = self._ask_others(fullname, path, target)
         finally:
             given = self._asked.pop(asked)
-        loader = None if found is None else found.loader
-        if found is None or loader is None:
+        if found is None or found.loader is None:
             return spec
-        if found is given:
-            return found
-        if (reader := _reader_in(loader)) is None:
-            log.warning("%s is imported from the snapshot of the code, and not by %s", fullname, type(loader).__name__)
-            return spec
-        if reader.path != file.path:
-            return spec
-        vars(reader).update(get_data=own.get_data, path_stats=own.path_stats)
-        return found
+        return found if found is given or _takes_source(found.loader, own) else spec
 
     def _space(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         """A namespace as Python finds it, or that of the snapshot if it is gone, or a package by now."""
@@ -178,10 +173,20 @@ def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
     return list(found)
 
 
-def _reader_in(loader: object) -> SourceFileLoader | None:
-    """The reader of a module's source: a loader itself, or the one that it wraps, as scikit-build-core's does."""
+def _takes_source(loader: object, own: _Loader) -> bool:
+    """Have another finder's loader read the source of the snapshot, if it reads that file at all.
+
+    The reader is the loader itself, or one that it wraps, as scikit-build-core's does.
+    """
     known = vars(loader).values() if hasattr(loader, "__dict__") else ()
-    return next((each for each in (loader, *known) if isinstance(each, SourceFileLoader)), None)
+    reader = next((each for each in (loader, *known) if isinstance(each, SourceFileLoader)), None)
+    if reader is None:
+        log.warning("%s is imported from the snapshot of the code, and not by %s", own.name, type(loader).__name__)
+        return False
+    if reader.path != own.path:
+        return False
+    vars(reader).update(get_data=own.get_data, path_stats=own.path_stats)
+    return True
 
 
 def _as_seen_here(file: SourceFile) -> SourceFile:
