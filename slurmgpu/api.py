@@ -92,7 +92,9 @@ class RunHandle:
         """
         refuse_if_importing("wait")
         with following(self.run, on_tick) as tick:
-            return cast(dict[str, Any], wait_for(self.run, tick))
+            report = wait_for(self.run, tick)
+            tick(read_status(self.run))  # the last one of `wait_for` was before the end of the merge
+            return cast(dict[str, Any], report)
 
     def rows(self) -> Iterator[RunRow]:
         """The rows in input order, each shard's as soon as it is published.

@@ -105,7 +105,7 @@ def _cause(run: Run) -> str:
 
 
 def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
-    """A look after each pause, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
+    """A look after each pause, until everything of the run has ended. Asks Slurm at most every 5 s."""
     asked, alive, said = 0.0, True, ""
     while alive:
         yield

@@ -86,7 +86,7 @@ class _Line:
     def show(self, status: Status) -> None:
         """Show a status, unless it is as before or the line has just changed."""
         text, now = in_words(status), time.monotonic()
-        is_done = status["n_items_done"] == status["n_items"]
+        is_done = status["n_items_done"] == status["n_items"] or status["state"] == "incomplete"
         if text == self._shown or (now - self._at < UPDATE_S and not is_done):
             return
         self._shown, self._at = text, now

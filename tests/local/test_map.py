@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -406,6 +407,24 @@ def test_other_resources_have_the_same_plan_and_the_same_bytes():
     assert few.run.plan.fingerprint == many.run.plan.fingerprint
     with h5py.File(few.run.merged) as here, h5py.File(many.run.merged) as there:
         assert here["result"][:].tobytes() == there["result"][:].tobytes()
+
+
+def test_the_last_status_of_a_run_that_is_waited_for_is_that_of_its_end():
+    seen, gate = [], Path("gate").absolute()
+
+    def pass_through(item) -> int:
+        while not gate.exists():
+            time.sleep(0.02)
+        return item
+
+    def see(status):
+        seen.append(status)
+        gate.touch()
+        wait_until(lambda: run.status()["at_work"] is False and run.status()["complete"], "the merge")
+
+    run = slurmgpu.map(pass_through, [1, 2], **HERE)
+    run.wait(see)
+    assert (seen[-1]["state"], seen[-1]["n_items_done"]) == ("complete", 2)
 
 
 def test_a_call_of_the_debug_executor_that_takes_long_tells_how_far_it_is(monkeypatch, capfd):
