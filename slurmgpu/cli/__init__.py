@@ -10,6 +10,7 @@ import errno
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from slurmgpu.util import early_signals, standard_streams
 
@@ -70,10 +71,20 @@ def main() -> None:
         if error.errno == errno.EACCES and error.filename is None:  # of a file that was open
             to_do = EXPIRED
         where = error.filename or {ROOM: "A file that it writes", EXPIRED: "A file", AGAIN: "A file"}.get(to_do or "")
+        if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():
+            where, to_do = "The working directory", "It was removed: go to one that exists."
         if where is None or to_do is None:
             raise
         complain(f"{where}: {error.strerror}. {to_do}")
         sys.exit(2)
+
+
+def _is_nowhere() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _unread(argv: Sequence[str]) -> int | None:

@@ -121,6 +121,18 @@ def test_cancel_names_resubmit_where_something_is_missing(monkeypatch, capsys, t
     assert capsys.readouterr().out == f"cancelled: Slurm jobs 20. {rest}\n"
 
 
+@pytest.mark.parametrize("command", ["submit", "list", "init", "check"])
+def test_a_working_directory_that_was_removed_is_said_to_be(tmp_path, command):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = (
+        f"import os, sys; os.rmdir({str(gone)!r}); sys.argv[1:] = [{command!r}]; from slurmgpu.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=gone, capture_output=True, text=True)
+    said = "error: The working directory: No such file or directory. It was removed: go to one that exists.\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_a_path_that_is_too_long_is_said_to_be(slurmgpu):
     done = slurmgpu("status", "a" * 300, expect=2)
     assert done.stderr.count("\n") == 1
