@@ -156,7 +156,7 @@ class Submission:
     @property
     def walltime_s(self) -> float | None:
         """The walltime that [slurm] asks for; None if it asks for none, or for an unlimited one."""
-        return seconds_of(str(self.slurm.get("time", "")))
+        return seconds_of(str(self.slurm.get("time", ""))) or None  # 0 is no limit
 
     @property
     def merge_options(self) -> dict[str, Any]:

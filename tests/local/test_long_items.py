@@ -138,6 +138,7 @@ def test_a_walltime_that_the_margin_takes_whole_is_refused(project, slurmgpu):
     said = "[slurm] time = 1 is 1 min, and tasks take no shard in the last 60 s"
     assert said in slurmgpu("plan", *gpus, cwd=folder, expect=2).stderr
     slurmgpu("plan", *gpus, "--slurm", "time=2", cwd=folder, expect=0)
+    slurmgpu("plan", *gpus, "--slurm", "time=0", "--run-dir", "unlimited", cwd=folder, expect=0)
     assert said in slurmgpu("resubmit", "run", "--slurm", "time=1", cwd=folder, expect=2).stderr
     slurmgpu(*LOCAL, "--gpus", "0", "--run-dir", "other", cwd=folder, expect=0)
 
