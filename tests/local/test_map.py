@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 import slurmgpu
@@ -96,8 +97,8 @@ def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures()
 
 @pytest.mark.parametrize(
     "made",
-    [dict, pd.DataFrame, lambda columns: {name: np.array(values) for name, values in columns.items()}],
-    ids=["mapping", "frame", "arrays"],
+    [dict, pd.DataFrame, lambda columns: {name: np.array(values) for name, values in columns.items()}, pa.table],
+    ids=["mapping", "frame", "arrays", "arrow"],
 )
 def test_a_function_of_batches_may_return_columns(made):
     def lengths(texts):
@@ -118,8 +119,14 @@ def test_a_function_of_batches_may_return_columns(made):
         (lambda rows: {"n": rows, "sum": [sum(rows)]}, "returned 1 row for 2 items"),
         (lambda rows: {"n": "ab"}, "column 'n' is a str; expected a list, or an array, with a value for each item"),
         (lambda rows: {}, "no column was returned"),
+        (lambda rows: {"n": np.array(3.0)}, "column 'n' is a ndarray; expected a list, or an array"),
+        # The names of its columns would be the values of two items.
+        (
+            lambda rows: pd.DataFrame([[n, n] for n in rows], columns=["n", "n"]),
+            "column 'n' is a DataFrame, as where two col",
+        ),
     ],
-    ids=["set", "short", "unequal", "text", "empty"],
+    ids=["set", "short", "unequal", "text", "empty", "0-d", "twice"],
 )
 def test_what_has_no_row_for_each_item_is_not_taken_for_rows(made, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):

@@ -136,17 +136,26 @@ def as_row(value: Any) -> Row:
 
 
 def rows_of(columns: Any, n_items: int) -> list[Row]:
-    """The rows of a mapping of columns, as a function for `datasets.map` returns it, or of a data frame."""
-    found = {name: columns[name] for name in (columns if isinstance(columns, Mapping) else columns.columns)}
+    """The rows of a mapping of columns, as a function for `datasets.map` returns it, of a data frame or Arrow table."""
+    names = columns if isinstance(columns, Mapping) else getattr(columns, "column_names", columns.columns)
+    found = {name: _values(name, columns[name]) for name in names}
     for name, values in found.items():
-        if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
-            kind = type(values).__name__
-            raise TypeError(f"column {name!r} is a {kind}; expected a list, or an array, with a value for each item")
         if len(values) != n_items:  # the worker says so; not for each item alone, which might get what is of all
             return [{name: value} for value in values]
     if not found:
         raise TypeError("no column was returned; expected one at least, with a value for each item")
     return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+
+
+def _values(name: str, column: Any) -> Any:
+    """A column that has a length; Arrow's values are its own."""
+    if hasattr(column, "columns"):  # iteration would give its names
+        found = f"is a {type(column).__name__}, as where two columns have one name"
+    elif isinstance(column, str | bytes | Mapping | Set) or not getattr(column, "ndim", hasattr(column, "__len__")):
+        found = f"is a {type(column).__name__}"
+    else:
+        return column.to_pylist() if hasattr(column, "to_pylist") else column
+    raise TypeError(f"column {name!r} {found}; expected a list, or an array, with a value for each item")
 
 
 def _called(load: Callable[..., Any], task: TaskContext) -> Any:
