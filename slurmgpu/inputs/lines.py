@@ -238,18 +238,31 @@ class LineRows:
         self._source = source
         self._find = find
         self._file: BinaryIO = open(source.path, "rb")  # noqa: SIM115 - closed by close
+        self._place: tuple[int, int | None] | None = None
+        self._block: list[bytes] = []
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Items start..stop-1 of this file."""
+        """Items start..stop-1 of this file.
+
+        A block of which few items are read stays in memory: the next ones, as of items that are computed again, may
+        lie in the same.
+        """
         first, begin, end = self._find(start, stop)
-        self._file.seek(begin)
-        data = self._file.read(-1 if end is None else end - begin)
-        records = split(data, quoting=self._source.format.quoting)[start - first : stop - first]
-        return [self._source.parse(item, record) for item, record in enumerate(records, start)]
+        if (begin, end) == self._place:
+            block = self._block
+        else:
+            self._file.seek(begin)
+            data = self._file.read(-1 if end is None else end - begin)
+            block = split(data, quoting=self._source.format.quoting)
+            is_kept = 2 * (stop - start) <= len(block)
+            self._place, self._block = ((begin, end), block) if is_kept else (None, [])
+        return [
+            self._source.parse(item, record) for item, record in enumerate(block[start - first : stop - first], start)
+        ]
 
 
 def _decode(record: bytes) -> str:

@@ -172,3 +172,16 @@ def test_a_csv_field_may_be_longer_than_the_csv_modules_limit(tmp_path: Path, wr
     spec = scan([path], index, stride=1)
     with Reader(spec, index) as reader:
         assert reader.read(1, 3) == [{"a": "3", "b": text}, {"a": "5", "b": "6"}]
+
+
+def test_scattered_items_of_a_block_are_read_from_the_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(640)))
+    spec = scan([path], tmp_path / "index", stride=64)
+    with Reader(spec, tmp_path / "index") as reader:
+        reader.read(0, 1)
+        file = mock.Mock(wraps=reader._rows(0)._file)
+        reader._rows(0)._file = file
+        for n in range(1, 640, 2):
+            assert reader.read(n, n + 1) == [{"n": n}]
+        assert file.read.call_count == 9  # the first of ten blocks has been read
