@@ -23,6 +23,7 @@ from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, last_heard, own_time, patience
+from slurmgpu.run.recompute import read_recompute, recompute_path
 from slurmgpu.run.records import BriefRecord, Record, Unread
 from slurmgpu.run.submissions import ENDS, ended_jobs, is_of_processes, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
@@ -121,6 +122,7 @@ class StatusReader:
         self._records: dict[str, tuple[object, _Shown | Unread]] = {}
         self._looked = float("inf")
         self._published = UpToDate(run.shards, self._done)
+        self._again = UpToDate(recompute_path(run.folder), lambda: read_recompute(run.folder))
         self._head = UpToDate(run.merged, lambda: read_merged_head(run.merged))
         self._claimed = UpToDate(run.claims.folder, run.claims.numbers)
         self._report = UpToDate(report_path(run), lambda: _merged(run))
@@ -205,12 +207,13 @@ class StatusReader:
         Beside them the number of items of the latter whose rows stay.
         """
         run, lines = self.run, self.run.submissions()
-        with contextlib.suppress(SlurmGPUError, OSError):  # its tasks report a damaged file
-            run = run if not lines or is_over(lines) else run.computing(lines[-1]["submission"])
+        if lines and not is_over(lines):
+            with contextlib.suppress(SlurmGPUError, OSError):  # its tasks report a damaged file
+                run = run.recomputing(self._again.get(time.time()), lines[-1]["submission"])
         published, again = run.published(), {} if run.recompute is None else run.recompute.shards
-        open_ones = {shard: again[shard].items for shard in again.keys() - published}
+        open_ones = again.keys() - published
         n_items = sum(stop - start for start, stop in map(run.plan.bounds, open_ones))
-        return published, n_items - sum(stop - start for spans in open_ones.values() for start, stop in spans)
+        return published, n_items - sum(again[shard].n_items for shard in open_ones)
 
     def _compare(
         self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float

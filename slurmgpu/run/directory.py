@@ -161,7 +161,12 @@ class Run:
 
     def computing(self, submission: int) -> Run:
         """The run for the tasks of a submission: what it computes again counts as not published."""
-        return dataclasses.replace(self, recompute=read_recompute(self.folder, submission))
+        return self.recomputing(read_recompute(self.folder), submission)
+
+    def recomputing(self, again: Recompute | None, submission: int) -> Run:
+        """The same, with recompute.json as it was read; it may be of another submission."""
+        is_its_own = again is not None and again.submission == submission
+        return dataclasses.replace(self, recompute=again if is_its_own else None)
 
     def shard_path(self, shard: int) -> Path:
         """The path at which a shard is published; it is done if this file exists.

@@ -30,26 +30,23 @@ Spans = Sequence[tuple[int, int]]
 class Again:
     """The items of one shard that are computed again, and its new revision.
 
-    `text` has the items as in the file, `3,6:9`: each task holds those of all shards, which may be millions.
+    `text` has the `n_items` items as in the file, `3,6:9`: each task holds those of all shards, which may be millions.
     """
 
     revision: int
     text: str
+    n_items: int
 
     def __init__(self, revision: int, items: Spans) -> None:
         # A frozen dataclass cannot set its own fields otherwise.
         object.__setattr__(self, "revision", revision)
         object.__setattr__(self, "text", ",".join(_said(*span) for span in items))
+        object.__setattr__(self, "n_items", sum(stop - start for start, stop in items))
 
     @property
     def items(self) -> Spans:
         """The items as spans."""
         return [_span(part) for part in self.text.split(",")]
-
-    @property
-    def n_items(self) -> int:
-        """How many items they are."""
-        return sum(stop - start for start, stop in self.items)
 
     @classmethod
     def from_json(cls, revision: int, text: str) -> Again:
@@ -85,12 +82,12 @@ def write_recompute(run_folder: Path, value: Recompute) -> None:
     write_json(recompute_path(run_folder), {**head, "shards": shards})
 
 
-def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
-    """The items that a submission computes again; None if it computes missing shards only. SlurmGPUError if damaged."""
+def read_recompute(run_folder: Path) -> Recompute | None:
+    """The items that the last submission that did so computes again; None without one. SlurmGPUError if damaged."""
     path = recompute_path(run_folder)
     try:
         value = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
-        found = _parsed(value)
+        return _parsed(value)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UnusableFileError) as error:
@@ -98,7 +95,6 @@ def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
             f"{path} is damaged ({type(error).__name__}: {error}). Remove it: no row is lost by that, "
             f"and `slurmgpu resubmit --failed` computes the failed items that are left."
         ) from error
-    return found if found.submission == submission else None
 
 
 def _parsed(value: Any) -> Recompute:

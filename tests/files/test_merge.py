@@ -395,7 +395,7 @@ def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run, sha
     said = json.loads(recompute_path(run.folder).read_text())
     recompute_path(run.folder).write_text(json.dumps({**said, "shards": shards}))
     with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* no row is lost"):
-        read_recompute(run.folder, 2)
+        read_recompute(run.folder)
 
 
 # Interrupted at any moment
@@ -503,7 +503,7 @@ def test_recompute_json_says_what_it_says(run):
         "submission": 2,
         "shards": {"1": [1, "6:8,9"]},
     }
-    again = read_recompute(run.folder, 2)
+    again = read_recompute(run.folder)
     assert (again.n_items, list(again.shards[1].items)) == (3, [(6, 8), (9, 10)])
 
 

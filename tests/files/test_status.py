@@ -21,7 +21,7 @@ from slurmgpu.report.states import is_told
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import is_orphaned, processes_here
-from slurmgpu.run.recompute import Again, Recompute, write_recompute
+from slurmgpu.run.recompute import Again, Recompute, read_recompute, write_recompute
 from slurmgpu.slurm import queue as slurms_queue
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.pids import numbering, processes
@@ -165,6 +165,21 @@ def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_
     status = read_status(run, now=NOW + 5)
     assert status["n_items_done"] == before["n_items_done"] - 3
     assert status["n_shards_done"] == before["n_shards_done"] - 1
+
+
+def test_the_list_of_items_that_are_computed_again_is_parsed_once(run, monkeypatch):
+    shards = sorted(run.published())[:2]
+    again = {shard: Again(1, [(run.plan.bounds(shard)[0], run.plan.bounds(shard)[0] + 1)]) for shard in shards}
+    write_recompute(run.folder, Recompute(run.last_submission()["submission"], again))
+    times = []
+    parse = "slurmgpu.report.status.read_recompute"
+    monkeypatch.setattr(parse, lambda folder: times.append(folder) or read_recompute(folder))
+    reader = StatusReader(run)
+    before = reader.read(now=NOW)["n_shards_done"]
+    for n_more, shard in enumerate(shards, 1):
+        run.revision_path(shard, 1).touch()
+        assert reader.read(now=NOW + 20 * n_more)["n_shards_done"] == before + n_more
+    assert len(times) == 1
 
 
 def test_a_thousand_held_tasks_are_a_few_lines(run, capsys):
