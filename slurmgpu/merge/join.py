@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -128,9 +128,9 @@ class _FirstErrors:
                 self._n = n_left
                 del self._of_shards[last]
 
-    def of(self, shards: Container[int]) -> Errors:
-        """The first errors of these shards."""
-        found = (self._of_shards[shard] for shard in sorted(self._of_shards) if shard in shards)
+    def listed(self) -> Errors:
+        """The errors of the first MOST_LISTED failed items."""
+        found = (self._of_shards[shard] for shard in sorted(self._of_shards))
         return list(islice(chain.from_iterable(found), MOST_LISTED))
 
 
@@ -215,7 +215,7 @@ def join(
         remove(beside)
         raise
     fsync_dir(target.parent)
-    return _outcome([part.source for part in left], copied, damage, shards.first_errors.of(copied), merged.code)
+    return _outcome([part.source for part in left], copied, damage, merged.first_errors.listed(), merged.code)
 
 
 def _outcome(
@@ -291,7 +291,6 @@ class _Shards:
         self.regions = unplaced_regions(columns, 0, {})
         self.paths = [region.path for region in self.regions]
         self.itemsizes = [np.dtype(region.dtype).itemsize for region in self.regions]
-        self.first_errors = _FirstErrors()
         self.n_lost = 0
         self._shapes = Shapes(columns)
         self._kept_bytes = 0
@@ -374,6 +373,7 @@ class _Merged:
 
     def __init__(self, fd: int, shards: _Shards, parts: Sequence[_Part], attributes: Attributes) -> None:
         self._fd, self._shards = fd, shards
+        self.first_errors = _FirstErrors()
         self._stopped = threading.Event()
         self._table = _fill_table(shards, parts)
         n_bytes = self._table["n_bytes"]
@@ -463,7 +463,7 @@ class _Merged:
         return self._copied(part, writers, errors_in(pieces, found), found)
 
     def _copied(self, part: _Part, writers: Mapping[str, PieceWriter], errors: Errors, found: Directory) -> _Copied:
-        self._shards.first_errors.put(part.source.shard, errors)
+        self.first_errors.put(part.source.shard, errors)
         failed = np.array([place for place, _ in errors], np.int64)
         n_failed = count_failed(error for _, error in errors)
         return _Copied(_checksums(writers), failed, n_failed, found.notes["not_finite"])

@@ -62,6 +62,20 @@ def test_all_failed_items_are_counted_and_the_first_are_listed(tmp_path, monkeyp
     assert joined.n_failed == {"item_error": 5}
 
 
+def test_errors_of_a_shard_that_is_left_out_take_no_places_of_others(tmp_path, monkeypatch):
+    """The first shard was copied once, and is removed before all are copied again."""
+    monkeypatch.setattr(join, "MOST_LISTED", 2)
+    monkeypatch.setattr(join, "_SMALL_BYTES", 4 << 10)
+    parts = write_parts(tmp_path, [0, 10, 20, 30], FAILED | {12, 13, 24})
+
+    def review(copied, damaged):
+        parts[0][1].unlink(missing_ok=True)
+        return [join.Source(*parts[2])] if 0 in copied else []
+
+    joined = join_parts(parts, tmp_path / "merged.h5", review=review)
+    assert ([index for index, _ in joined.errors], joined.n_failed) == ([12, 13], {"item_error": 3})
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_the_first_errors_are_kept_in_whatever_order_shards_come(order, monkeypatch):
     monkeypatch.setattr(join, "MOST_LISTED", 3)
@@ -70,8 +84,7 @@ def test_the_first_errors_are_kept_in_whatever_order_shards_come(order, monkeypa
     for shard in order:
         first.put(shard, errors[shard])
         first.put(shard, errors[shard])  # read again
-    assert first.of(range(4)) == [*errors[0], errors[1][0]]
-    assert first.of([0, 2, 3])[:2] == errors[0]
+    assert first.listed() == [*errors[0], errors[1][0]]
     assert len(first._of_shards) < 4
 
 

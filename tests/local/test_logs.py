@@ -147,7 +147,7 @@ def test_after_the_logs_are_gone_the_report_still_says_what_became_of_an_item(ru
     assert "cannot do item 3" in story.sentence
 
 
-def test_of_an_item_that_the_report_does_not_list_the_logs_say_whether_it_failed(run, tmp_path):
+def test_of_an_item_that_the_report_does_not_list_the_logs_say_whether_it_failed(run, tmp_path, slurmgpu):
     copy_run(run.folder, tmp_path / "run")
     path = tmp_path / "run" / "report.json"
     report = json.loads(path.read_text())
@@ -155,6 +155,9 @@ def test_of_an_item_that_the_report_does_not_list_the_logs_say_whether_it_failed
     stories = [story_of_item(Run.open(tmp_path / "run"), index) for index in (3, 5, 9, 17)]
     assert [story.failure for story in stories] == ["item_error", "item_error", "crash", None]
     assert stories[-1].ended == "ok"
+    done = slurmgpu("logs", tmp_path / "run", "--failed", expect=0)
+    assert re.findall(r"^item (\d+)", done.stdout, re.MULTILINE) == ["3"]
+    assert f"{len(FAULTS)} items failed; the first 1 are listed" in done.stderr
 
 
 def test_before_the_report_the_logs_alone_say_what_became_of_an_item(run, tmp_path):

@@ -17,6 +17,7 @@ from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.state_words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
+from slurmgpu.search.cached_run import cached
 from slurmgpu.search.classes import Event, events_of_class, events_of_failed_items
 from slurmgpu.search.excerpts import N_LINES, Excerpt
 from slurmgpu.search.index import FileRecord, read_index
@@ -101,8 +102,14 @@ def print_class(run: Run, name: str, n_lines: int | None) -> None:
 
 def print_failed(run: Run, n_lines: int | None) -> None:
     """List every failed item of the last report with its place in the logs, and show the first ones."""
+    run = cached(run)
     count = _print_events(events_of_failed_items(run), n_lines)
-    said = f"{count_of(count, 'item')} failed" if count else "No item failed, by the last report"
+    n_failed = count if run.report is None else run.report["n_errors"]
+    said = f"{count_of(n_failed, 'item')} failed" if count else "No item failed, by the last report"
+    if n_failed > count:
+        said += (
+            f"; the first {count:,} are listed, as in the report, and `slurmgpu show {run.typed} --failed` lists all"
+        )
     say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
 
 
