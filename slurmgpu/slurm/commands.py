@@ -196,7 +196,8 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             log.debug("%s", error)
             continue
         for line in text.splitlines():
-            told = dict(re.findall(r"(?<!\S)(\w+)=(\S+)", line))
+            # Behind it come the user's words, which may look like Slurm's.
+            told = dict(re.findall(r"(?<!\S)(\w+)=(\S+)", line.partition(" Command=")[0]))
             state, index = told.get("JobState", ""), told.get("ArrayTaskId", "0")
             ended = epoch(told.get("EndTime", ""))
             if state == "FAILED" or class_of_job(state) is None or (ended or 0.0) < since.get(job_id, 0.0):

@@ -224,7 +224,10 @@ def test_slurmctld_knows_who_ended_a_task_while_accounting_does_not(pretending, 
         change(run, record["attempt"], **ended)
     began = run.submissions()[0]["time"]
     then, now = (time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began + days * 86400)) for days in (-400, 0.1))
-    job = "JobId=4711 ArrayJobId=4711 ArrayTaskId={} JobName=JobState=x Restarts={} RunTime=00:05:00 {} NodeList=gpu1"
+    job = (
+        "JobId=4711 ArrayJobId=4711 ArrayTaskId={} JobName=JobState=x Restarts={} RunTime=00:05:00 {} NodeList=gpu1 "
+        "Command=/home/ada/array.sbatch Restarts=no WorkDir=/home/ada Comment=JobState=y JobState=RUNNING"
+    )
     lines = [
         job.format(0, 0, f"JobState=CANCELLED EndTime={now} TRES=cpu=1,gres/gpu=1"),
         job.format(1, 1, f"JobState=CANCELLED EndTime={now} AllocTRES=cpu=1"),  # the attempt before was requeued
