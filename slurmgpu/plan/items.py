@@ -104,7 +104,8 @@ class ItemRequest:
     def check(self, spec: inputs.InputSpec, called: str | None = None) -> Sequence[str]:
         """Refuse items that the workload does not accept; notes on the others."""
         workload, key, title = self.workload, self.config.key, title_of(self.workload.name)
-        fields = inputs.InputFields(spec, self.index, called or f"the input {spec.files[0].path}")
+        given = spec.files[0].source or spec.files[0]  # a repacked file lies where nobody looks for it
+        fields = inputs.InputFields(spec, self.index, called or f"the input {given.path}")
         fields.require(self.kept, "keep")
         fields.require([key] if key else (), "key")
         notes = [said] if key and (said := check_names(spec, self.index, key)) else []
@@ -119,9 +120,9 @@ class ItemRequest:
         with working_folder(self.path.parent):
             return [*notes, *(workload.check_input(spec.readable, spec.n_items) or ())]
 
-    def repacked(self, spec: inputs.InputSpec) -> Items:
+    def repacked(self, spec: inputs.InputSpec, called: str | None = None) -> Items:
         """The items of files that were repacked, and move into the run directory."""
-        folder, lines = Path(spec.files[0].path).parent.parent, self.check(spec)
+        folder, lines = Path(spec.files[0].path).parent.parent, self.check(spec, called)
         files = (replace(file, path=str(Path(file.path).relative_to(folder))) for file in spec.files)
         return Items(replace(spec, files=tuple(files)), [self.index, folder / inputs.FOLDER], lines=lines)
 
@@ -136,7 +137,7 @@ def items_of(asked: ItemRequest, *, records: Any = None, made: Path | None = Non
         found = inputs.scan([made], asked.index, stride=asked.stride)
         return Items(_in_run(found), [asked.index, made], lines=asked.check(found, "items"))
     if records is not None:
-        return asked.repacked(inputs.repack_table(records, asked.room(), asked.index, stride=asked.stride))
+        return asked.repacked(inputs.repack_table(records, asked.room(), asked.index, stride=asked.stride), "the table")
     return _without_files(asked) if asked.config.input is None else _of_input(asked)
 
 

@@ -1,9 +1,13 @@
 """Rows keep fields of their items, and a field names the items."""
 
 import csv
+import gzip
 import json
 import math
+import re
+import sqlite3
 
+import pyarrow as pa
 import pytest
 
 import slurmgpu as library
@@ -134,6 +138,23 @@ def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
         refused = slurmgpu(*DEBUG, cwd=folder, expect=2)
         assert f"{key} takes the field 'idd', which " in refused.stderr
         assert "Did you mean 'id'?" in refused.stderr
+
+
+def test_a_refusal_names_the_input_that_was_given_and_no_file_that_was_made_of_it(project):
+    folder = project(items=items(4), keep=["idd"])
+    (folder / "items.jsonl.gz").write_bytes(gzip.compress((folder / "items.jsonl").read_bytes()))
+    with sqlite3.connect(folder / "items.db") as database:
+        database.execute("CREATE TABLE item AS SELECT 1 AS id")
+    settings = {"resources": {"gpus": 0}}
+    query = f"sqlite:{folder}/items.db?SELECT id FROM item ORDER BY id"
+    for given, records, called in (
+        ("items.jsonl.gz", None, f"the input {folder}/items.jsonl.gz"),
+        (query, None, f"the input {query}"),
+        ("items.jsonl", pa.table({"id": [1]}), "the table"),
+    ):
+        refusal = pytest.raises(SlurmGPUError, match=re.escape(f"keep takes the field 'idd', which {called} lacks"))
+        with refusal, draft_run(folder / "slurmgpu.toml", settings | {"input": given}, records=records):
+            pass
 
 
 def test_a_plan_whose_values_give_another_fingerprint_is_refused_before_its_shards_are_taken_for_damaged(tmp_path):
