@@ -318,7 +318,7 @@ class Tracer:
         try:
             self._follow_imports(file, tree)
         except RecursionError:  # an expression of a thousand operators
-            self.notes.leave_out(f"The imports of {file.path} are unknown: it is nested too deeply.")
+            self.notes.leave_out(f"What {file.path} imports or reads is not known in full: it is nested too deeply.")
 
     def _follow_imports(self, file: _UserFile, tree: ast.Module) -> None:
         path = Path(file.path)

@@ -41,3 +41,13 @@ def n_calls_to_trace(folder: Path, n_modules: int) -> int:
 def test_a_package_of_four_times_as_many_modules_takes_four_times_the_work(tmp_path):
     few, many = (n_calls_to_trace(tmp_path, n_modules) for n_modules in (50, 200))
     assert many < 5 * few
+
+
+def test_a_file_that_is_nested_too_deeply_is_said_to_be_followed_in_part(tmp_path):
+    (tmp_path / "near.py").write_text("")
+    (tmp_path / "deep.py").write_text(f"import near\nx = {'+'.join(['x'] * 370)}\n")
+    tracer = Tracer(tmp_path, None)
+    tracer.add_module("deep")
+    trace = tracer.finish()
+    assert [file.name for file in trace.files] == ["deep.py", "near.py"]
+    assert trace.notes == (f"What {tmp_path}/deep.py imports or reads is not known in full: it is nested too deeply.",)
