@@ -9,7 +9,7 @@ import torch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.batching import Budget, Load, common_prefix, n_that_fit
-from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine.scoring import ROUNDING, exclusive
 from tests.support.tiny_models import (
@@ -257,6 +257,10 @@ def test_a_choice_that_grows_together_with_the_prompt_is_compared_from_before_it
     assert scores.n_prompt_tokens == 2
     [scores, _] = ours.score([Question(i, Prompt(text), ("bc", "cc")) for i, text in enumerate(("a", "xa"))])
     assert scores.error == "the prompt's only token merges with a choice, so that none stands before it; expected more"
+    passages = [Passage(i, Prompt(text, answer="bc")) for i, text in enumerate(("a", "xa", "x"))]
+    lone, merged, plain = sorted(ours.likelihoods(passages), key=lambda each: each.id)
+    assert lone.error == "the prompt's only token merges with the text, so that none stands before it; expected more"
+    assert [each.tokens.tolist() for each in (lone, merged, plain)] == [[], [6, 5], [4, 5]]
 
 
 def test_models_with_recurrent_layers_are_served_as_well(tmp_path):

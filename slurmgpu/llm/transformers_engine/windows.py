@@ -92,7 +92,10 @@ def tokens_of(passage: Passage, codec: Codec, context: int) -> tuple[Tokens, int
     if len(whole) - 1 > context:
         raise PromptError(f"prompt and text have {len(whole)} tokens, more than the context of {context} tokens")
     # If the prompt's last token merges with the text, the merged token is scored.
-    return _some_scored(whole, max(1, n_common([asked, whole])))
+    n_before = n_common([asked, whole])
+    if n_before < 1:
+        raise PromptError("the prompt's only token merges with the text, so that none stands before it; expected more")
+    return _some_scored(whole, n_before)
 
 
 def _some_scored(tokens: Tokens, n_before: int) -> tuple[Tokens, int]:
