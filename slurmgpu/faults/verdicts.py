@@ -70,6 +70,7 @@ class _Found:
     def __init__(self, run: Run, report: Report, faults: tuple[Fault, ...]) -> None:
         self.run, self.report, self.faults = run, report, faults
         self.errors = {item["index"]: item for item in report["errors"]}
+        self.n_unlisted = report["n_errors"] - len(self.errors)
         self.missing = {hole["shard"]: hole for hole in report["missing"]}
         self.attempts = {attempt["attempt"]: attempt for attempt in report["attempts"]}
 
@@ -131,6 +132,8 @@ def _row(found: _Found, fault: Fault) -> str:
         return f"item {fault.at} has its row from {found.maker_of(fault)}, into which nothing was injected"
     expected, error = KINDS[fault.kind].row, found.errors.get(fault.at or 0)
     if error is None and expected:
+        if found.n_unlisted and (fault.at or 0) > max(found.errors):
+            return f"item {fault.at} is behind the failed items that the report lists"
         raise BrokenPromiseError(f"item {fault.at} has its row, and {expected} was expected")
     if error is not None and error["class"] != expected:
         instead = expected or "its row"
@@ -240,5 +243,6 @@ def _of_the_others(found: _Found) -> Verdict:
             f"without a row so far: {count_of(n_missing, 'item')}. To compute the rest: {report['resubmit']}"
         )
     if failed:
-        return Verdict(f"{len(failed):,} more failed by themselves; every other item has its row.")
+        n_more = len(failed) + found.n_unlisted
+        return Verdict(f"{n_more:,} more failed by themselves; every other item has its row.")
     return Verdict("every other item has its row.")

@@ -122,6 +122,12 @@ def test_items_that_cannot_be_computed_fail_alone_in_the_class_of_their_fault(pr
     assert f"crash@17: {said}\n" in done.stderr
     assert "rehearsal: faults were injected: cuda_oom@40, error@77, crash@17" in done.stdout
     assert done.stderr.endswith("1 more failed by themselves; every other item has its row.\n")
+    # A report lists the first failed items only.
+    found = report(folder)
+    verdicts = judge(Run.open(folder / "run"), {**found, "errors": found["errors"][:2], "n_errors": 100})
+    assert all(verdict.kept for verdict in verdicts)
+    assert "; item 77 is behind the failed items that the report lists" in verdicts[1].text
+    assert verdicts[-1].text.startswith("99 more failed by themselves")
 
 
 def test_what_a_fault_leaves_is_computed_by_the_next_submission_which_goes_on_with_the_faults(
@@ -210,7 +216,7 @@ def rehearsed(tmp_path_factory, slurmgpu):
 LIES = {
     "crash@1": lambda found: found.update(errors=[e for e in found["errors"] if e["index"] != 1]),
     "cuda_oom@9": lambda found: found["errors"][1].update({"class": "crash"}),
-    "error@17": lambda found: found["errors"].pop(),
+    "error@17": lambda found: found.update(errors=found["errors"][:-1], n_errors=found["n_errors"] - 1),
     "oom@25": lambda found: found["errors"].append({"index": 25, "class": "cuda_oom", "message": "too large"}),
     "kill@33": lambda found: [attempt.update(deaths=[]) for attempt in found["attempts"]],
     "preempt@41": lambda found: [a.update(failure="lost") for a in found["attempts"] if a["failure"]],
