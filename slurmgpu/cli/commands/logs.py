@@ -108,7 +108,7 @@ def print_failed(run: Run, n_lines: int | None) -> None:
     said = f"{count_of(n_failed, 'item')} failed" if count else "No item failed, by the last report"
     if n_failed > count:
         said += (
-            f"; the first {count:,} are listed, as in the report, and `slurmgpu show {run.typed} --failed` lists all"
+            f"; the first {count:,} are listed, as in the report, and `slurmgpu show {run.typed} --failed` shows others"
         )
     say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
 

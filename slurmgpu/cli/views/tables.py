@@ -41,7 +41,7 @@ from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_
 from slurmgpu.util.array_ids import array_of
 
 MAX_LISTED = 20
-"""The most failed items, holes and messages that are printed; the JSON has all."""
+"""The most failed items, holes and messages that are printed; the JSON has more."""
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
 EVERYWHERE = ("python", "numpy", "h5py")
