@@ -42,12 +42,13 @@ def substitute(tables: Mapping[str, Any], where: str) -> tuple[dict[str, Any], l
 
     def each(path: tuple[str, ...], value: Any) -> Any:
         place = _varied(path[1:], varies_runs) if path[:1] == ("sweep",) else path
-        if place in LITERAL:
-            return value
+        return value if place in LITERAL else inside(path, place, value)
+
+    def inside(path: tuple[str, ...], place: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: each((*path, key), inner) for key, inner in value.items()}
         if isinstance(value, list):
-            return [each(path, inner) for inner in value]
+            return [inside(path, place, inner) for inner in value]
         if (
             not isinstance(value, str)
             or (text := VARIABLE.sub(lambda match: _value(match, path, where), value)) == value

@@ -68,6 +68,14 @@ def test_what_a_sweep_varies_is_replaced_as_the_key_itself_is():
     )
 
 
+def test_a_key_of_a_sweep_is_understood_once_whatever_number_of_values_it_has(monkeypatch):
+    keys = []
+    monkeypatch.setattr("slurmgpu.plan.variables.parts_of", lambda key: keys.append(key) or [key])
+    tables = {"sweep": {"lr": [*range(1000)], "name": ["${N}"] * 1000}}
+    assert substitute(tables, "a.toml")[0]["sweep"]["name"] == ["4"] * 1000
+    assert keys == ["lr", "name"]
+
+
 def test_values_are_frozen_and_told_and_those_of_options_are_left_alone(project, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "slurmgpu").mkdir()
