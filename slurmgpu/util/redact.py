@@ -14,9 +14,7 @@ SHAPES = (
     re.compile(r"(?<=hooks\.slack\.com/services/)[\w/-]+"),
     re.compile(r"(?<=bearer )[\w.~+/=-]{8,}", re.IGNORECASE),
     re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),
-    re.compile(
-        rf"(?<![A-Za-z0-9])((?:[A-Za-z0-9]+[_-])*{NAME}[\"']?\s*[=:]\s*[\"']?)(?!\s)([^\s\"',;]{{6,}})", re.IGNORECASE
-    ),
+    re.compile(rf"(?<![A-Za-z0-9])({NAME}[\"']?\s*[=:]\s*[\"']?)(?!\s)([^\s\"',;]{{6,}})", re.IGNORECASE),
 )
 """Secrets in texts: by their prefixes, their places, or the names before them."""
 

@@ -402,6 +402,11 @@ def test_ordinary_words_are_not_taken_for_secrets(text):
     assert redact.hide_in(text) == text
 
 
+def test_a_long_text_of_short_words_with_dashes_is_searched_for_secrets_in_one_pass():
+    text = "ha-" * 1_000_000
+    assert redact.hide_in(f"{text}api_key=abcdefgh") == f"{text}api_key={redact.HIDDEN}"
+
+
 def test_damage_costs_a_row_and_not_the_page(tmp_path):
     run, _ = pretended(tmp_path, faulty=True)
     names = sorted(path.stem for path in run.tasks.iterdir())
