@@ -160,5 +160,7 @@ def _shown(name: str, value: Any) -> str:
         return cut(f"{' '.join(text.split())} {'×'.join(map(str, value.shape))}", VALUE_CHARACTERS)
     if isinstance(value, np.floating):
         return str(value)  # with the digits that its dtype has
+    if isinstance(value, str):
+        value = value[: 4 * VALUE_CHARACTERS]  # a row may have a gigabyte
     found = hidden(json_value(value), name)
     return cut(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False), VALUE_CHARACTERS)

@@ -10,6 +10,7 @@ import pytest
 from slurmgpu import page as pages
 from slurmgpu import results
 from slurmgpu.merge.merge import merge
+from slurmgpu.page import rows
 from slurmgpu.page.rows import rows_of
 from slurmgpu.results import distributions
 from slurmgpu.results.distributions import distribution_of, sampled_rows
@@ -152,3 +153,10 @@ def test_a_merged_file_that_cannot_be_read_costs_the_section_and_not_the_page(ru
     assert "<h2>Rows</h2>" not in text
     assert "<h2>Provenance</h2>" in text
     assert "the page has no rows" in caplog.text
+
+
+def test_of_a_long_text_the_page_looks_at_the_beginning_alone(monkeypatch):
+    sizes = []
+    monkeypatch.setattr("slurmgpu.page.rows.hidden", lambda value, name: sizes.append(len(value)) or value)
+    assert rows._shown("answer", "x" * 1_000_000) == "x" * (rows.VALUE_CHARACTERS - 1) + "…"
+    assert sizes == [4 * rows.VALUE_CHARACTERS]
