@@ -397,14 +397,15 @@ def _holes(run: Run, joined: Joined | None) -> list[Hole]:
 
 def count_failed(errors: Iterable[str]) -> Counter[str]:
     """How many of these errors are of each failure class."""
-    return Counter(_class_and_message(error)[0] for error in errors)
+    return Counter(class_and_message(error)[0] for error in errors)
 
 
 def _failed_item(index: int, error: str) -> FailedItem:
-    kind, message = _class_and_message(error)
+    kind, message = class_and_message(error)
     return {"index": index, "class": kind, "message": message, "name": None}
 
 
-def _class_and_message(error: str) -> tuple[str, str]:
+def class_and_message(error: str) -> tuple[str, str]:
+    """The failure class and the message of an item's error."""
     kind, colon, rest = error.partition(": ")
     return (kind, rest) if colon and kind in POLICIES else ("item_error", error)

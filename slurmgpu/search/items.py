@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ from slurmgpu.logs.files import UNKNOWN, LogFile, files_of
 from slurmgpu.logs.lines import Line, read_lines, text_of
 from slurmgpu.logs.places import line_around, matches_of, places_of
 from slurmgpu.report.attempts import makings_of
+from slurmgpu.report.build import class_and_message
 from slurmgpu.report.ledger import counting
 from slurmgpu.report.states import is_told
 from slurmgpu.run.crash_history import read_history
@@ -35,6 +37,8 @@ from slurmgpu.search.excerpts import (
 from slurmgpu.util.amounts import stretch_of
 from slurmgpu.util.item_ranges import ranges_said
 from slurmgpu.util.shared_files import exists
+
+log = logging.getLogger(__name__)
 
 N_NAMED = 10
 """The most lines that are shown for an item with a row."""
@@ -152,15 +156,30 @@ class _Search:
         return kind, message
 
     def _in_report(self) -> tuple[str, str] | tuple[()] | None:
-        """The item's failure in the report, () for a good row, None if the report is out of date, or lists fewer."""
+        """The item's failure in the report, () for a good row, None if the report is out of date."""
         lines = self.run.submissions()
         # While the run works the report is out of date, and reading a million failures takes long.
         if not is_over(lines) or (report := self.run.report) is None or not is_told(lines, report["submissions"], None):
             return None
         if any(hole["shard"] == self.shard for hole in report["missing"]):
             return None
-        is_whole = report["n_errors"] == len(report["errors"])
-        return self.run.failed_items.get(self.index, () if is_whole else None)
+        listed = self.run.failed_items
+        if self.index in listed or report["n_errors"] == len(listed):
+            return listed.get(self.index, ())
+        return self._in_merged()
+
+    def _in_merged(self) -> tuple[str, str] | tuple[()] | None:
+        """The same by merged.h5, which has what a report does not list; None if it cannot be read."""
+        from slurmgpu import results  # which imports NumPy
+
+        try:
+            with results.open(self.run.merged) as merged:
+                row = int(merged.index.searchsorted(self.index))
+                [said] = merged["error"][row : row + 1]
+        except (OSError, SlurmGPUError, ValueError) as error:
+            log.debug("%s", error)
+            return None
+        return class_and_message(said) if said else ()
 
     def _was_in_flight(self, death: Death) -> bool:
         items = death.get("items") or ()

@@ -155,6 +155,10 @@ def test_of_an_item_that_the_report_does_not_list_the_logs_say_whether_it_failed
     stories = [story_of_item(Run.open(tmp_path / "run"), index) for index in (3, 5, 9, 17)]
     assert [story.failure for story in stories] == ["item_error", "item_error", "crash", None]
     assert stories[-1].ended == "ok"
+    for log in (tmp_path / "run" / "logs").iterdir():
+        log.unlink()
+    stories = [story_of_item(Run.open(tmp_path / "run"), index) for index in (3, 5, 9, 17)]
+    assert [story.failure for story in stories] == ["item_error", "item_error", "crash", None]
     done = slurmgpu("logs", tmp_path / "run", "--failed", expect=0)
     assert re.findall(r"^item (\d+)", done.stdout, re.MULTILINE) == ["3"]
     assert f"{len(FAULTS)} items failed; the first 1 are listed" in done.stderr
