@@ -333,10 +333,11 @@ class Tracer:
             self._add_path_folder(each, Path(file.path), is_script=file.is_script)
         for name in sorted(imports.stars):
             self._add_all_of(name)
-        for name, always, is_module in imports.imports:
+        modules = {each.name for each in imports.imports if each.is_module}
+        for name, always, _ in imports.imports:
             needed = file.needed and always
             self.add_module(name, needed=needed)
-            if needed and is_module and (gone := self._locator.vanished(name)):
+            if needed and name in modules and (gone := self._locator.vanished(name)):
                 raise SlurmGPUError(
                     f"{file.path} imports {name}, whose file {gone} no longer exists. Put it back, or compute "
                     f"with the snapshot of the last submission: --code former."

@@ -736,3 +736,8 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
         (installed / "vanishing.py").unlink()
         (folder / "signed.py").write_text("try:\n    import vanishing\nexcept ImportError:\n    pass\n" + WORKLOAD)
         assert [file.name for file in snapshot_of(draft.plan, None, None, former=before).files] == NAMES
+        # One import says that it is a module, and another that it is needed.
+        both = "try:\n    import helpers.vanishing\nexcept ImportError:\n    pass\nfrom helpers import vanishing\n"
+        (folder / "signed.py").write_text(both + WORKLOAD)
+        with pytest.raises(SlurmGPUError, match=r"imports helpers.vanishing, whose file \S+ no longer exists"):
+            snapshot_of(draft.plan, None, None, former=before)
