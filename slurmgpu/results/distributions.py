@@ -17,6 +17,8 @@ N_SAMPLED = 4096
 """The most rows of a sample; a file with fewer is read whole."""
 SAMPLE_BYTES = 64 << 20
 """About the most bytes of a sample: rows may be large."""
+_LEAST_SAMPLED = 8
+"""The rows of a sample however large they are."""
 _N_STRETCHES = 64
 _N_BINS = 24
 
@@ -49,11 +51,12 @@ class Distribution:
 def sampled_rows(merged: Merged) -> npt.NDArray[np.int64]:
     """The places of the sampled rows: all of a small file, else stretches of neighbours at even distances."""
     n_rows = len(merged)
-    most = max(_N_STRETCHES, min(N_SAMPLED, n_rows * SAMPLE_BYTES // max(1, merged.size_bytes)))
+    most = max(_LEAST_SAMPLED, min(N_SAMPLED, n_rows * SAMPLE_BYTES // max(1, merged.size_bytes)))
     if n_rows <= most:
         return np.arange(n_rows)
-    size = most // _N_STRETCHES
-    firsts = np.linspace(0, n_rows - size, _N_STRETCHES).astype(np.int64)
+    n_stretches = min(_N_STRETCHES, most)
+    size = most // n_stretches
+    firsts = np.linspace(0, n_rows - size, n_stretches).astype(np.int64)
     return np.unique((firsts[:, None] + np.arange(size)).ravel())
 
 

@@ -96,9 +96,12 @@ def test_a_large_file_is_sampled_evenly_and_the_same_each_time(run, monkeypatch)
     rows = rows_of(made, report)
     assert rows.sentence == "Of 8 of 40 rows, at even distances; failed items have no value."
     assert rows == rows_of(made, report)
+
+
+def test_of_rows_that_are_larger_than_a_sample_eight_are_read(run, monkeypatch):
     monkeypatch.setattr(distributions, "SAMPLE_BYTES", 1)
-    with results.open(made.merged) as merged:
-        assert len(sampled_rows(merged)) == 4
+    with results.open(run[0].merged) as merged:
+        assert sampled_rows(merged).tolist() == [0, 5, 11, 16, 22, 27, 33, 39]
 
 
 def test_twenty_columns_of_wide_rows_take_less_than_a_quarter_of_a_megabyte(tmp_path):
