@@ -89,6 +89,16 @@ def test_srun_waits_for_a_slurmctld_that_is_being_restarted(written, pretending,
     assert (tmp_path / "log").read_text().splitlines() == ["setup", "srun"]
 
 
+@pytest.mark.parametrize(
+    "script", sorted((Path(__file__).parents[2] / "sbatch").glob("*.sbatch")), ids=lambda path: path.stem
+)
+def test_the_scripts_for_plain_sbatch_wait_for_slurmctld_right_before_srun(script):
+    lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
+    sruns = [number for number, line in enumerate(lines) if line.startswith("srun ")]
+    assert [lines[number - 1] for number in sruns] == [slurm_jobs.ONCE_REACHED] * len(sruns)
+    assert len(sruns) == (script.stem != "merge")
+
+
 OPTIONS = {"requeue", "no_requeue", "cpus_per_task", "setup", "mem", "job_name"}
 
 
