@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -25,6 +26,7 @@ _stats: dict[str, Mapping[str, Any]] = {}
 """The time and size of source files as they were imported, since `watch_imports`."""
 _noted: dict[Path, set[str]] = {}
 """Names of the modules of the user that plans imported, by the folder of the run files."""
+_INVALIDATING = threading.Lock()
 
 
 def files_of_modules() -> dict[str, str]:
@@ -34,6 +36,12 @@ def files_of_modules() -> dict[str, str]:
     return {
         name: without_dots(path) for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)
     }
+
+
+def invalidate_caches() -> None:
+    """Have Python look at folders again; one thread at a time, since two fail with a KeyError (Python 3.11)."""
+    with _INVALIDATING:
+        importlib.invalidate_caches()
 
 
 def without_dots(path: str) -> str:
@@ -93,7 +101,7 @@ def forget_changed() -> None:
     if any(_has_changed(path, digest) for path, digest in list(DIGESTS.items())):
         take_out(DIGESTS)
         DIGESTS.clear()
-        importlib.invalidate_caches()
+        invalidate_caches()
 
 
 def _has_changed(path: str, digest: str) -> bool:

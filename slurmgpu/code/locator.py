@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import site
 import sys
@@ -20,7 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImpor
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.code.imported_modules import without_dots
+from slurmgpu.code.imported_modules import invalidate_caches, without_dots
 from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.containers import INSIDE
@@ -63,7 +62,7 @@ class Locator:
         self._places: dict[str, Place | None] = {}
         self._looked_for: set[str] = set()
         self._tops: set[str] = set()
-        importlib.invalidate_caches()
+        invalidate_caches()
 
     def search_first(self, folder: Path) -> None:
         """Look for modules in a folder before all others, as Python does for that of a script."""

@@ -5,6 +5,8 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import threading
+import time
 from importlib.machinery import FileFinder, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import slurmgpu
-from slurmgpu.code import importer, present_files, snapshots
+from slurmgpu.code import imported_modules, importer, present_files, snapshots
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.snapshots import ReadFile, Snapshot, SourceFile, tree_digest
 from tests.support.unprivileged import locked_folder, unprivileged
@@ -385,3 +387,22 @@ def test_a_run_in_a_clone_of_slurmgpu_is_not_told_each_of_its_files():
     found = importer.outside(package.parent)
     assert str(Path(__file__)) in found  # a module of whoever runs here
     assert [path for path in found if Path(path).is_relative_to(package)] == []
+
+
+def test_one_thread_at_a_time_has_python_look_at_folders_again(monkeypatch):
+    """PathFinder deletes entries that it has listed before: of two threads one would find a KeyError."""
+    inside, most = [], []
+
+    def invalidate():
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+
+    monkeypatch.setattr(importlib, "invalidate_caches", invalidate)
+    threads = [threading.Thread(target=imported_modules.invalidate_caches) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
