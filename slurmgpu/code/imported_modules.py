@@ -39,7 +39,7 @@ def files_of_modules() -> dict[str, str]:
 
 
 def invalidate_caches() -> None:
-    """Have Python look at folders again; one thread at a time, since two fail with a KeyError (Python 3.11)."""
+    """Have Python look at folders again; one thread at a time: of two one may meet a KeyError (3.10 to 3.13)."""
     with _INVALIDATING:
         importlib.invalidate_caches()
 
