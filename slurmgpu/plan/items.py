@@ -24,9 +24,6 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 from slurmgpu.util.users import expanded
 
 Configurations = Sequence[Mapping[str, Any]]
-Progress = Callable[[int, int], None] | None
-"""Is called with the bytes of the input that were read, and with all of them."""
-Room = Callable[[], Path]
 SWEEP = "[sweep]"
 """What an input made of [sweep] is called."""
 
