@@ -24,6 +24,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission
+from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.shared_files import remove
 
@@ -176,8 +177,9 @@ def _nothing_to_compute(run: Run) -> SlurmGPUError:
         more = "It has some items of its input: for all of them submit again without --limit and --items"
     else:
         more = f"Items that were added to its input take another run: submit again by --extend {run.typed}"
-    if n_failed := merge.failed_again(run, 0).n_items:
-        again = f"`slurmgpu resubmit --failed {run.typed}` computes {count_of(n_failed, 'failed item')} again."
+    head = read_merged_head(run.merged)  # which is_complete has found whole
+    if head is not None and head.n_errors:
+        again = f"`slurmgpu resubmit --failed {run.typed}` computes {count_of(head.n_errors, 'failed item')} again."
         said = f"{run.folder} has every shard: there is nothing to compute. {again}"
     else:
         said = f"{run.folder} has every shard, and no item failed: there is nothing to compute."
