@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 class Life:
     """One attempt as seen from outside: by Slurm's accounting, or by the process that started it on this machine.
 
-    `failure` is its class; None for a success or while it is alive. `message` adds to `state`.
+    `failure` is its class; None for a success or while it is alive. `message` adds to `state`. `began` is false if its
+    batch script never ran.
     """
 
     state: str
@@ -38,6 +39,7 @@ class Life:
     node: str
     message: str = ""
     executor: str = "slurm"
+    began: bool = True
 
 
 IDLE_PERCENT = 10
@@ -355,10 +357,11 @@ def node_of(row: AttemptRow) -> str:
 def _attempt_without_record(name: str, life: Life, why: Unread | None) -> AttemptRow:
     what = why.value if why else "it ended before it could write a record"
     record = new_record(Attempt("", 0, executor=life.executor, n_gpus=life.n_gpus), life.node, 0, [], 0.0)
-    message = f"{what} ({life.message or life.state}); its log may say why"
-    if why is None and life.state == "REQUEUED" and not life.elapsed_s:
-        message = "Slurm could not start it there, as where a prolog fails, and queued it again"
-    row = _attempt(record, life, life.failure, message)
+    failure, message = life.failure, f"{what} ({life.message or life.state}); its log may say why"
+    if why is None and life.state == "REQUEUED" and not life.began:
+        failure = "node_fail"
+        message = "Slurm could not start it there, as where a prolog fails, and queued it again; it has no log"
+    row = _attempt(record, life, failure, message)
     several = "[" in life.node or "," in life.node
     return {
         **row,
@@ -368,6 +371,6 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> Attemp
         "phases": [],
         "started": None,
         "updated": None,
-        "bad_node": _bad_node(life.failure, life.node, 2 if several else 1),
+        "bad_node": _bad_node(failure, life.node, 2 if several else 1),
         "spent": spent_unrecorded(life.elapsed_s),
     }

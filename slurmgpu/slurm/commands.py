@@ -167,7 +167,7 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
     lives: dict[str, list[Life]] = {}
     for job_id, state, elapsed, tres, node, exit_code, end in table("|", 7, "sacct", *asked):
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
-        task, is_step, _ = job_id.partition(".")
+        task, is_step, step = job_id.partition(".")
         if (ended := epoch(end)) is not None and ended < since.get(array_of(task), 0.0):
             continue
         task = task if "_" in task else f"{task}_0"  # Submitit submits an array of one as a plain job
@@ -179,6 +179,8 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
             # The state of the job itself may be FAILED.
             lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
+        elif step == "batch" and state == "CANCELLED" and not exit_code and task in lives:
+            lives[task][-1] = replace(lives[task][-1], began=False)  # measured with 22.05: one that began has a code
     return lives
 
 

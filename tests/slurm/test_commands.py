@@ -258,6 +258,21 @@ def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
     assert [life.state for life in accounting._filled(lives, later)["4711_0"]] == ["NODE_FAIL", "CANCELLED"]
 
 
+def test_a_task_whose_prolog_failed_never_began(pretending):
+    """sacct's answers of 22.05.8: a prolog fails after 6 s, somebody requeues a job, another is preempted."""
+    lines = [
+        "6_0|REQUEUED|7|gres/gpu=1|gpu1|0:0|2026-11-27T21:57:01",
+        "6_0.batch|CANCELLED|7|gres/gpu=1|gpu1||2026-11-27T21:57:01",
+        "7|REQUEUED|5|gres/gpu=1|gpu2|0:0|2026-11-27T21:56:59",
+        "7.batch|CANCELLED|5|gres/gpu=1|gpu2|0:15|2026-11-27T21:56:59",
+        "11_0|PREEMPTED|1|gres/gpu=4|gpu2|0:0|2026-11-27T21:57:35",
+        "11_0.batch|CANCELLED|2|gres/gpu=4|gpu2|0:15|2026-11-27T21:57:36",
+    ]
+    pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
+    found = commands.accounting(["6", "7", "11"], {})
+    assert {task: life.began for task, [life] in found.items()} == {"6_0": False, "7_0": True, "11_0": True}
+
+
 def test_the_jobs_are_those_of_the_process_whatever_logname_says(cluster, monkeypatch):
     """`su` and `sudo -E` may leave it as it was."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):

@@ -242,17 +242,17 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     assert [a["attempt"] for a in attempts_of(run, None)] == others
 
 
+NOT_BEGUN = "Slurm could not start it there, as where a prolog fails, and queued it again; it has no log"
+REQUEUED = "it ended before it could write a record (REQUEUED); its log may say why"
+
+
 @pytest.mark.parametrize(
-    ("elapsed_s", "message"),
-    [
-        (0, "Slurm could not start it there, as where a prolog fails, and queued it again"),
-        (7, "it ended before it could write a record (REQUEUED); its log may say why"),
-    ],
+    ("began", "expected"), [(False, ("node_fail", NOT_BEGUN, "gpu000")), (True, ("preempted", REQUEUED, None))]
 )
-def test_a_task_that_slurm_could_not_start_has_no_log_that_says_why(run, elapsed_s, message):
-    lives = {"4711_99": [Life("REQUEUED", "preempted", True, elapsed_s, 1, "gpu000")]}
+def test_a_task_that_slurm_could_not_start_failed_by_its_node_and_has_no_log(run, began, expected):
+    lives = {"4711_99": [Life("REQUEUED", "preempted", True, 7, 1, "gpu000", began=began)]}
     [row] = [row for row in attempts_of(run, lives) if row["attempt"] == "4711_99.0"]
-    assert row["message"] == message
+    assert (row["failure"], row["message"], row["bad_node"]) == expected
 
 
 @pytest.mark.parametrize("usage", [{"gpu_memory_peak_bytes": 1.5e9}, {"throttled": {"power": "often"}}])
