@@ -36,19 +36,13 @@ NAME = b"slurmgpu worker"
 
 ONLY_OF_TASKS = frozenset(
     {
-        "_asyncio",
-        "_socket",
-        "_ssl",
         "array",
-        "asyncio",
         "calendar",
         "email",
         "grp",
         "quopri",
         "resource",
-        "socket",
         "socketserver",
-        "ssl",
         "submitit",
         "tarfile",
         "typing_extensions",
@@ -56,7 +50,10 @@ ONLY_OF_TASKS = frozenset(
         "zipfile",
     }
 )
-"""Modules, by their packages, that a task has imported and a worker has not: the user may have some of these names."""
+"""Modules, by their packages, that a task has imported and a worker has not: the user may have some of these names.
+
+asyncio, socket and ssl stay: until Python 3.12 `_asyncio` raises the exceptions of the asyncio that was imported first.
+"""
 
 
 class SpareWorker:

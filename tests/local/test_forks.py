@@ -1,5 +1,6 @@
 """Slots, tasks and their first workers are forks: they find what programs find, and none outlives its purpose."""
 
+import contextlib
 import errno
 import json
 import os
@@ -81,7 +82,28 @@ def test_a_worker_that_is_a_fork_finds_what_one_that_was_started_finds(tmp_path)
     assert by_fork["seen"] == by_program["seen"]
     assert by_fork["seen"]["main"] == "slurmgpu.worker.main"
     assert not set(by_fork["own"]) & set(by_program["own"])
-    assert {*by_fork["modules"]} - {*by_program["modules"]} == set()
+    stay = {"_asyncio", "_socket", "_ssl", "asyncio", "socket", "ssl"}
+    assert {*by_fork["modules"]} - {*by_program["modules"]} - stay == set()
+
+
+def test_a_function_catches_the_exceptions_of_asyncio(tmp_path):
+    def wait_for(timeout_s) -> str:
+        import asyncio
+
+        async def wait():
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            with contextlib.suppress(asyncio.InvalidStateError):
+                future.set_result(None)
+            try:
+                await asyncio.wait_for(asyncio.sleep(60), timeout_s)
+            except asyncio.TimeoutError:
+                return "timed out"
+
+        return asyncio.run(wait())
+
+    run = slurmgpu.map(wait_for, [0.01], run_dir=tmp_path / "run", wait=True, **HERE)
+    assert list(run["result"]) == ["timed out"]
 
 
 SCRIPT = """
