@@ -21,7 +21,8 @@ from slurmgpu.util.array_ids import array_of
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 30
+TIMEOUT_S, TELL_S = 30, 5
+"""How long a command may take, and how long until it is named: sacctmgr waits for a slurmdbd that hangs."""
 ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = (
@@ -111,12 +112,28 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
     try:
         # replace: names and arguments of jobs may be any bytes.
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=environ)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=environ
+        ) as process:
+            try:
+                output = _communicate(process, command[0])
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, *output)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # of PATH, a part may not be searched
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
         said = f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later."
         raise SlurmUnavailableError(said, is_silent=True) from error
+
+
+def _communicate(process: subprocess.Popen[str], name: str) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=TELL_S)
+    except subprocess.TimeoutExpired:
+        log.warning("Slurm is slow: waiting for %s, up to %d s", name, TIMEOUT_S)
+        return process.communicate(timeout=TIMEOUT_S - TELL_S)
 
 
 def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:

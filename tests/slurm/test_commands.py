@@ -65,6 +65,16 @@ def test_what_sbatch_says_of_a_script_may_be_any_bytes(pretending):
     assert commands.try_script("x.sbatch")[1] == "error: no account \N{REPLACEMENT CHARACTER}tude"
 
 
+def test_a_command_that_is_late_is_named_and_its_answer_is_whole(pretending, monkeypatch, caplog):
+    monkeypatch.setattr(commands, "TELL_S", 0.2)
+    pretending("sacctmgr", "printf 'normal|'; sleep 1; echo high; echo so >&2")
+    assert commands.sacctmgr("qos", ("Name", "Other")) == [{"Name": "normal", "Other": "high"}]
+    assert caplog.messages == ["Slurm is slow: waiting for sacctmgr, up to 30 s"]
+    monkeypatch.setattr(commands, "TIMEOUT_S", 0.4)
+    with pytest.raises(commands.SlurmUnavailableError, match=r"sacctmgr did not answer within 0\.4 s"):
+        commands.sacctmgr("qos", ("Name", "Other"))
+
+
 # Before Slurm 25.05 squeue answers so, with exit code 0, where a uid has no name.
 NAMES_ONLY = r"""
 case "$*" in *--user*) echo 'squeue: error: Invalid user: 54321' >&2; exit 0;; esac
