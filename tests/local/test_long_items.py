@@ -140,6 +140,8 @@ def test_a_walltime_that_the_margin_takes_whole_is_refused(project, slurmgpu):
     slurmgpu("plan", *gpus, "--slurm", "time=2", cwd=folder, expect=0)
     slurmgpu("plan", *gpus, "--slurm", "time=0", "--run-dir", "unlimited", cwd=folder, expect=0)
     assert said in slurmgpu("resubmit", "run", "--slurm", "time=1", cwd=folder, expect=2).stderr
+    least = slurmgpu("resubmit", "run", "--slurm", "time=9", "--slurm", "time_min=0:60", cwd=folder, expect=2)
+    assert "[slurm] time_min = 0:60 is 1 min, and tasks take no shard in the last 60 s" in least.stderr
     slurmgpu(*LOCAL, "--gpus", "0", "--run-dir", "other", cwd=folder, expect=0)
 
 
