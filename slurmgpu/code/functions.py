@@ -87,10 +87,6 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
             raise SlurmGPUError(f"{name} is {each!r}; expected a function {takes}.")
     if function is None:
         return
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise SlurmGPUError(
-            f"{shown_name(function)} is a coroutine: expected a plain function. Call it in one, by asyncio.run."
-        )
     arguments = ("item", "loaded") if loads else ("item",)
     try:
         inspect.signature(function).bind(*arguments)

@@ -57,6 +57,8 @@ class RowConverter:
             return of_item(row)
         if isinstance(row, MAY_PASS):
             return may_pass(row)
+        if isinstance(row, BaseException):  # as asyncio.gather returns it, with return_exceptions=True
+            return Failure("item_error", described(row), ("returned", type(row).__name__))
         try:
             whole = row if more is None or not isinstance(row, Mapping) else {**row, **more}
             return convert_row(self.columns, whole)

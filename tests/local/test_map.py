@@ -1,5 +1,6 @@
 """`slurmgpu.map` by the local executor: what a user writes in a script or a notebook, and what outlives it."""
 
+import asyncio
 import importlib
 import os
 import re
@@ -354,12 +355,30 @@ def test_a_row_of_a_table_is_an_item():
     assert run["n"][:].tolist() == [2, 3, 4]
 
 
+def test_a_coroutine_is_awaited_in_the_one_event_loop_of_its_worker():
+    async def load():
+        return asyncio.get_running_loop()
+
+    async def once(n, loop):
+        if n == 3:
+            raise ValueError("three")
+        await asyncio.sleep(0)
+        return {"twice": 2 * n, "same": asyncio.get_running_loop() is loop}
+
+    async def at_once(numbers, loop):
+        return await asyncio.gather(*[once(n, loop) for n in numbers], return_exceptions=True)
+
+    async def until_one_raises(numbers, loop):
+        return await asyncio.gather(*[once(n, loop) for n in numbers])
+
+    for function, size in ((once, None), (at_once, 2), (until_one_raises, 2)):
+        run = slurmgpu.map(function, range(5), load=load, batch_size=size, **IN_PROCESS)
+        assert run["twice"][:].tolist() == [0, 2, 4, 0, 8], function
+        assert run["same"][:].tolist() == [True, True, True, False, True], function
+        assert [error.split(" (")[0] for error in run.results().errors.values()] == ["item_error: ValueError: three"]
+
+
 def test_what_is_refused_leaves_nothing_behind(tmp_path):
-    async def coroutine(item): ...
-
-    class Asks:
-        async def __call__(self, item): ...
-
     one = {"function": len, "items": ["a"], "columns": "int64"}
     held = [
         ({"function": "text", "items": [1]}, "function is 'text'; expected a function that takes an item"),
@@ -367,8 +386,6 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({**one, "load": 3}, "load is 3; expected a function without arguments"),
         ({**one, "executor": "slrum"}, r"^the arguments of slurmgpu.map: \[resources\] executor: should be 'slurm', "),
         ({**one, "batch_size": 0}, r"^the arguments of slurmgpu.map: \[workload\] batch_size: should be greater"),
-        ({"function": coroutine, "items": [1]}, r"is a coroutine: .* by asyncio\.run"),
-        ({"function": Asks(), "items": [1]}, "Asks is a coroutine"),
         ({"function": len, "items": [1], "load": dict}, r"len cannot .*: too many .* What load returns is its second"),
         ({"function": len, "items": {"a": 1}}, r"items has the type dict; expected a list.* as in items\['a'\]\."),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),

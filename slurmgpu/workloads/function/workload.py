@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from slurmgpu.code import importer
 from slurmgpu.code.functions import PICKLE, import_named, path_of, unpack
@@ -17,6 +17,9 @@ from slurmgpu.run.submissions import Pickled
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
 from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 
 class Function:
@@ -47,6 +50,7 @@ class Function:
         self._names, self._learns = (function, load), learn
         self._pickled = cast(Pickled | None, pickled)
         self._batched, self._unwrap, self._argv = batched, UNWRAP[items], argv
+        self._loop: AbstractEventLoop | None = None
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -67,7 +71,7 @@ class Function:
             functions = {**self._planned(task.run_dir), **functions}
         function, load = functions["function"], functions.get("load")
         assert function is not None
-        self._function, self._loaded = function, () if load is None else (_called(load, task),)
+        self._function, self._loaded = function, () if load is None else (self._awaited(_called(load, task)),)
 
     def _planned(self, run: Path) -> dict[str, Callable[..., Any] | None]:
         if self._pickled is not None:
@@ -79,8 +83,8 @@ class Function:
         """The rows that the function returns."""
         data = [self._unwrap(item.data) for item in items]
         if not self._batched:
-            return [self._row(self._function(data[0], *self._loaded))]
-        returned = self._function(data, *self._loaded)
+            return [self._row(self._awaited(self._function(data[0], *self._loaded)))]
+        returned = self._awaited(self._function(data, *self._loaded))
         if isinstance(returned, Set):
             raise TypeError(f"a {type(returned).__name__} has no order; expected a list with a result for each item")
         if isinstance(returned, Mapping) or hasattr(returned, "columns"):
@@ -88,6 +92,24 @@ class Function:
         if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
             return returned  # the worker says what is wrong with it
         return [self._row(value) for value in returned]
+
+    def _awaited(self, returned: Any) -> Any:
+        """The result; that of a coroutine is awaited.
+
+        All are in one event loop, as a client keeps its connections there: in another loop they are closed.
+        """
+        if not isinstance(returned, Coroutine):
+            return returned
+        import asyncio  # which takes 60 ms
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        try:
+            return self._loop.run_until_complete(returned)
+        except BaseException:
+            for left in asyncio.all_tasks(self._loop):  # the others of a `gather` of which one has failed
+                left.cancel()
+            raise
 
     def explain_misfit(self, row: Any) -> str:
         """A sentence for a row that does not fit the columns: the line that would make it fit, if one would."""
@@ -112,8 +134,8 @@ class Function:
         return f"If it is right, submit with columns={{{line}}}."
 
     def _row(self, value: Any) -> Any:
-        if isinstance(value, Exception):
-            return value  # ItemError, or one that the worker knows as well
+        if isinstance(value, BaseException):
+            return value  # the item's error
         row = as_row(value)
         if not self._learns:
             return row
