@@ -93,8 +93,8 @@ def forget_dead_tasks(run: Run) -> None:
     observer.forget([task for task in observer.look() if task.lives is False])
 
 
-def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
-    """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn."""
+def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
+    """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn, and return True."""
     try:
         what = alive(run)
     except NoAnswerError as error:
@@ -108,6 +108,7 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
         )
     if what:
         log.warning("--force: %s", what)
+    return bool(what)
 
 
 def cancel(run: Run) -> str:

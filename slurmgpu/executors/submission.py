@@ -157,8 +157,8 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
     """Merge now, unless something of the run is alive and `force` is not given; the report."""
     owners.refuse_unwritable(run, "merge it", merges=True)
     with heeded(), run_lock(run.folder, "merging") as lock:
-        refuse_alive(run, "merge", force=force)
-        report, has_ended = _merge_and_end(run, lives_of(run), lock, forced=force)
+        may_live = refuse_alive(run, "merge", force=force)
+        report, has_ended = _merge_and_end(run, lives_of(run), lock, may_live=may_live)
     if has_ended:
         _tell_end(run, report)
     return report
@@ -243,16 +243,16 @@ def _naming_room(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _merge_and_end(run: Run, lives: Lives | None, lock: Lock, *, forced: bool = False) -> tuple[Report, bool]:
+def _merge_and_end(run: Run, lives: Lives | None, lock: Lock, *, may_live: bool = False) -> tuple[Report, bool]:
     """The report, and whether a submission ends with it that had not ended.
 
-    If it is `forced`, some may be at work, and end with their own merge.
+    If some `may_live`, those at work here end with their own merge.
     """
     with _naming_room(run):
-        report = merge.merge(run, lives, lock.check)
+        report = merge.merge(run, lives, lock.check, may_live=may_live)
     lock.check()
     forget_dead_tasks(run)
-    open_ones = [line for line in run.submissions() if line["state"] != "ended" and not (forced and _is_here(line))]
+    open_ones = [line for line in run.submissions() if line["state"] != "ended" and not (may_live and _is_here(line))]
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
     return report, any(line["state"] != "refused" for line in open_ones)

@@ -50,13 +50,13 @@ Check = Callable[[], None]
 """Raises if this process may no longer merge."""
 
 
-def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> Report:
+def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None, *, may_live: bool = False) -> Report:
     """Write merged.h5 and report.json from the published shards; the report.
 
     A shard that is damaged in two readings, or of another plan, is renamed to `NNNNN.damaged` with the reason beside
     it. Unless the old merged.h5 has its rows, it counts as missing until a merge finds it intact. The new file keeps
     every good row of the old one. An error that remains after retries ends the merge and leaves both files as they
-    were. `check` is called before each step that cannot be undone.
+    were. `check` is called before each step that cannot be undone. `may_live`: attempts without an end may be at work.
     """
     leftovers = _partials(run)
     _take_back(run, check)
@@ -84,7 +84,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
     else:
         about_to_replace()
     summary = _summary(run) if joined and joined.n_rows and plan.summarizes else None
-    report = build_report(run, joined=joined, lives=lives, summary=summary)
+    report = build_report(run, joined=joined, lives=lives, summary=summary, may_live=may_live)
     name_items(run, report["errors"])
     if summary and summary.keys() == {"error"}:
         report["summary"] = _former_summary(run, report) or summary

@@ -210,6 +210,8 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
 
 def outcome_of(attempt: AttemptRow) -> str:
     """The end of an attempt in words: its failure class, or `ok`, with the reason if one is recorded."""
+    if not attempt["failure"] and attempt["state"] != "ended":
+        return "at work"  # by a merge that was forced
     return attempt["failure"] or (f"ok ({attempt['reason']})" if attempt["reason"] else "ok")
 
 

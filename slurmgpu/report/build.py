@@ -156,9 +156,14 @@ class Report(TypedDict):
 
 
 def build_report(
-    run: Run, *, joined: Joined | None, lives: Lives | None = None, summary: Mapping[str, Any] | None = None
+    run: Run,
+    *,
+    joined: Joined | None,
+    lives: Lives | None = None,
+    summary: Mapping[str, Any] | None = None,
+    may_live: bool = False,
 ) -> Report:
-    """The report of a run without living tasks.
+    """The report of a run; of one whose tasks `may_live`, those without an end have not failed.
 
     `joined` is the content of merged.h5, None without one. `lives` is None if accounting could not be asked. `summary`
     is the workload's summary of all rows.
@@ -167,7 +172,7 @@ def build_report(
     records, left_out = run.read_attempts()
     published = run.published()
     records = _with_unrecorded(run, records, published)
-    attempts = rows_of(run, records, left_out, lives)
+    attempts = rows_of(run, records, left_out, lives, may_live=may_live)
     _enter_spent(attempts, records, published)
     missing = _holes(run, joined)
     n_rows = 0 if joined is None else joined.n_rows

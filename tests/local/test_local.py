@@ -416,8 +416,9 @@ def test_a_run_that_is_merged_by_force_while_it_is_at_work_goes_on_and_is_merged
     wait_until_held(folder, 3)
     process.kill()
     process.wait()
-    slurmgpu("merge", "--force", "run", cwd=folder, expect=3)
-    assert not report(folder)["complete"]
+    said = slurmgpu("merge", "--force", "run", cwd=folder, expect=3).stdout
+    assert re.search(r"^local1_0.0 .* at work$", said, re.MULTILINE)
+    assert (report(folder)["complete"], report(folder)["failures"]) == (False, {})
     status = read_status(Run.open(folder / "run"))
     assert (status["state"], status["failures"]) == ("running", {})
     let_go(folder)
