@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -115,13 +116,21 @@ def _git_output(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def version_of(name: str) -> str:
+    """The version of a distribution, as importlib.metadata.version, which parses the README in the metadata first."""
+    distribution = importlib.metadata.distribution(name)
+    head, _, _ = (distribution.read_text("METADATA") or "").partition("\n\n")
+    found = re.search(r"^Version: *(\S+)", head, re.MULTILINE)
+    return found[1] if found else distribution.version
+
+
 def _versions(names: Iterable[str]) -> dict[str, str]:
     """The versions of these packages' distributions and of slurmgpu."""
     found = {"slurmgpu": __version__}
     unknown = set()
     for name in names:
         try:
-            found[name.replace("_", "-").lower()] = importlib.metadata.version(name)
+            found[name.replace("_", "-").lower()] = version_of(name)
         except importlib.metadata.PackageNotFoundError:
             if name not in PACKAGES:
                 unknown.add(name)
@@ -129,5 +138,5 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
     of_packages = importlib.metadata.packages_distributions() if unknown else {}
     for name in unknown:
         for distribution in of_packages.get(name, ()):
-            found[distribution] = importlib.metadata.version(distribution)
+            found[distribution] = version_of(distribution)
     return dict(sorted(found.items()))

@@ -5,7 +5,9 @@ docs/reference/run-file.md lists every key; `site_file` reads a run file over th
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -263,9 +265,15 @@ def read_value(text: str) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The content of a TOML file; FileNotFoundError without one, SlurmGPUError if it is not TOML."""
     try:
-        value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8-sig"), BRIEF_PATIENCE_S))
+        value = _parsed(retried(lambda: path.read_text("utf-8-sig"), BRIEF_PATIENCE_S))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlurmGPUError(f"{path} is not TOML: {error}.{_of_script(path)}") from error
+    return copy.deepcopy(value)
+
+
+@functools.lru_cache(maxsize=2)  # the site file and the run file, which are read again for each run of a sweep
+def _parsed(text: str) -> dict[str, Any]:
+    value: dict[str, Any] = tomllib.loads(text)
     return value
 
 
