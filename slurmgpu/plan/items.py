@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +76,35 @@ def look_at(items: str | None, limit: int | None) -> Look | None:
 
 
 @dataclass(frozen=True)
+class Scans:
+    """The inputs that were read for the runs of a sweep, each with its index, which lies in `folder`."""
+
+    folder: Path
+    _found: dict[Any, tuple[inputs.InputSpec, Path]] = field(default_factory=dict)
+
+    def scan(
+        self, paths: Sequence[Path], index: Path, stride: int, read: Callable[[], inputs.InputSpec]
+    ) -> inputs.InputSpec:
+        """What `read` makes of these files, with their index; it is called once for files that are the same."""
+        files = [(path, (status := path.stat()).st_ino, status.st_size, status.st_mtime_ns) for path in paths]
+        if (known := self._found.get(key := (stride, *files))) is not None:
+            shutil.copyfile(known[1], index)
+            return known[0]
+        spec = read()
+        if not spec.repacked:  # such files move into the directory of one run
+            kept = self.folder / f"{len(self._found)}.idx"
+            self._found[key] = spec, shutil.copyfile(index, kept)
+        return spec
+
+
+@dataclass(frozen=True)
 class ItemRequest:
     """The run file at `path` and its workload, whose items are read, and where what is made of them lies.
 
     `kept` are fields that rows keep. Files about the items are made in `folder`, and those that are repacked, and may
     be large, in the one that `room` gives. The index has a place for each `stride` items. `after` is a run whose merged
     file may be the input before it exists. `progress` is called with the bytes of the input that were read, and with
-    all of them.
+    all of them. `scans` has the inputs of a sweep's other runs.
     """
 
     config: RunFile
@@ -92,6 +116,7 @@ class ItemRequest:
     stride: int
     after: Run | None
     progress: Callable[[int, int], None] | None
+    scans: Scans | None
 
     @property
     def index(self) -> Path:
@@ -201,7 +226,9 @@ def _scan(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec:
     def scan() -> inputs.InputSpec:
         if query is not None:
             return inputs.repack_query(query, asked.room(), index, stride=stride, progress=progress)
-        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress, room=asked.room)
+        paths = inputs.find(named, base)
+        read = partial(inputs.scan, paths, index, stride=stride, progress=progress, room=asked.room)
+        return read() if asked.scans is None else asked.scans.scan(paths, index, stride, read)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import platform
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 from slurmgpu import __version__
 from slurmgpu.code import imported_modules, snapshots
-from slurmgpu.code.capture import git_state, snapshot_of
+from slurmgpu.code.capture import git_state, snapshot_of, version_of
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.namesakes import namesakes_hidden
 from slurmgpu.code.snapshots import Snapshot
@@ -30,7 +29,7 @@ from slurmgpu.plan.checked_workload import batch_size_of, build_workload
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.extension import Extension, extend
-from slurmgpu.plan.items import ItemRequest, Items, Look, items_of, items_of_look
+from slurmgpu.plan.items import ItemRequest, Items, Look, Scans, items_of, items_of_look
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile
 from slurmgpu.plan.run_path import refuse_odd_path, run_path
@@ -39,6 +38,7 @@ from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_r
 from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
+from slurmgpu.run.submissions import Git
 from slurmgpu.shards.columns import Column, check_columns, columns_to_json
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import status_of
@@ -88,6 +88,8 @@ def draft_run(
     records: Any = None,
     replaces_look: bool = False,
     most_shards: Callable[[int], int] = lambda n_items: TARGET_SHARDS,
+    scans: Scans | None = None,
+    git: Callable[[Path], Git | None] = git_state,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
@@ -96,7 +98,8 @@ def draft_run(
     some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
     shards are taken. `records` is a table from Python with an Arrow form, in place of `input`. A look takes the place
     of an earlier one, unless it has a `run_dir`; with `replaces_look` also there. `most_shards` says how many shards
-    so many items have at most, unless the run file or the tasks say otherwise.
+    so many items have at most, unless the run file or the tasks say otherwise. `scans` has the inputs of a sweep's
+    other runs, and `git` gives the state of a folder's repository.
     """
     source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
     config, folder = read_run_file(source, overrides), path_of(source).parent
@@ -129,11 +132,12 @@ def draft_run(
                 stride=min(built.batch_size, asked.shard_items or built.batch_size),
                 after=after,
                 progress=progress,
+                scans=scans,
             )
             items = items_of(request, records=records, made=given.items)
             items = items_of_look(replace(items, files=[*items.files, *given.files]), look)
             size = _size_of(asked, built, items.spec.n_items, most_shards)
-            plan = _plan_of(asked, built, items, size)
+            plan = _plan_of(asked, built, items, size, git(folder))
             notes = [*built.notes, *([size.note] if size.note else [])]
             extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
             notes += [extension.describe(plan)] if extension else []
@@ -217,7 +221,7 @@ def _size_of(asked: _Asked, built: _Built, n_items: int, most_shards: Callable[[
     return ShardSize(asked.shard_items)
 
 
-def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize) -> Plan:
+def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize, git: Git | None) -> Plan:
     config, workload = asked.config, built.workload
     return Plan(
         name=asked.run_dir.name,
@@ -237,7 +241,7 @@ def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize) -> Pla
         resources=config.resources.model_dump(),
         slurm=config.slurm,
         merge=config.merge,
-        provenance=_provenance(asked.path, asked.overrides.get("container", {}) if built.container else {}),
+        provenance=_provenance(asked.path, git, asked.overrides.get("container", {}) if built.container else {}),
         container=built.container.to_json() if built.container else None,
         processes=built.placement.processes,
         placement=(*built.placement.lines, *items.lines),
@@ -286,12 +290,12 @@ def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(room))
 
 
-def _provenance(run_file: Path, container: Mapping[str, Any]) -> Provenance:
+def _provenance(run_file: Path, git: Git | None, container: Mapping[str, Any]) -> Provenance:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
-    versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
+    versions |= {name: version_of(name) for name in ("numpy", "h5py", "submitit")}
     return {
         "run_file": str(run_file),
         "versions": versions,
-        "git": git_state(run_file.parent),
+        "git": git,
         "container": dict(container),
     }

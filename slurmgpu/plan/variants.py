@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.code.capture import git_state
 from slurmgpu.code.former import changed_since
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
-from slurmgpu.plan.items import Look
+from slurmgpu.plan.items import Look, Scans
 from slurmgpu.plan.overrides import Overrides, place_of
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.run_path import run_path
@@ -181,21 +184,25 @@ def drafted(
     changed: dict[str, str] = {}
     replaces = variants.replace_looks
     with contextlib.ExitStack() as stack:
+        scans = Scans(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-"))))
+        drafting = functools.partial(
+            draft_run, source, after=after, look=look, scans=scans, git=functools.cache(git_state)
+        )
         for variant in variants.runs:
             with _naming(variant):
                 since = None
                 if variant.namesake and not replaces and was_submitted(variants.folder / variant.namesake):
                     run = Run.open(variants.folder / variant.namesake)
-                    if (since := _changed_since(run, source, variant, after, look)) is not None:
+                    if (since := _changed_since(run, source, variant, drafting)) is not None:
                         variant = replace(variant, name=variant.namesake)
                 folder = variants.folder / variant.name
                 found.append(variant)
                 if since is None and (replaces or not was_submitted(folder)):
-                    draft = draft_run(source, variant.overrides, folder, None, after, look, replaces_look=replaces)
+                    draft = drafting(variant.overrides, folder, replaces_look=replaces)
                     to_submit.append((variant, stack.enter_context(draft)))
                     continue
                 there.append(run := Run.open(folder))
-                since = _changed_since(run, source, variant, after, look) if since is None else since
+                since = _changed_since(run, source, variant, drafting) if since is None else since
                 if since is None:
                     raise SlurmGPUError(
                         f"{folder} holds a run that computes something else. Name another folder, by --run-dir or "
@@ -206,7 +213,10 @@ def drafted(
 
 
 def _changed_since(
-    run: Run, source: RunFileSource, variant: Variant, after: Run | None, look: Look | None
+    run: Run,
+    source: RunFileSource,
+    variant: Variant,
+    drafting: Callable[..., contextlib.AbstractContextManager[Draft]],
 ) -> str | None:
     """The code that has changed since the submission of a run that computes the same as this one of [sweep].
 
@@ -214,7 +224,7 @@ def _changed_since(
     """
     # The directory of a run that is there cannot be planned once more.
     target = run.folder.with_name(f".{run.name}.again")
-    with draft_run(source, _cut_as(run, source, variant.overrides), target, None, after, look) as draft:
+    with drafting(_cut_as(run, source, variant.overrides), target) as draft:
         return changed_since(run, draft.code) if draft.plan.computes_same(run.plan) else None
 
 

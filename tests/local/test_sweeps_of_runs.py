@@ -375,6 +375,28 @@ def test_each_run_has_the_modules_that_only_the_first_plan_imports(swept):
         ]
 
 
+@pytest.mark.parametrize("are_there", [False, True])
+def test_an_input_and_the_repository_are_read_once_for_all_runs(swept, monkeypatch, are_there):
+    sweep = {"sweep.settings.item_s": [0.0, 0.001, 0.002]}
+    path, read = swept / "slurmgpu.toml", []
+    if are_there:
+        package.submit_all(path, executor="debug", gpus=0, overrides=sweep)
+    for module, name in ((package.inputs, "scan"), (package.code.capture, "_git_output")):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name), name, read))
+    runs = package.submit_all(path, executor="debug", gpus=0, overrides=sweep)
+    assert read.count("scan") == 2  # there are two inputs
+    assert read.count("_git_output") <= 2  # for its two questions
+    assert [len(run.results()) for run in runs.values()] == [6, 6, 6, 5, 5, 5]
+
+
+def recorded(function, name, calls):
+    def call(*args, **given):
+        calls.append(name)
+        return function(*args, **given)
+
+    return call
+
+
 def test_no_look_of_a_sweep_is_replaced_if_another_cannot_be(swept, monkeypatch, slurmgpu):
     def looks(limit):
         return package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0, limit=limit)
