@@ -73,7 +73,8 @@ def _task_options(submission: Submission) -> dict[str, Any]:
     asked = ",".join(part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu")
     others = ",".join(part for part in parts if part.partition(":")[0] != "gpu")
     kind = f"{submission.gpu_type}:" if submission.gpu_type else ""
-    options["gpus_per_node"] = asked or f"{kind}{submission.gpus_per_task // submission.nodes_per_task}"
+    n_whole = 0 if submission.shares_gpus else submission.gpus_per_task // submission.nodes_per_task
+    options["gpus_per_node"] = asked or f"{kind}{n_whole}"
     if others:
         options["gres"] = others
     if submission.nodes_per_task > 1:

@@ -22,6 +22,7 @@ from slurmgpu.run.heartbeats import ObservedTask
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, queue
+from slurmgpu.util.amounts import count_of
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
@@ -40,6 +41,11 @@ class Slurm(Executor):
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
         """Refuse a machine without Slurm, and a shell that submits to another cluster."""
+        if submission.shares_gpus and submission.gpus_per_task != 1:
+            raise SlurmGPUError(
+                f'gres = "{submission.slurm["gres"]}" gives each task a part of one GPU, and a task of this run has '
+                f"{count_of(submission.gpus_per_task, 'GPU')}. Say how many tasks there are to be: --gpus N --array."
+            )
         commands.run("sbatch", "--version")
         refuse_other_cluster()
 

@@ -154,6 +154,12 @@ class Submission:
         return options
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether `gres` of [slurm] asks for a part of a GPU for each task, by shards or MPS, not for whole ones."""
+        names = {part.strip().partition(":")[0] for part in str(self.slurm.get("gres") or "").split(",")}
+        return bool(names & {"shard", "mps"}) and "gpu" not in names
+
+    @property
     def walltime_s(self) -> float | None:
         """The walltime that [slurm] asks for; None if it asks for none, or for an unlimited one."""
         return seconds_of(str(self.slurm.get("time", ""))) or None  # 0 is no limit

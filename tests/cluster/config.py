@@ -166,10 +166,10 @@ MpiDefault=none
 MailProg={settings.private}/mail
 
 # Two nodes on this host, each claiming more CPUs than there are.
-GresTypes=gpu
+GresTypes=gpu,shard
 SlurmdParameters=config_overrides
 NodeName=DEFAULT CPUs={CPUS_PER_NODE} CoresPerSocket={CPUS_PER_NODE} \
-RealMemory={MEMORY_MB} Gres=gpu:a100:{GPUS_PER_NODE}
+RealMemory={MEMORY_MB} Gres=gpu:a100:{GPUS_PER_NODE},shard:{2 * GPUS_PER_NODE}
 {nodes}PartitionName=gpu Nodes={",".join(NODES)} Default=YES
 PartitionName=cpu Nodes={",".join(NODES)}
 
@@ -220,7 +220,10 @@ PreemptMode=REQUEUE
 
 def _gres_conf(settings: Settings) -> str:
     files = f"{settings.private}/nvidia[0-{GPUS_PER_NODE - 1}]"
-    return "".join(f"NodeName={node} Name=gpu Type=a100 File={files}\n" for node in NODES)
+    return "".join(
+        f"NodeName={node} Name=gpu Type=a100 File={files}\nNodeName={node} Name=shard Count={2 * GPUS_PER_NODE}\n"
+        for node in NODES
+    )
 
 
 def _slurmdbd_conf(settings: Settings) -> str:

@@ -18,19 +18,24 @@ if TYPE_CHECKING:
 
 N_TEXTS, N_TOY = 50_000, 40
 COPIES = 6
-"""How often a run has the texts, so that it is long beside what NVML averages over: up to a second."""
+"""How often a task has the texts, so that it is long beside what NVML averages over: up to a second."""
 FIRST_S, SAMPLE_S = 1.0, 0.1
 """Samples of a run's first second are averages over what was before, too."""
 WORDS, TOY_WORDS = 20_000, 200
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 """all-MiniLM-L6-v2's."""
 TOY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+SHARD, TOY_SHARD = 16_384, 8
 BATCH, TOY_BATCH = 2_048, 8
 """Texts of a call: Python starts a call's kernels in milliseconds, in which a large card computes a thousand texts."""
 NEAR = 2e-3
 """How far numbers of vectors of length 1 may be apart: those of a run are stored in 16 bits."""
 OF_BY_HAND = 1.0
 BUSY = 95.0
+ROUNDED_S = 0.002
+"""How far a record's times may be off."""
+N_SHARING = 3
+"""Tasks on one GPU: one of them, with a Python for all that a text costs beside its kernels, left an H200 half idle."""
 
 
 @functools.cache
@@ -45,8 +50,7 @@ def _files(machine: Machine) -> tuple[Path, Path, list[str]]:
     n_texts = machine.pick(N_TEXTS, N_TOY)
     texts = [" ".join(rng.choices(names, k=rng.randint(5, 30))) for _ in range(n_texts)]
     path = machine.folder / "texts.jsonl"
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    path.write_text(machine.pick(COPIES, 1) * lines, encoding="utf-8")
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     model = machine.folder / "model"
     model.mkdir()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -106,25 +110,32 @@ def _by_hand(machine: Machine) -> ByHand:
 
 
 @functools.cache
-def _run(machine: Machine) -> Report:
-    """The report of a run over the texts, some copies of them, by one task with one GPU."""
+def _run(machine: Machine, n_tasks: int) -> Report:
+    """The report of a run over the texts, some copies of them, by tasks that have the same GPU."""
     import slurmgpu
     from slurmgpu.report.build import last_report
+    from slurmgpu.util.gpus import visible_ids
+    from slurmgpu.util.process_wide import environment
 
     folder, path, _ = _files(machine)
     # On a CPU in this process, which has imported what takes longest.
-    slots = {"executor": "local", "gpus": 1} if machine.on_gpu else {"executor": "debug", "gpus": 0}
+    shared = {"executor": "local", "gpus": n_tasks, "array": True}
+    slots = shared if machine.on_gpu else {"executor": "debug", "gpus": 0}
+    texts = machine.folder / f"texts{n_tasks}.jsonl"
+    texts.write_bytes(n_tasks * machine.pick(COPIES, 1) * path.read_bytes())
     keys = {
-        "input": str(path),
-        "run_dir": str(machine.folder / "run"),
-        "shard_items": machine.pick(16_384, 16),
+        "input": str(texts),
+        "run_dir": str(machine.folder / f"run{n_tasks}"),
+        "shard_items": machine.pick(SHARD, TOY_SHARD),
         "html": False,
         "sample_s": SAMPLE_S,
         "workload": {"use": "embed", "batch_size": machine.pick(BATCH, TOY_BATCH)},
         "settings": {"model": str(folder), "max_tokens": 256},
         "resources": slots,
     }
-    report = last_report(slurmgpu.submit(keys).run)
+    same = ",".join([(visible_ids() or ["0"])[0]] * n_tasks)
+    with environment({"CUDA_VISIBLE_DEVICES": same} if machine.on_gpu else {}):
+        report = last_report(slurmgpu.submit(keys).run)
     whole = report["complete"] and not report["errors"]
     hold(whole, f"{report['n_rows']} rows; {report['errors'][:1]}", logs_of(Path(report["run_dir"])))
     return report
@@ -132,7 +143,10 @@ def _run(machine: Machine) -> Report:
 
 @dataclass(frozen=True)
 class Work:
-    """From when to when, in seconds since the epoch, the task had shards in hand, and how many texts it embedded."""
+    """From when to when, in seconds since the epoch, all tasks had shards in hand, and how many texts they embedded.
+
+    `spent` is of the first task.
+    """
 
     attempt: str
     first: float
@@ -143,17 +157,28 @@ class Work:
     @property
     def rate(self) -> float:
         """Texts a second, with all that a shard costs, and without the task's start and the merge."""
-        return self.n_texts / (self.last - self.first)
+        return self.n_texts / max(self.last - self.first, ROUNDED_S)
 
 
-def _work(machine: Machine) -> Work:
+def _work(machine: Machine, n_tasks: int = 1) -> Work:
     from slurmgpu.run.directory import Run
 
-    report = _run(machine)
-    [record], [attempt] = Run.open(Path(report["run_dir"])).attempts(), report["attempts"]
-    ends = [(started, started + seconds) for _, started, seconds, *_ in record["published"]]
-    spent = ", ".join(f"{seconds:.2f} s {kind}" for kind, seconds in attempt["spent"].items() if seconds)
-    return Work(record["attempt"], min(ends)[0], max(end for _, end in ends), report["n_rows"], spent)
+    report = _run(machine, n_tasks)
+    records = Run.open(Path(report["run_dir"])).attempts()
+    shards = [(record["published"], record["attempt"]) for record in records if record["published"]]
+    hold(len(shards) == n_tasks or not machine.on_gpu, f"{len(shards)} of {n_tasks} tasks computed")
+    first = max(min(started for _, started, *_ in published) for published, _ in shards)
+    last = min(max(started + seconds for _, started, seconds, *_ in published) for published, _ in shards)
+    size = machine.pick(SHARD, TOY_SHARD)
+    n_texts = sum(
+        min(size, report["n_rows"] - shard * size)
+        for published, _ in shards
+        for shard, started, seconds, *_ in published
+        if started >= first and started + seconds <= last + ROUNDED_S
+    )
+    spent = report["attempts"][0]["spent"]
+    words = ", ".join(f"{seconds:.2f} s {kind}" for kind, seconds in spent.items() if seconds)
+    return Work(shards[0][1], first, last, n_texts, words)
 
 
 @finding(limit_s=150)
@@ -163,12 +188,12 @@ def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
 
     # Told on the way, for a part that is stopped: which of its steps took the time.
     began = time.perf_counter()
-    for step in (_files, _by_hand, _run):
+    for step in (_files, _by_hand, _work):
         step(machine)
         print(f"{step.__name__.strip('_')}: done after {time.perf_counter() - began:.1f} s", flush=True)
     expected = _by_hand(machine).vectors
     offs, n = list[float](), len(expected)
-    with Merged(Path(_run(machine)["run_dir"]) / "merged.h5") as merged:
+    with Merged(Path(_run(machine, 1)["run_dir"]) / "merged.h5") as merged:
         vectors = merged["embedding"]
         for first in range(0, len(vectors), n):
             offs.append(float(abs(vectors[first : first + n] - expected.astype("float32")).max()))
@@ -189,16 +214,34 @@ def a_run_is_as_fast_as_a_loop(machine: Machine) -> str:
 def the_gpu_is_busy(machine: Machine) -> str:
     """The GPU is busy for 95 % of the time between the first claim and the last row."""
     machine.needs_gpu()
+    mean, figures = _busy(machine)
+    return hold(mean >= BUSY, figures)
+
+
+@finding(limit_s=120)
+def tasks_that_share_the_gpu_fill_it(machine: Machine) -> str:
+    """Three tasks on one GPU keep it busy for 95 %, and embed more texts a second than one."""
+    n_sharing = machine.pick(N_SHARING, 1)
+    shared, alone = (_work(machine, n_tasks).rate for n_tasks in (n_sharing, 1))
+    figures = f"{shared:,.0f} and {alone:,.0f} texts/s, {shared / alone:.2f} times"
+    if not machine.on_gpu:
+        return figures
+    mean, share = _busy(machine, n_sharing)
+    return hold(mean >= BUSY and shared > alone, f"{figures}; {share}")
+
+
+def _busy(machine: Machine, n_tasks: int = 1) -> tuple[float, str]:
+    """The mean utilisation while all tasks have shards in hand, and the same in words."""
     from slurmgpu.run.telemetry_log import some_samples, telemetry_path
 
-    work = _work(machine)
-    samples = some_samples(telemetry_path(Path(_run(machine)["run_dir"]), work.attempt), 100_000, set())
+    work = _work(machine, n_tasks)
+    samples = some_samples(telemetry_path(Path(_run(machine, n_tasks)["run_dir"]), work.attempt), 100_000, set())
     first = work.first + FIRST_S
     busy = [each.utilisation for each in samples if first <= each.time <= work.last and each.utilisation is not None]
     if not busy:
         raise NotToBeHad("telemetry has no utilisation: nvidia-ml-py is missing, or the run was too short")
     mean = sum(busy) / len(busy)
-    return hold(mean >= BUSY, f"{mean:.1f} % in {len(busy)} samples of {work.last - first:.1f} s")
+    return mean, f"{mean:.1f} % in {len(busy)} samples of {work.last - first:.1f} s"
 
 
 @finding()

@@ -327,6 +327,18 @@ def test_a_task_on_two_nodes_is_one_task(project, slurmgpu, sbatch):
     assert (line["gpus_per_task"], line["nodes_per_task"]) == (2, 2)
 
 
+def test_a_job_with_a_shard_sees_the_gpu_that_it_is_a_part_of(project, slurmgpu, sbatch):
+    folder = project(16, slurm={"gres": "shard:1", "cpus_per_task": 1})
+    shown = slurmgpu("plan", "--array", cwd=folder, expect=0).stdout
+    [line] = [line for line in shown.splitlines() if "array.sbatch" in line]
+    assert "--gpus-per-node=0 --gres=shard:1" in line
+    job = sbatch(folder, "--gpus-per-node=0", "--gres=shard:1", "--cpus-per-task=1", SCRIPTS / "array.sbatch", "run")
+    wait_until(lambda: records(folder), "the task")
+    [record] = records(folder)
+    wait_for_end(job)
+    assert (record["n_gpus"], len(record["gpus"])) == (1, 1)
+
+
 # The lines that plan prints
 
 
@@ -339,6 +351,7 @@ def test_a_task_on_two_nodes_is_one_task(project, slurmgpu, sbatch):
         ({"gpus_per_task": 8, "nodes_per_task": 2}, "--gpus-per-node=4 --nodes=2 --array=0 {}/multi-node.sbatch"),
         ({"n_tasks": 20, "n_concurrent": 4}, "--gpus-per-node=1 --array=0-19%4 {}/array.sbatch"),
         ({"n_tasks": 3, "n_concurrent": 3}, "--gpus-per-node=1 --array=0-2 {}/array.sbatch"),
+        ({"slurm": {"gres": "shard:2"}}, "--gpus-per-node=0 --gres=shard:2 --array=0 {}/array.sbatch"),
         ({"slurm": {"gres": "gpu:a100:1,shard:2"}}, "--gpus-per-node=a100:1 --gres=shard:2 --array=0 {}/array.sbatch"),
         ({"slurm": {"comment": "a b", "exclusive": True, "hold": False, "setup": ["x"]}, "exclude": ("n1", "n2")},
          "'--comment=a b' --exclusive --exclude=n1,n2 --gpus-per-node=1 --array=0 {}/array.sbatch"),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -397,6 +398,19 @@ def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, sl
     assert all(len(record["gpus"]) == 1 for record in records(folder))
     with open_merged(folder / "run" / "merged.h5") as merged:
         assert set(merged["shout"][:]) == {"wool"}
+
+
+def test_tasks_with_shards_share_the_gpus_of_a_node(project, slurmgpu, cluster):
+    folder = project(128, held_from=0, slurm={"gres": "shard:1", "nodelist": "gpu1"})
+    refused = slurmgpu(*SUBMIT[:-1], "--gpus", "2", cwd=folder, expect=2).stderr
+    assert 'gres = "shard:1" gives each task a part of one GPU, and a task of this run has 2 GPUs.' in refused
+    slurmgpu(*SUBMIT, "--gpus", "8", cwd=folder, expect=0)
+    wait_until_held(folder, 0, 8)
+    let_go(folder)
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
+    check_rows(folder, 128)
+    held = Counter((record["node"], *record["gpus"]) for record in records(folder))
+    assert held == {("gpu1", str(gpu)): 2 for gpu in range(4)}
 
 
 def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster):

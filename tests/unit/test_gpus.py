@@ -7,6 +7,8 @@ import uuid
 import pytest
 
 from slurmgpu.errors import GPUFaultError, SlurmGPUError
+from slurmgpu.executors.here import gpu_ids
+from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.util import gpus
 from slurmgpu.util.gpus import probe
@@ -176,3 +178,9 @@ def test_all_gpus_are_those_that_the_machine_shows(driver, monkeypatch):
     driver(code=3)
     with pytest.raises(SlurmGPUError, match=r"not yet initialized\. To compute on CPUs: --gpus 0"):
         parse_resources(here)
+
+
+def test_a_gpu_that_is_named_twice_is_that_of_two_tasks(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0,1,1")
+    asked = {"gpus": 4, "array": True, "executor": "local"}
+    assert gpu_ids(first_submission(asked, most_tasks=4)) == [["0"], ["0"], ["1"], ["1"]]

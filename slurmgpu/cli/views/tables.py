@@ -332,7 +332,8 @@ def _show_idle(attempts: Sequence[AttemptRow]) -> None:
     others = f" (and under {IDLE_PERCENT} % in {len(idle) - 1:,} more)" if len(idle) > 1 else ""
     result(
         f"\nthe GPU of attempt {name} was used {share:.0f} % on average{others}: a larger batch_size gives it more "
-        "work at once; if the workload prepares its items on the CPU, the GPU may wait for that"
+        "work at once; if the workload prepares its items on the CPU, the GPU may wait for that, and several tasks can "
+        "share it (docs/how-to/share-a-gpu.md)"
     )
 
 
