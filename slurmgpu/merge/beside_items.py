@@ -53,6 +53,11 @@ class BesideItems:
         """The number of rows that were read, chosen or not."""
         return self._rows.n_seen
 
+    @property
+    def n_failed(self) -> int:
+        """The number of chosen rows of failed items."""
+        return self._rows.n_failed
+
     def plain_rows(self, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
         own = list(self._rows.columns)

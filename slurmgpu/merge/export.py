@@ -56,13 +56,15 @@ log = logging.getLogger(__name__)
 class Exported:
     """The number of exported rows and of items without a row, and what a workload said of its own format.
 
-    `problems` names damaged shards, whose items count among those without a row.
+    `problems` names damaged shards, whose items count among those without a row. `n_failed` of the rows are of failed
+    items.
     """
 
     n_rows: int
     said: str | None = None
     n_missing: int = 0
     problems: Sequence[str] = ()
+    n_failed: int = 0
 
 
 class PlainRows(Protocol):
@@ -181,7 +183,8 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
         said = _write_by_workload(format, merged, file)
     else:
         _write_pt(merged, file)
-    return Exported(len(merged), said, int(merged.attributes.get("n_items", len(merged))) - len(merged))
+    n_missing = int(merged.attributes.get("n_items", len(merged))) - len(merged)
+    return Exported(len(merged), said, n_missing, n_failed=int(merged.failed.sum()))
 
 
 def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
@@ -207,7 +210,8 @@ def _lines(rows: RunRows | FileRows, chosen: Choice) -> Selection | BesideItems:
 
 def _exported(rows: RunRows | FileRows, n_rows: int, selection: Selection | BesideItems) -> Exported:
     if isinstance(rows, RunRows):
-        return Exported(n_rows, None, rows.run.plan.n_items - selection.n_seen, tuple(dict.fromkeys(rows.problems)))
+        n_missing, problems = rows.run.plan.n_items - selection.n_seen, tuple(dict.fromkeys(rows.problems))
+        return Exported(n_rows, None, n_missing, problems, selection.n_failed)
     return Exported(n_rows)
 
 

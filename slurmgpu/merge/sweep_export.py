@@ -82,20 +82,23 @@ def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str],
     n_rows = LINE_FORMATS[format](rows, file)
     missing = {run.name: run.plan.n_items - n_seen for (run, _), n_seen in zip(runs, rows.n_seen, strict=True)}
     missing = {name: n_items for name, n_items in missing.items() if n_items}
-    return SweepExported(n_rows, None, sum(missing.values()), tuple(rows.problems), missing, not_made)
+    n_missing, problems = sum(missing.values()), tuple(rows.problems)
+    return SweepExported(n_rows, None, n_missing, problems, rows.n_failed, missing, not_made)
 
 
 @dataclass
 class SweepRows:
     """The rows of the runs of a sweep, one run after the other, beside its name and its values.
 
-    `names` are columns; by default all. `n_seen` counts the rows of each run that were read, chosen or not.
+    `names` are columns; by default all. `n_seen` counts the rows of each run that were read, chosen or not, `n_failed`
+    the chosen ones of failed items.
     """
 
     runs: Sequence[tuple[Run, Mapping[str, Any]]]
     names: Sequence[str]
     where: str | None
     n_seen: list[int] = field(default_factory=list, init=False)
+    n_failed: int = field(default=0, init=False)
     problems: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +141,7 @@ class SweepRows:
     def plain_rows(self, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
         """The rows as JSON values, or as cells of CSV, in the order of `columns`."""
         self.n_seen.clear()
+        self.n_failed = 0
         for number, (run, _) in enumerate(self.runs):
             with RunRows(run) as rows:  # whose blocks are verified one by one
                 selection = self._selection(number, rows)
@@ -145,6 +149,7 @@ class SweepRows:
                     found = {**dict(zip(selection.columns, row, strict=True)), **self._fixed[number]}
                     yield tuple(found.get(name) for name in self.columns)
                 self.n_seen.append(selection.n_seen)
+                self.n_failed += selection.n_failed
                 self.problems += [f"{run.name}: {problem}" for problem in dict.fromkeys(rows.problems)]
 
     def _selection(self, number: int, rows: RunRows) -> Selection | BesideItems:

@@ -68,7 +68,8 @@ class Selection:
 
     `names` are columns in the order of the result, `index` and `error` among them; by default all. `where` is a
     condition, which may also name `constants`. `spans` are the items, as (start, stop); by default all. `failed`
-    chooses failed items alone. `n_seen` counts the rows that were read, chosen or not.
+    chooses failed items alone. `n_seen` counts the rows that were read, chosen or not, `n_failed` the chosen ones of
+    failed items.
     """
 
     source: Source
@@ -78,6 +79,7 @@ class Selection:
     failed: bool = False
     constants: Constants | None = None
     n_seen: int = field(default=0, init=False)
+    n_failed: int = field(default=0, init=False)
     _types: dict[str, pa.DataType | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class Selection:
 
     def blocks(self, n_bytes: int = BLOCK_BYTES) -> Iterator[Chosen]:
         """The chosen rows, block by block; blocks without any are left out."""
-        self.n_seen = 0
+        self.n_seen = self.n_failed = 0
         for block in self._all_blocks(n_bytes):
             self.n_seen += block.stop - block.start
             mask = block.failed if self.failed else None
@@ -104,6 +106,7 @@ class Selection:
                 table = self._table_of(block, self._tested)
                 found = self._chosen_of(self._condition, table, block.stop - block.start)
                 mask = found if mask is None else mask & found
+            self.n_failed += int((block.failed if mask is None else block.failed & mask).sum())
             if mask is None or mask.any():
                 yield Chosen(block, mask)
 

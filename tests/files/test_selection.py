@@ -257,9 +257,11 @@ def test_an_export_of_a_run_at_work_has_what_is_published_and_counts_the_rest(ru
     assert [list(line.items()) for line in lines] == [
         [("label", "yes"), ("index", index), ("error", None)] for index in expected
     ]
-    assert (done.n_rows, done.n_missing) == (len(expected), 8)
+    assert (done.n_rows, done.n_missing, done.n_failed) == (len(expected), 8, 0)
     stream = io.BytesIO()
-    assert export(run, "csv", stream).n_rows == len(THERE)
+    done, n_failed = export(run, "csv", stream), len(THERE) - len(set(THERE) & GOOD.keys())
+    assert (done.n_rows, done.n_failed) == (len(THERE), n_failed)
+    assert export(run, "parquet", tmp_path / "a.parquet", where="error is not None").n_failed == n_failed > 1
     records = list(csv.DictReader(io.StringIO(stream.getvalue().decode())))
     assert [int(record["index"]) for record in records] == THERE
     assert [record["id"] for record in records] == [f"q{index}" if index in GOOD else "" for index in THERE]

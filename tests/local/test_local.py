@@ -876,9 +876,11 @@ def test_each_slot_gets_gpus_of_its_own(project, slurmgpu):
 
 def test_export_writes_every_row(slurmgpu, faulty):
     folder = faulty
-    slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0)
+    said = slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0).stderr
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(40))
+    n_failed = sum(row["error"] is not None for row in rows)
+    assert f"{n_failed} of the rows are of failed items: the column error says why.\n" in said
     assert rows[4]["shout"] == "ITEM 4 OF MANY"
     assert rows[3]["error"] == "item_error: not this one"
     assert "csv" in slurmgpu("export", "run", "-o", "rows.xls", cwd=folder, expect=2).stderr

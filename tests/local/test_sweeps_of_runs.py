@@ -57,6 +57,8 @@ def test_one_submit_computes_a_run_for_each_combination(swept, slurmgpu):
     assert list(there.values()) == [there[names[0]], [*range(6)], [*range(5)], [*range(5)]]
     assert 0 not in there[names[0]]
     assert f"Runs are incomplete: {6 - len(there[names[0]])} item" in done.stderr
+    n_failed = sum(row["error"] is not None for row in rows)
+    assert f"{n_failed} of the rows are of failed items: the column error says why.\n" in done.stderr
     assert rows[-1]["input"] == "others.jsonl"
     assert rows[-1]["faults"] == {"2": "exception"}
     [failed] = [row for row in rows if row["error"] and row["input"] == "items.jsonl"]

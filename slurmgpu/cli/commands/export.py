@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmgpu.cli.console import result, say
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.merge.export import FOLDER, FORMATS, export
+from slurmgpu.merge.export import FOLDER, FORMATS, Exported, export
 from slurmgpu.merge.sweep_export import export_sweep
 from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import said_not_submitted
@@ -33,6 +33,7 @@ def export_rows(
     exported = export(run, chosen, to, columns, where, with_items=with_items)
     if to is output:
         result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
+    _tell_failed(exported)
     tell_missing(run, exported.n_missing, exported.problems)
 
 
@@ -47,6 +48,7 @@ def export_sweep_rows(
     exported = export_sweep(folder, _format(output, file_format), to, columns, where)
     if to is output:
         result(f"{output}: {count_of(exported.n_rows, 'row')}")
+    _tell_failed(exported)
     for line in (*map(said_not_submitted, exported.not_made), *exported.problems):
         say(line)
     if missing := exported.missing:
@@ -64,6 +66,12 @@ def _format(output: Path, given: str | None) -> str:
     if not chosen:
         raise SlurmGPUError(f"{output} has no suffix that tells its format: give one, as {output}.csv, or --format.")
     return chosen
+
+
+def _tell_failed(exported: Exported) -> None:
+    if n_failed := exported.n_failed:
+        verb, whose = ("is", "a failed item") if n_failed == 1 else ("are", "failed items")
+        say(f"{n_failed:,} of the rows {verb} of {whose}: the column error says why.")
 
 
 def _refuse_no_file(output: Path) -> None:
