@@ -14,6 +14,7 @@ from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS
 from slurmgpu.code.snapshots import Snapshot
+from slurmgpu.code.trace_notes import ARRAY_ID
 from slurmgpu.code.tracer import NAMED, Tracer
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.frozen_plan import Plan
@@ -76,6 +77,8 @@ def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
             tracer.add_shell_code(text)
         elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
             tracer.notes.choosing_gpus.append(text)
+        elif text.startswith(f"{ARRAY_ID}="):
+            tracer.notes.sets_array_id = True
         option, before = before if "=" not in text else _option_in(text), text
         if len(text) < _LONG_TEXT:
             if found := NAMED.fullmatch(text):
@@ -92,6 +95,7 @@ def _add_environment(tracer: Tracer, environ: Mapping[str, Any]) -> None:
     tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
     if names_in_shell.sets_gpus(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')}"):
         tracer.notes.choosing_gpus.append("env under [settings]")
+    tracer.notes.sets_array_id |= ARRAY_ID in environ
 
 
 def _option_in(text: str) -> str:

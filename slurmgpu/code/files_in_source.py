@@ -25,7 +25,7 @@ _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
 _NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "FileHandler", "basicConfig"})
 """Calls that get no name of a file, or that of a log, to which all may write."""
-_OUTPUT_FOLDERS = frozenset(
+OUTPUT_FOLDERS = frozenset(
     {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
 )
 """Arguments and options for a folder into which a script writes; of transformers, Lightning and their like."""
@@ -136,7 +136,7 @@ class FilesInSource(ast.NodeVisitor):
             return
         option = str(call.args[0].value).lstrip("-").replace("-", "_")
         self._assigned.append(({option}, _path_in(default)[0]))
-        if option in _OUTPUT_FOLDERS and (folder := _spelt_out(default)):
+        if option in OUTPUT_FOLDERS and (folder := _spelt_out(default)):
             self.output_options[option] = folder
 
     def _add_outputs(self, name: str, call: ast.Call) -> None:
@@ -149,7 +149,7 @@ class FilesInSource(ast.NodeVisitor):
         whole = {path for path in map(_spelt_out, written) if path is not None}
         if name not in _NO_OUTPUTS and not _APPENDS & whole:
             self.outputs |= {path for path in whole if _FILE.fullmatch(path)}
-        folders = [each.value for each in call.keywords if each.arg in _OUTPUT_FOLDERS]
+        folders = [each.value for each in call.keywords if each.arg in OUTPUT_FOLDERS]
         folders += call.args[:1] if name == "TrainingArguments" else []
         self.outputs |= {folder for folder in map(_spelt_out, folders) if folder}
 

@@ -10,6 +10,11 @@ _FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _FOR_OUTPUT = r"(?:-o|--(?:out|output|save|dump|results?|log)(?:[-_](?:file|path|to|json|csv|name))?)"
 _WRITTEN = re.compile(rf"(?:>[>|]?\s*|\btee\s+(?:-a\s+|--append\s+)?|(?<!\S){_FOR_OUTPUT}[ =]\s*)([^\s;&|]+)")
+_OUTPUT = re.compile(r"(?<![>\w-])[12&]?>\|?\s*[\"']?([^\s;&|<>()\"'$`*?{]*\.[A-Za-z]\w{0,9})[\"']?(?=[\s;&|)]|$)")
+"""A file of which the name is spelt out, with a suffix. `>>` appends."""
+_QUOTED = re.compile(r"'[^'\n]*\s[^'\n]*'")
+"""Code of another program: in that of awk `$2 > limit.x` is no output."""
+_CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 _ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=[\"']?([^\s\"';]+)")
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
 _TO_ITS_FOLDER = re.compile(r"\bcd\s[^\n;&]*(?:dirname|BASH_SOURCE|\$\{?0|%/\*)")
@@ -23,7 +28,7 @@ class NamesInShell:
     """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules.
 
     `path` are the folders, relative to the latter, that it puts on PYTHONPATH. It `chooses_gpus` by
-    CUDA_VISIBLE_DEVICES.
+    CUDA_VISIBLE_DEVICES. `outputs` are the files that it writes by a name which it spells out.
     """
 
     beside: frozenset[str]
@@ -31,6 +36,7 @@ class NamesInShell:
     modules: frozenset[str]
     path: tuple[str, ...]
     chooses_gpus: bool
+    outputs: frozenset[str]
 
 
 def is_shell(source: bytes, suffix: str) -> bool:
@@ -41,6 +47,7 @@ def is_shell(source: bytes, suffix: str) -> bool:
 def names_in(source: bytes) -> NamesInShell:
     """The words of a script that may be names. `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside."""
     text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
+    outputs = frozenset() if _CHANGES_FOLDER.search(text) else frozenset(_OUTPUT.findall(_QUOTED.sub(" ", text)))
     written = {each.replace('"', "").replace("'", "") for each in _WRITTEN.findall(text)}
     variables = {each.strip("${}") for each in written if each.startswith("$")}
     written |= {value for name, value in _ASSIGNED.findall(text) if name in variables}
@@ -52,7 +59,7 @@ def names_in(source: bytes) -> NamesInShell:
     path = tuple(folder for found in _PYTHON_PATH.findall(text) for folder in folders_in(found))
     if _TO_ITS_FOLDER.search(text):
         beside, here = beside | here, set()
-    return NamesInShell(frozenset(beside), frozenset(here), modules, path, sets_gpus(text))
+    return NamesInShell(frozenset(beside), frozenset(here), modules, path, sets_gpus(text), outputs)
 
 
 def is_for_output(option: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from slurmgpu.code.snapshots import ReadFile
 from slurmgpu.util.amounts import some_of
 
+ARRAY_ID = "SLURM_ARRAY_TASK_ID"
 _MANY_NAMED = 5
 
 
@@ -23,11 +24,29 @@ class TraceNotes:
     """Places that set CUDA_VISIBLE_DEVICES."""
     outputs: dict[str, Sequence[str]] = field(default_factory=dict)
     """The files that scripts write by a name which is the same in each call, by the script."""
+    reading_array_id: dict[str, None] = field(default_factory=dict)
+    """Scripts that read SLURM_ARRAY_TASK_ID."""
+    sets_array_id: bool = False
+    """Whether the command sets it for each call."""
 
     def leave_out(self, sentence: str) -> None:
         """Note once what is not in the snapshot."""
         if sentence not in self.left_out:
             self.left_out.append(sentence)
+
+    def look_for_array_id(self, script: str, source: bytes) -> None:
+        """Note a script that reads the number of its array task, by which `sbatch --array` tells calls apart."""
+        if f"{ARRAY_ID}=".encode() in source:
+            self.sets_array_id = True
+        elif ARRAY_ID.encode() in source:
+            self.reading_array_id[script] = None
+
+    def add_calls(self, other: TraceNotes) -> None:
+        """Add what another tracer has noted on what calls do."""
+        self.choosing_gpus += other.choosing_gpus
+        self.outputs |= other.outputs
+        self.reading_array_id |= other.reading_array_id
+        self.sets_array_id |= other.sets_array_id
 
     def leave_out_folder(self, error: OSError) -> None:
         """Note a folder that cannot be listed; one that does not exist has no modules."""
@@ -57,9 +76,17 @@ class TraceNotes:
         found += [
             f"{script} writes {some_of(names, _MANY_NAMED)} by the same name in each call: calls that run at once "
             f"overwrite each other's, and one may read what another has left. Take a part of the name from the command "
-            f"line, as in --out fits/{{id}}, unless each call has a working folder of its own."
+            f"line, as in --out fits/{{id}}, unless each call has a working folder of its own, as behind "
+            f"bash -c 'cd \"$(mktemp -d)\" && …'."
             for script, names in self.outputs.items()
         ]
+        if self.reading_array_id and not self.sets_array_id:
+            scripts = some_of(list(self.reading_array_id), _MANY_NAMED)
+            found.append(
+                f"{scripts} reads {ARRAY_ID}, which is the number of the task "
+                f"and not of the item: all calls of a task would find the same. Set it to a field of the items, as in "
+                f"-- env {ARRAY_ID}={{id}} ./run.sh."
+            )
         if elsewhere:
             found.append(
                 f"The code imports from folders that are not bound into the image; tasks import the image's versions, "

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS, TEXTS
-from slurmgpu.code.files_in_source import DOTTED, FilesInSource
+from slurmgpu.code.files_in_source import DOTTED, OUTPUT_FOLDERS, FilesInSource
 from slurmgpu.code.imports_in_source import ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.snapshot_names import SnapshotNames
@@ -313,7 +313,9 @@ class Tracer:
                 raise _not_python(file.path, error) from error
             return  # it may be for another version of Python
         # A program's first line, or its comments as of PEP 723, may say what runs it.
-        if not file.is_script:
+        if file.is_script:
+            self.notes.look_for_array_id(file.name, source)
+        else:
             file.digest = tree_digest(source, file.path, tree)
         try:
             self._follow_imports(file, tree)
@@ -389,8 +391,12 @@ class Tracer:
     def _follow_shell(self, script: Path, source: bytes) -> None:
         """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
         names = names_in_shell.names_in(source)
+        shown = self._shown(script) if script.name != "-c" else "the code behind -c"
         if names.chooses_gpus:
-            self.notes.choosing_gpus.append(self._shown(script) if script.name != "-c" else "the code behind -c")
+            self.notes.choosing_gpus.append(shown)
+        if names.outputs:
+            self.notes.outputs[shown] = sorted(names.outputs)
+        self.notes.look_for_array_id(shown, source)
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
             path = script.parent / name
@@ -420,7 +426,7 @@ class Tracer:
         if not todo:
             return {}
         self._programs.update(todo)
-        tracer = Tracer(self._base, self._packages, inputs=self._inputs)
+        tracer = Tracer(self._base, self._packages, inputs=self._inputs, options=OUTPUT_FOLDERS)
         tracer._programs = self._programs
         tracer._locator.folders += self._locator.folders
         for path in todo:
@@ -429,6 +435,7 @@ class Tracer:
         self._locator.foreign |= tracer._locator.foreign
         for sentence in tracer.notes.left_out:
             self.notes.leave_out(sentence)
+        self.notes.add_calls(tracer.notes)
         run = {file.path: ReadFile(file.name, file.path, file.sha256) for file in found.files}
         return run | {file.path: file for file in found.read}
 

@@ -349,6 +349,46 @@ with open("out.json", "w", encoding="utf-8") as file:
     assert "one.py writes out.json, plots.d/curve.csv by the same name in each call: calls that run at once" in said
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("./one.sh $1", ["one.sh writes gc.tsv", "one.py writes gc.tsv"]),
+        ("./one.sh $1 > last.txt", ["the code behind -c writes last.txt", "one.sh writes gc.tsv", "one.py writes gc.tsv"]),
+        ('awk \'$2 > low.p {{print "1"}}\' "$1" >> all.txt 2> "$1.log"', []),
+        ("cd $(mktemp -d) && ls > files.txt", []),
+    ],
+)
+def test_a_file_that_a_script_of_a_shell_writes_in_each_call_is_told_before_a_run_is_queued(
+    slurmgpu, tmp_path, code, told
+):
+    folder = make(tmp_path / "project", "one.py", run=["bash", "-c", code, "bash", "{text}"], texts=["a"])
+    (folder / "one.py").write_text('open("gc.tsv", "w")\n')
+    (folder / "one.sh").write_text('#!/bin/bash\npython one.py > "$1.txt"\ncut -f 2 "$1.txt" > gc.tsv\n')
+    said = json.loads(slurmgpu("submit", "--dry-run", "--json", cwd=folder, expect=0).stdout)["notes"]
+    found = [note.partition(" by the same name in each call")[0] for note in said if " by the same name" in note]
+    assert found == told
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (["./one.sh", "{text}"], ["one.sh"]),
+        (["bash", "-c", "./one.sh $1", "bash", "{text}"], ["one.sh"]),
+        (["env", "SLURM_ARRAY_TASK_ID={text}", "./one.sh"], []),
+        (["bash", "-c", "SLURM_ARRAY_TASK_ID=$1 ./one.sh", "bash", "{text}"], []),
+        ([sys.executable, "one.py", "{text}"], ["one.py"]),
+    ],
+)
+def test_a_script_that_takes_the_number_of_its_array_task_for_that_of_an_item_is_told(tmp_path, run, told):
+    folder = make(tmp_path / "project", "one.py", run=run, texts=["a"])
+    (folder / "one.py").write_text('import os\nprint(os.environ["SLURM_ARRAY_TASK_ID"])\n')
+    (folder / "one.sh").write_text("#!/bin/bash\n#SBATCH --array=0-9\necho $SLURM_ARRAY_TASK_ID\n")
+    (folder / "one.sh").chmod(0o700)
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        found = [each for each in draft.code.left_out if "SLURM_ARRAY_TASK_ID" in each]
+    assert [each.partition(" reads")[0] for each in found] == told
+
+
 def test_a_script_that_the_code_of_a_shell_starts_is_named_and_rows_after_its_edit_are_by_unknown_code(
     slurmgpu, tmp_path
 ):

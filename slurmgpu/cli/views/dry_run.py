@@ -59,7 +59,11 @@ def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequ
     check_place(draft)
     submission = submission_of(draft, after, inject)
     seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
-    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
+    seen.notes[:0] = [
+        *draft.notes,
+        *draft.code.left_out,
+        *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing),
+    ]
     value = {
         "run_dir": str(draft.run_dir),
         "plan": draft.plan.to_json(),
