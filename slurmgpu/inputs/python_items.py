@@ -101,4 +101,6 @@ def _plain(value: Any, where: str) -> Any:
     )
     if isinstance(value, tuple):
         how = "Give a list: a tuple within an item does not come back as one."
+    elif hasattr(value, "iloc"):
+        how = "Give the data frame itself, of which the function gets each row as a mapping, or row.to_dict()."
     raise SlurmGPUError(f"{where} has a value of type {type(value).__name__}; {EXPECTED}. {how}")

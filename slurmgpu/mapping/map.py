@@ -321,7 +321,12 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     for row in rows:
         for name, kind in row.items():
             known = types.get(name)
-            types[name] = type_for_both(known if isinstance(known, str) else None, kind)
+            try:
+                types[name] = type_for_both(known if isinstance(known, str) else None, kind)
+            except SlurmGPUError as error:
+                raise SlurmGPUError(
+                    f"The column {name!r}, in the first batch: {error} Nothing was submitted."
+                ) from error
     return types
 
 

@@ -61,6 +61,9 @@ def _column(name: str, text: str, owner: str) -> Column:
         ) from error
 
 
+FLATTEN = "A list of numbers may have any length: return array.reshape(-1), and list(array.shape) in another column."
+
+
 def type_of(value: Any) -> str | None:
     """The type of the column that can hold a value; None if the value fits several: None, and an empty list.
 
@@ -96,7 +99,7 @@ def _as_text(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
 
 
 def type_for_both(one: str | None, other: str | None) -> str | None:
-    """The type of a column that can hold the values of two types."""
+    """The type of a column that can hold the values of two types; SlurmGPUError if none can."""
     if one is None or other is None or one == other:
         return one or other
     (first, shape), (second, another) = (text.partition("[")[::2] for text in (one, other))
@@ -108,6 +111,8 @@ def type_for_both(one: str | None, other: str | None) -> str | None:
                 return dtype + (f"[{shape}" if shape else "")
             if shape and another and "," not in shape + another:
                 return f"{dtype}[]"
+        if "," in shape + another:  # JSON has lists, and no arrays
+            raise SlurmGPUError(f"found arrays of the types {one} and {other}; expected one shape. {FLATTEN}")
     return "json"
 
 

@@ -353,7 +353,10 @@ with open("out.json", "w", encoding="utf-8") as file:
     ("code", "told"),
     [
         ("./one.sh $1", ["one.sh writes gc.tsv", "one.py writes gc.tsv"]),
-        ("./one.sh $1 > last.txt", ["the code behind -c writes last.txt", "one.sh writes gc.tsv", "one.py writes gc.tsv"]),
+        (
+            "./one.sh $1 > last.txt",
+            ["the code behind -c writes last.txt", "one.sh writes gc.tsv", "one.py writes gc.tsv"],
+        ),
         ('awk \'$2 > low.p {{print "1"}}\' "$1" >> all.txt 2> "$1.log"', []),
         ("cd $(mktemp -d) && ls > files.txt", []),
     ],

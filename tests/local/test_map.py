@@ -340,6 +340,18 @@ def test_a_module_is_refused_that_tasks_would_import_from_another_file_or_not_at
             slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
 
 
+def test_arrays_of_different_shapes_are_told_before_a_run_or_as_the_items_error(tmp_path):
+    def tokens(n):
+        return {"tokens": np.zeros((n, 4), "float32")}
+
+    with pytest.raises(
+        SlurmGPUError, match=r"'tokens', in the first batch: .*reshape\(-1\), .* Nothing was submitted\."
+    ):
+        slurmgpu.map(lambda numbers: [tokens(n) for n in numbers], [2, 3], batch_size=2, **IN_PROCESS)
+    run = slurmgpu.map(tokens, [2, 3], **IN_PROCESS)
+    assert "found shape (3, 4), expected (2, 4). A list of numbers may" in run.results().errors[1]
+
+
 def test_a_row_of_a_table_is_an_item():
     frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
     here = {**IN_PROCESS, "overrides": {**HERE["overrides"], "keep": ["text"]}}
@@ -387,6 +399,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({**one, "executor": "slrum"}, r"^the arguments of slurmgpu.map: \[resources\] executor: should be 'slurm', "),
         ({**one, "batch_size": 0}, r"^the arguments of slurmgpu.map: \[workload\] batch_size: should be greater"),
         ({"function": len, "items": [1], "load": dict}, r"len cannot .*: too many .* What load returns is its second"),
+        ({**one, "items": [pd.Series({"a": 1})]}, "has a value of type Series; .* Give the data frame itself"),
         ({"function": len, "items": {"a": 1}}, r"items has the type dict; expected a list.* as in items\['a'\]\."),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
         ({"function": len, "items": b"items.jsonl"}, "items has the type bytes; expected a list"),

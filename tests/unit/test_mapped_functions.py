@@ -551,6 +551,11 @@ def test_the_type_of_a_column_is_learnt_from_values_and_holds_them(values, expec
                 column.convert(value)
 
 
+def test_arrays_of_several_dimensions_whose_shapes_differ_are_no_json():
+    with pytest.raises(SlurmGPUError, match=r"types float32\[2,3\] and float32\[4,3\]; .* return array\.reshape\(-1\)"):
+        type_for_both("float32[2,3]", "float32[4,3]")
+
+
 def test_a_key_that_is_no_text_names_no_column():
     with pytest.raises(SlurmGPUError, match="the row has the key 0; expected text, the name of a column"):
         types_of_rows([{0: 0.25, 1: 0.75}])

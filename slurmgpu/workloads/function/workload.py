@@ -14,7 +14,7 @@ from slurmgpu.code.functions import PICKLE, import_named, path_of, unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.python_items import UNWRAP
 from slurmgpu.run.submissions import Pickled
-from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
+from slurmgpu.shards.column_types import FLATTEN, RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
 from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 
@@ -122,10 +122,14 @@ class Function:
         try:
             declared: dict[str, str | None] = {name: type_of_column(column) for name, column in self.columns.items()}
             types = dict(declared)
-            for name, kind in types_of_rows([row]).items():
-                types[name] = type_for_both(types.get(name), kind) if kind or name in types else "json"
+            of_row = types_of_rows([row])
         except SlurmGPUError:
             return ""
+        try:
+            for name, kind in of_row.items():
+                types[name] = type_for_both(types.get(name), kind) if kind or name in types else "json"
+        except SlurmGPUError:
+            return FLATTEN
         # None, and a missing value, fit a column of JSON alone.
         types |= {name: "json" for name in types if row.get(name) is None}
         if types == declared:
