@@ -155,6 +155,8 @@ class Text(Column, kind="text"):
     def convert(self, value: Any) -> bytes:
         """The string as UTF-8; ValueError for other values."""
         if not isinstance(value, str):
+            if isinstance(value, float | np.floating) and np.isnan(value):
+                raise ValueError("found nan, expected text; where one is missing, '', or None in a column of json")
             found = "None" if value is None else type(value).__name__
             raise ValueError(f"found {found}, expected text")
         try:
@@ -204,7 +206,10 @@ class Json(Text, kind="json"):
             text = _COMPACT.encode(value)
             check_keys(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {message_of(error)}") from error
+            said = message_of(error)
+            if said.startswith("Out of range float"):
+                said = "NaN or an infinity, in whose place None would do"
+            raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {said}") from error
         if text.count("[") + text.count("{") > MOST_LEVELS and is_too_deep(value):
             raise ValueError(
                 f"found {type(value).__name__} with more than {MOST_LEVELS} lists and mappings in one another, which "

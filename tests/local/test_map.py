@@ -112,6 +112,15 @@ def test_a_function_of_batches_may_return_columns(made):
     assert found == [(1, "A"), (2, "BB"), "item_error", (4, "CCCC"), (1, "D")]
 
 
+def test_what_is_missing_in_a_returned_frame_is_none():
+    def told(numbers):
+        text = pd.Series([None if n == 2 else f"{n}" for n in numbers], dtype="string")
+        return pd.DataFrame({"text": text, "n": pd.Series([n if n < 3 else None for n in numbers], dtype="Int64")})
+
+    run = slurmgpu.map(told, [1, 2, 3], batch_size=3, columns={"text": "json", "n": "json"}, **IN_PROCESS)
+    assert [(v["text"], v["n"]) for _, _, v in values(run)] == [("1", 1), (None, 2), ("3", None)]
+
+
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.shards.columns import (
     Array,
+    Json,
     Ragged,
     Text,
     check_columns,
@@ -198,6 +199,9 @@ def test_nan_is_a_float_like_any_other(dtype, shape):
         (Text(), 3, "found int, expected text"),
         (Text(), b"abc", "found bytes, expected text"),
         (Text(), None, "found None, expected text"),
+        (Text(), float("nan"), "found nan, expected text; where one is missing, '', or None in a column of json"),
+        (Text(), np.float32("nan"), "found nan, expected text"),
+        (Json(), {"a": float("nan")}, "found dict that JSON cannot hold: NaN or an infinity, in whose place"),
         (Text(), "\ud800", "UTF-8"),
     ],
 )

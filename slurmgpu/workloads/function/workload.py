@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from slurmgpu.code import importer
 from slurmgpu.code.functions import PICKLE, import_named, path_of, unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
@@ -174,12 +176,14 @@ def rows_of(columns: Any, n_items: int) -> list[Row]:
 
 
 def _values(name: str, column: Any) -> Any:
-    """A column that has a length; Arrow's values are its own."""
+    """A column that has a length; Arrow's values are its own, and what is missing in a type of pandas' own is None."""
     if hasattr(column, "columns"):  # iteration would give its names
         found = f"is a {type(column).__name__}, as where two columns have one name"
     elif isinstance(column, str | bytes | Mapping | Set) or not getattr(column, "ndim", hasattr(column, "__len__")):
         found = f"is a {type(column).__name__}"
     else:
+        if hasattr(column, "notna") and not isinstance(column.dtype, np.dtype):  # as str, where None reads as nan
+            return column.astype(object).where(column.notna(), None)
         return column.to_pylist() if hasattr(column, "to_pylist") else column
     raise TypeError(f"column {name!r} {found}; expected a list, or an array, with a value for each item")
 
