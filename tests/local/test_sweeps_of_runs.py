@@ -391,6 +391,26 @@ def test_an_input_and_the_repository_are_read_once_for_all_runs(swept, monkeypat
     assert [len(run.results()) for run in runs.values()] == [6, 6, 6, 5, 5, 5]
 
 
+def test_an_interrupt_names_the_run_that_was_not_submitted(swept, monkeypatch, capsys):
+    submit = sweep.submit_draft
+    made = []
+
+    def interrupted(draft, *args, **given):
+        if made:
+            raise KeyboardInterrupt
+        made.append(submit(draft, *args, **given))
+        return made[0]
+
+    monkeypatch.setattr(sweep, "submit_draft", interrupted)
+    path = swept / "slurmgpu.toml"
+    overrides = Overrides()
+    overrides.put({"resources": {"executor": "debug", "gpus": 0}}, "the test")
+    asked = {"look": None, "after": None, "inject": (), "dry_run": False, "wait": False, "as_json": False}
+    with pytest.raises(KeyboardInterrupt):
+        sweep.submit(path, variants_of(path, overrides), dict, **asked)
+    assert f"interrupted; {swept / 'run' / 'others'} was not submitted." in capsys.readouterr().err
+
+
 def recorded(function, name, calls):
     def call(*args, **given):
         calls.append(name)

@@ -146,7 +146,7 @@ def _not_again(run: Run) -> int:
 
 def _say_interrupted(folder: Path) -> None:
     if not (folder / "run.json").exists():
-        say("interrupted; nothing was submitted.")
+        say(f"interrupted; {folder} was not submitted.")
         return
     run = Run.open(folder)
     last = run.submissions()[-1]
