@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.here import Here, tasks_here
@@ -31,7 +32,7 @@ class Debug(Here):
                     f"nothing starts it again. Use --executor local."
                 )
 
-    def cancel(self, run: Run, lines: Lines) -> list[str]:
+    def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
         """Refuse to end the user's own process."""
         for line in lines:
             for pid in tasks_here(run, self.name, line["submission"]):

@@ -8,7 +8,7 @@ import os
 import platform
 import signal
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Here(Executor):
         living = [pids[0] for pids in found if pids]
         return Sight(f"process {living[0]} works on it" if living else None, hides=None in found)
 
-    def cancel(self, run: Run, lines: Lines) -> list[str]:
+    def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
         """Ask the processes of the run's slots to end, and tasks whose slots were killed."""
         if elsewhere := next((line for line in lines if not are_numbered_here(line)), None):
             raise SlurmGPUError(f"This run works on {elsewhere['host']}; cancel it there, outside a container.")

@@ -156,15 +156,18 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Cancel what is seen of the run, and record `cancelled` for each submission; what was done, in words."""
+    def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
+        """Cancel what is seen of the run, and record `cancelled` for each submission; what was done, in words.
+
+        `among` are `own_jobs`, if they are known already.
+        """
 
     def drop_waiting(self, job: str) -> None:
         """Cancel the tasks of a job that have not started: no shard is left for them."""
         return
 
     def own_jobs(self) -> Sequence[Any]:
-        """All jobs of this user in the queue, by one request, for `queued` of many runs; NoAnswerError without one."""
+        """All jobs of this user in the queue, by one request, for many runs; NoAnswerError without an answer."""
         return ()
 
     def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:

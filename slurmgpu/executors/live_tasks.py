@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmgpu.errors import NoAnswerError, NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors.interface import Sight
@@ -66,6 +69,9 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
         time.sleep(min(1.0, patience_s / 20))
 
 
+ANSWER_S = 2.0
+"""How long to use an answer on all jobs of the queue. A merge may submit its run again meanwhile."""
+
 _OBSERVERS: dict[Path, Observer] = {}
 """The heartbeats that this process has seen: a second look need not wait again for tasks that are silent."""
 
@@ -111,6 +117,28 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
     return bool(what)
 
 
-def cancel(run: Run) -> str:
-    """Cancel what is alive of the run; what was done, in words."""
-    return "; ".join(done for executor, lines in executors_of(run) for done in executor.cancel(run, lines))
+def cancel(run: Run, among: Mapping[str, Sequence[Any]] | None = None) -> str:
+    """Cancel what is alive of the run; what was done, in words. `among` are all of the user's jobs by executor."""
+    known = among or {}
+    return "; ".join(
+        done for executor, lines in executors_of(run) for done in executor.cancel(run, lines, known.get(executor.name))
+    )
+
+
+def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]:
+    """Cancel what is alive of several runs: each with what was done, in words, or why it could not be done.
+
+    A queue is asked once for all runs that are cancelled within ANSWER_S.
+    """
+    among: dict[str, Sequence[Any]] = {}
+    asked = -math.inf
+    for run in runs:
+        if time.monotonic() - asked > ANSWER_S:
+            among, asked = {}, time.monotonic()
+            for executor, _ in executors_of(run):
+                with contextlib.suppress(NoAnswerError):  # `cancel` asks again, and says so
+                    among[executor.name] = executor.own_jobs()
+        try:
+            yield run, cancel(run, among)
+        except SlurmGPUError as error:
+            yield run, error

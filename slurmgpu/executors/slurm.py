@@ -119,11 +119,15 @@ class Slurm(Executor):
             has_ended=lambda task: _is_over(task, cluster, queued),
         )
 
-    def cancel(self, run: Run, lines: Lines) -> list[str]:
+    def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
         """Cancel its jobs, also those that have not joined the run yet, or were requeued after its end."""
-        queued = queue.jobs_of(run, _queue(lines) or (), and_requeued=True)
-        jobs = sorted({job.array_job for job in _surely_of(run, queued)}, key=int)
-        cluster = queue.own_cluster() if lines else None
+        if among is None or any(line.get("uid", os.getuid()) != os.getuid() for line in lines):
+            among = _queue(lines) or ()
+        queued = _surely_of(run, queue.jobs_of(run, among, and_requeued=True))
+        jobs = sorted({job.array_job for job in queued}, key=int)
+        # Slurm is asked for the cluster's name only if that matters: there may be a thousand runs.
+        is_one = len({line.get("cluster") for line in lines}) == 1 and all(job.is_of(run) for job in queued)
+        cluster = queue.own_cluster() if lines and not (jobs and is_one) else None
         if not jobs and cluster is not None and (others := _elsewhere(lines, cluster)):
             raise SlurmGPUError(
                 f"Jobs of {run.folder} may be in the queue of the cluster {others[0]}, which is not seen here. "

@@ -138,7 +138,7 @@ class Run:
         """The folder of attempts, one JSON file each."""
         return self.folder / "tasks"
 
-    @property
+    @cached_property
     def logs(self) -> Path:
         """The folder of Submitit's files and the workers' output."""
         return self.folder / "logs"

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
@@ -65,7 +66,11 @@ class QueuedJob:
 
     def is_submitits(self, run: Run) -> bool:
         """Whether Submitit wrote its script, into the run directory."""
-        return Path(self.command).parent == run.logs
+        return self._script_folder == run.logs
+
+    @cached_property
+    def _script_folder(self) -> Path:
+        return Path(self.command).parent  # each job is compared with each run of a sweep
 
     @property
     def lacks_arguments(self) -> bool:

@@ -68,7 +68,7 @@ class Spool(Executor):
         facts = {"state": "RUNNING", "reason": "None", "start": None, "n_tasks": 1}
         return [{"job_id": str(pid), **facts} for pid in pids if is_alive(pid)]
 
-    def cancel(self, run, lines):
+    def cancel(self, run, lines, among=None):
         jobs = [line["spool_job"] for line in lines if is_alive(line["spool_job"])]
         for line in lines:
             run.record_submission({"submission": line["submission"], "cancelled": True})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.cli.commands import sweep
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
@@ -489,6 +490,24 @@ def cancelling(tmp_path, monkeypatch):
         return stopped, run.submissions()[-1].get("cancelled", False)
 
     return cancel
+
+
+@pytest.mark.parametrize(("answer_s", "n_answers"), [(60.0, 1), (-1.0, 3)])
+def test_one_answer_of_the_queue_is_for_the_runs_of_a_sweep(tmp_path, monkeypatch, answer_s, n_answers):
+    runs = [pretend_run(tmp_path / f"run{number}", 0, n_tasks=1) for number in range(3)]
+    jobs, stopped, asked = [], [], []
+    for number, run in enumerate(runs[:2], 1):
+        run.record_submission({"submission": 1, "array_job": f"{number}", "cluster": "here"})
+        jobs.append(queue.QueuedJob(f"{number}", "RUNNING", "None", "any", "/", f"{run.logs}/submission_file.sh"))
+    monkeypatch.setattr(live_tasks, "ANSWER_S", answer_s)
+    monkeypatch.setattr(queue, "own_cluster", lambda: asked.append("scontrol") or "here")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): asked.append("squeue") or jobs)
+    monkeypatch.setattr(commands, "cancel", lambda *ids: stopped.extend(ids))
+    assert sweep.cancel([run.folder for run in runs]) == 0
+    assert stopped == ["1", "2"]
+    # The cluster's name matters only to the run that has no jobs.
+    assert asked == ["squeue"] * n_answers + ["scontrol"]
+    assert [run.submissions()[0].get("cancelled") for run in runs] == [True, True, None]
 
 
 @pytest.mark.parametrize(

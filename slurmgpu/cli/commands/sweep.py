@@ -292,12 +292,17 @@ def cancel(folders: Sequence[Path]) -> int:
     """Stop the tasks and merges of all runs of a sweep; 2 if those of one could not be stopped."""
     say_not_submitted(folders)
     code = EXIT_COMPLETE
+    runs = []
     for folder in filter(was_submitted, folders):
         try:
-            done = live_tasks.cancel(Run.open(folder))
+            runs.append(Run.open(folder))
         except SlurmGPUError as error:
             say(f"{folder.name}: {error}")
             code = EXIT_BAD_USAGE
-            continue
-        result(f"{folder.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
+    for run, done in live_tasks.cancel_all(runs):
+        if isinstance(done, SlurmGPUError):
+            say(f"{run.name}: {done}")
+            code = EXIT_BAD_USAGE
+        else:
+            result(f"{run.name}: {f'cancelled: {done}' if done else 'no task of this run is alive.'}")
     return code
