@@ -217,6 +217,7 @@ class Worker:
             self._claimer.draws = self._unpublished.wants_another()
             if not self._claimer.draws:
                 self._publish_all()
+            del computed, taken_in  # its rows need not lie beside those of the next shard
 
     @property
     def _is_plain(self) -> bool:

@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 
+import slurmgpu as package
 from slurmgpu.cli.views.dry_run import show_scripts
 from slurmgpu.report.status import read_status
 from slurmgpu.run.claims import Claim
@@ -20,6 +22,7 @@ from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.task.attempt_writer import AttemptWriter
 from slurmgpu.task.supervisor import Task
 from slurmgpu.util.pids import is_there
+from slurmgpu.worker.computer import Computer
 from tests.support import failing
 from tests.support.nightly import by_night
 from tests.support.runs import (
@@ -1109,3 +1112,17 @@ def test_a_dry_run_of_a_resubmission_says_what_it_computes_and_changes_no_file(p
     value = json.loads(slurmgpu("resubmit", "run", "--dry-run", "--json", cwd=folder, expect=0).stdout)
     assert (value["n_missing_items"], value["n_items_again"], value["submission"]["submission"]) == (8, 0, 2)
     assert contents(folder / "run") == before
+
+
+def test_no_rows_of_a_shard_are_in_memory_while_the_next_is_computed(project, monkeypatch):
+    compute, computed, alive = Computer.compute, [], []
+
+    def remembering(self, *args):
+        alive.append([each() for each in computed if each() is not None])
+        done = compute(self, *args)
+        computed.append(weakref.ref(done))
+        return done
+
+    monkeypatch.setattr(Computer, "compute", remembering)
+    package.submit(project(24) / "slurmgpu.toml", executor="debug", gpus=0)
+    assert alive == [[], [], []]
