@@ -27,9 +27,14 @@ def _imported():
 
 
 @pytest.fixture(autouse=True)
-def _frozen():
-    """So is what was imported and made before this test: to free memory, an engine collects all garbage."""
+def _frozen(monkeypatch):
+    """So is what was imported and made before this test: to free memory, an engine collects all garbage.
+
+    An engine of continuous batches makes Python look at all objects again whenever it frees its cache, and then
+    collects several times: that was most of the time of such a test.
+    """
     gc.freeze()
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """find_batch_size: what it tries, what it answers, and that it leaves nothing behind."""
 
 import contextlib
-import gc
 import random
 import weakref
 
@@ -15,14 +14,6 @@ import torch
 from slurmgpu import find_batch_size
 from slurmgpu.training import batch_size
 from slurmgpu.util.out_of_memory import is_out_of_memory
-
-
-@pytest.fixture(autouse=True)
-def _little_to_collect():
-    """Garbage is collected at each try; what the tests have imported shall not be looked through again and again."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def tried(most, **options):
