@@ -22,8 +22,8 @@ from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.report.build import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.results.views import without_value
-from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
+from slurmgpu.run.sweep_file import open_run
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.shared_files import is_folder
 
@@ -159,7 +159,7 @@ def compare(
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Source]:
     if is_folder(path):
-        with RunRows(Run.open(path)) as rows:
+        with RunRows(open_run(path)) as rows:
             yield rows
     else:
         with results.open(path) as merged:

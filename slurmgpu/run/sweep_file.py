@@ -79,7 +79,8 @@ def open_run(folder: Path) -> Run:
     typed = shlex.quote(str(folder))
     raise SlurmGPUError(
         f"{folder} is the folder of a sweep, with {len(runs)} runs: {_listed([run.name for run in runs])}. Name one of "
-        f"them, such as {shlex.quote(str(folder / runs[0].name))}; `slurmgpu status {typed}` shows all."
+        f"them, such as {shlex.quote(str(folder / runs[0].name))}; `slurmgpu status {typed}` shows all, "
+        f"and `slurmgpu export {typed} rows.csv` writes the rows of all."
     )
 
 

@@ -47,7 +47,10 @@ def test_one_submit_computes_a_run_for_each_combination(swept, slurmgpu):
         [names[0], "6", "of", "6", "0"],
         [names[1], "6", "of", "6", "1"],
     ]
-    assert "is the folder of a sweep, with 4 runs" in slurmgpu("show", "run", cwd=swept, expect=2).stderr
+    said = slurmgpu("show", "run", cwd=swept, expect=2).stderr
+    assert "is the folder of a sweep, with 4 runs" in said
+    assert said == slurmgpu("compare", "run", "run", cwd=swept, expect=2).stderr
+    assert "`slurmgpu export run rows.csv` writes the rows of all." in said
     # All rows stand in one table, beside what varies.
     (swept / "run" / names[0] / "merged.h5").unlink()
     (swept / "run" / names[0] / "shards" / "00000.h5").unlink()
