@@ -59,8 +59,12 @@ def pace_words(status: Status) -> str:
     pace = status["pace"]
     left_s, rate = pace["left_s"], pace["items_per_s"]
     parts = [] if rate is None else [f"{rate_of(rate)} items/s" if rate else "no task computes just now"]
-    if status["n_shards_done"] == status["n_shards"]:
+    n_open = status["n_shards"] - status["n_shards_done"]
+    if not n_open:
         return ""
+    n_held = min(n_open, sum(attempt["silent"] and attempt["shard"] is not None for attempt in status["attempts"]))
+    if rate == 0 and n_held:
+        return f"{parts[0]}: {count_of(n_held, 'shard')} of silent tasks can be taken over once their leases are stale"
     if left_s is not None:
         parts.append(f"{clock(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
     elif pace["n_shards_left_over"] and pace["n_living"]:

@@ -16,7 +16,7 @@ from slurmgpu.cli.views.tables import MAX_LISTED, show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import judged_attempts, read_report
-from slurmgpu.report.state_words import failure_words, merge_words, moment, parting_words, queue_words
+from slurmgpu.report.state_words import failure_words, merge_words, moment, pace_words, parting_words, queue_words
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run.directory import Run
@@ -155,6 +155,17 @@ def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(ru
     shown = capsys.readouterr().out
     assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in shown
     assert f"\nqueued: merge job {MERGE['job_id']} (Dependency" in shown
+
+
+def test_what_tasks_of_a_dead_node_had_waits_for_their_leases_and_is_said_to(run):
+    for task in (0, 1):  # they live, and find nothing free
+        change(run, f"4711_{task}.0", updated=NOW + 200, shard=None, shard_started=None)
+    status = read_status(run, LATE, now=NOW + 201)
+    assert [attempt["silent"] for attempt in status["attempts"]] == [False, False, True]
+    words = "no task computes just now: 1 shard of silent tasks can be taken over once their leases are stale"
+    assert pace_words(status) == words
+    change(run, "4711_2.0", updated=NOW + 200)
+    assert "left, until about" in pace_words(read_status(run, LATE, now=NOW + 201))
 
 
 def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_done(run):
