@@ -19,7 +19,7 @@ from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Lives
-from slurmgpu.report.build import Report, retriable
+from slurmgpu.report.build import Report, every_item_failed, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.liveness import is_orphaned, processes_here
@@ -366,8 +366,10 @@ def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
 
 def _in_words(report: Report) -> str:
     failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items())
+    state = "complete" if report["complete"] else "incomplete"
+    state += ", every item failed" * every_item_failed(report)
     return (
-        f"merged: {'complete' if report['complete'] else 'incomplete'}, {report['n_rows']:,} of {report['n_items']:,} "
+        f"merged: {state}, {report['n_rows']:,} of {report['n_items']:,} "
         f"rows, {report['n_errors']:,} of them failed" + (f"; attempts that failed: {failures}" if failures else "")
     )
 

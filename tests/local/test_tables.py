@@ -21,6 +21,7 @@ from rich.table import Table
 from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
 from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import submission
 from slurmgpu.report.build import judged_attempts, last_report, report_path
 from slurmgpu.report.state_words import plain
 from slurmgpu.report.status import read_status
@@ -227,9 +228,11 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
 def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_path, capsys):
     run = pretend_run(tmp_path / "run", 300.0)
     report = reported(run, errors=[(3, "item_error: no"), (4, "item_error: no")])
-    show_report({**report, "complete": True, "missing": [], "resubmit": None, "n_rows": report["n_errors"]})
+    report = {**report, "complete": True, "missing": [], "resubmit": None, "n_rows": report["n_errors"]}
+    show_report(report)
     lines = capsys.readouterr().out.splitlines()
     assert "complete, every item failed" in lines[0]
+    assert submission._in_words(report).startswith("merged: complete, every item failed, 2 of ")
     assert lines[-3:] == [
         f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
         f"after a change of the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
