@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slurmgpu.errors import ItemError
+from slurmgpu.errors import ItemError, Retry
 
 if TYPE_CHECKING:
     from slurmgpu.shards.columns import Column
@@ -152,11 +152,17 @@ class Translated:
 class Workload(Protocol):
     """What users write: see docs/how-to/write-a-workload.md. `loader.adapted.Adapted` lists the optional members."""
 
-    columns: Mapping[str, Column]
-    batch_size: int
+    # Properties, and a parameter of any name, so that a class with `columns = {...}` conforms to a type checker.
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The columns of a row."""
 
-    def __call__(self, items: Sequence[Item]) -> Sequence[Row | ItemError]:
-        """One row, or ItemError, for each item, in order."""
+    @property
+    def batch_size(self) -> int:
+        """How many items a call gets at most."""
+
+    def __call__(self, items: Sequence[Item], /) -> Sequence[Row | ItemError | Retry]:
+        """One row, ItemError or Retry for each item, in order."""
 
 
 def part_as_json(things: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]]) -> bytes:
