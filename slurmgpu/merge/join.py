@@ -50,6 +50,7 @@ from slurmgpu.shards.userblock import (
     write_at,
 )
 from slurmgpu.util.atomic_files import fsync_dir, partial_path
+from slurmgpu.util.process_wide import without_full_collections
 from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_fresh, remove, replace, retried
 
 _N_THREADS = 4  # one keeps up with most disks; more hide the latency of a network
@@ -183,7 +184,7 @@ def join(
     shards, damage = _Shards(columns, fingerprints, patience_s), _Damage()
     n_rounds = n_vanished = 0
     try:
-        with ThreadPoolExecutor(_N_THREADS) as pool:
+        with without_full_collections(), ThreadPoolExecutor(_N_THREADS) as pool:
             left = shards.measure_all(pool, sources, damage)
             while True:
                 n_rows = sum(part.source.stop - part.source.start for part in left)
@@ -393,9 +394,8 @@ class _Merged:
         firsts = [region.offset + lead_bytes(region) for region in skeleton.regions]
         # A part's offsets are raised by the number of values before it; these are in the next dataset.
         bases = np.roll(before // shards.itemsizes, -1, axis=1)
-        numbers = [part.source.shard for part in parts]
-        self._positions = dict(zip(numbers, (before + firsts).tolist(), strict=True))
-        self._bases = dict(zip(numbers, bases.tolist(), strict=True))
+        self._positions, self._bases = before + firsts, bases
+        self._rows = {part.source.shard: row for row, part in enumerate(parts)}
 
     def copy_all(
         self, pool: Executor, parts: Sequence[_Part], damage: _Damage
@@ -469,7 +469,8 @@ class _Merged:
         return _Copied(_checksums(writers), failed, n_failed, found.notes["not_finite"])
 
     def _writers(self, part: _Part, found: Directory, buffer: BufferedWrites | None = None) -> dict[str, PieceWriter]:
-        positions, bases = self._positions[part.source.shard], self._bases[part.source.shard]
+        row = self._rows[part.source.shard]
+        positions, bases = self._positions[row].tolist(), self._bases[row].tolist()
         write = functools.partial(write_at, self._fd) if buffer is None else buffer.write
         return {
             region.path: OffsetsWriter(write, position, base, found.n_values(region.path))
