@@ -71,7 +71,9 @@ def snapshot_of(
 
 def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
     """Add what the texts of the settings name, among them the command line of a program, and what each sets."""
-    before = ""
+    before, texts = "", list(texts)
+    if "srun" in texts and "--overlap" not in texts:
+        tracer.notes.waiting_steps["The command"] = None
     for text in texts:
         if names_in_shell.is_before_code(before):
             tracer.add_shell_code(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from slurmgpu.util.amounts import some_of
 
 ARRAY_ID = "SLURM_ARRAY_TASK_ID"
 _MANY_NAMED = 5
+_STEP = re.compile(rb"(?m)(?:^|[\s;&|(])srun[ \t]+[-./\w$\"']")
 
 
 @dataclass
@@ -28,14 +30,18 @@ class TraceNotes:
     """Scripts that read SLURM_ARRAY_TASK_ID."""
     sets_array_id: bool = False
     """Whether the command sets it for each call."""
+    waiting_steps: dict[str, None] = field(default_factory=dict)
+    """Scripts that call srun without --overlap."""
 
     def leave_out(self, sentence: str) -> None:
         """Note once what is not in the snapshot."""
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
-    def look_for_array_id(self, script: str, source: bytes) -> None:
-        """Note a script that reads the number of its array task, by which `sbatch --array` tells calls apart."""
+    def look_for_slurm(self, script: str, source: bytes) -> None:
+        """Note a script that reads the number of its array task, or starts a step, as one of `sbatch` does."""
+        if _STEP.search(source) and b"--overlap" not in source:
+            self.waiting_steps[script] = None
         if f"{ARRAY_ID}=".encode() in source:
             self.sets_array_id = True
         elif ARRAY_ID.encode() in source:
@@ -47,6 +53,7 @@ class TraceNotes:
         self.outputs |= other.outputs
         self.reading_array_id |= other.reading_array_id
         self.sets_array_id |= other.sets_array_id
+        self.waiting_steps |= other.waiting_steps
 
     def leave_out_folder(self, error: OSError) -> None:
         """Note a folder that cannot be listed; one that does not exist has no modules."""
@@ -86,6 +93,12 @@ class TraceNotes:
                 f"{scripts} reads {ARRAY_ID}, which is the number of the task "
                 f"and not of the item: all calls of a task would find the same. Set it to a field of the items, as in "
                 f"-- env {ARRAY_ID}={{id}} ./run.sh."
+            )
+        if self.waiting_steps:
+            callers = some_of(list(self.waiting_steps), _MANY_NAMED)
+            found.append(
+                f"{callers} calls srun without --overlap: in a job of Slurm its step waits for what the task itself "
+                f"holds, until the walltime ends. Write srun --overlap --mem=0 -n N."
             )
         if elsewhere:
             found.append(

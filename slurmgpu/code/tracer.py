@@ -314,7 +314,7 @@ class Tracer:
             return  # it may be for another version of Python
         # A program's first line, or its comments as of PEP 723, may say what runs it.
         if file.is_script:
-            self.notes.look_for_array_id(file.name, source)
+            self.notes.look_for_slurm(file.name, source)
         else:
             file.digest = tree_digest(source, file.path, tree)
         try:
@@ -396,7 +396,7 @@ class Tracer:
             self.notes.choosing_gpus.append(shown)
         if names.outputs:
             self.notes.outputs[shown] = sorted(names.outputs)
-        self.notes.look_for_array_id(shown, source)
+        self.notes.look_for_slurm(shown, source)
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
             path = script.parent / name

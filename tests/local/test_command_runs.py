@@ -392,6 +392,24 @@ def test_a_script_that_takes_the_number_of_its_array_task_for_that_of_an_item_is
     assert [each.partition(" reads")[0] for each in found] == told
 
 
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (["env", "A=b", "srun", "-n", "4", "./one.sh", "{text}"], ["The command", "one.sh"]),
+        (["bash", "-c", "srun --overlap -n 4 ./two.sh $1", "bash", "{text}"], []),
+        (["bash", "one.sh", "{text}"], ["one.sh"]),
+        (["bash", "two.sh", "{text}"], []),
+    ],
+)
+def test_a_step_that_would_wait_for_its_own_task_is_told(tmp_path, run, told):
+    folder = make(tmp_path / "project", "one.py", run=run, texts=["a"])
+    (folder / "one.sh").write_text("#!/bin/bash\nsrun ./sim $1\n")
+    (folder / "two.sh").write_text("#!/bin/bash\n# srun is not called\nsrun --overlap ./sim $1\n")
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        found = [each.partition(" calls srun")[0] for each in draft.code.left_out if " calls srun" in each]
+    assert found == ([", ".join(told)] if told else [])
+
+
 def test_a_script_that_the_code_of_a_shell_starts_is_named_and_rows_after_its_edit_are_by_unknown_code(
     slurmgpu, tmp_path
 ):
