@@ -36,6 +36,12 @@ def without_index(table: Any) -> Any:
     return table.reset_index(drop=True) if hasattr(table, "iloc") else table
 
 
+def index_names(items: Any) -> list[str]:
+    """The names that the index of a data frame of pandas has, if any."""
+    names = getattr(items.index, "names", ()) if is_table(items) and hasattr(items, "iloc") else ()
+    return [str(name) for name in names if name is not None]
+
+
 def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
     """Write items, one after the other, as JSON lines; and of which kind all are, as the first one.
 

@@ -23,7 +23,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.fields import columns_kept, with_kept
-from slurmgpu.inputs.python_items import is_table, without_index, write_values
+from slurmgpu.inputs.python_items import index_names, is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.operations import probe
 from slurmgpu.operations.earlier_run import compare_earlier, earlier_run_dir
@@ -124,6 +124,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         settings |= {} if argv is None else {"argv": argv}
         tables = {"input": named, "workload": table, "settings": settings}
         given = GivenRunFile(tables, base, made, files, modules, texts, CALLED)
+        if names := index_names(items):
+            log.warning("Items get no fields of the frame's index, %s: frame.reset_index() has them.", ", ".join(names))
         draft = open_ones.enter_context(
             draft_run(
                 given,

@@ -399,6 +399,16 @@ def test_a_coroutine_is_awaited_in_the_one_event_loop_of_its_worker():
         assert [error.split(" (")[0] for error in run.results().errors.values()] == ["item_error: ValueError: three"]
 
 
+def test_the_index_of_a_frame_that_has_a_name_is_told_to_be_left_out(caplog):
+    frame = pd.DataFrame({"n": [1, 2]})
+    slurmgpu.map(lambda row: len(row), frame, **IN_PROCESS)
+    assert "index" not in caplog.text
+    frame.index = pd.MultiIndex.from_tuples([("nyt", 1), ("faz", 2)], names=["source", "day"])
+    run = slurmgpu.map(lambda row: len(row), frame, **IN_PROCESS)
+    assert "the frame's index, source, day: frame.reset_index() has them" in caplog.text
+    assert run["result"][:].tolist() == [1, 1]
+
+
 def test_what_is_refused_leaves_nothing_behind(tmp_path):
     one = {"function": len, "items": ["a"], "columns": "int64"}
     held = [
