@@ -136,6 +136,16 @@ def test_a_breakpoint_stops_the_debug_executor(project):
     assert "builtins.breakpointed" in output  # Python tried to call it, in the process that the user started
 
 
+def test_the_bar_of_planning_is_gone_when_a_run_of_a_folder_has_begun(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    run = ("run", "--each", "files:*.txt", "--col", "n:int32", "--executor", "local", "--gpus", "0", "--", "bash")
+    with Terminal(*run, "-c", "sleep 2; echo 1", "{path}", cwd=tmp_path) as terminal:
+        terminal.see(lambda it: any("1 of 2 items" in line for line in it.display))
+        assert terminal.end() == 0
+    assert b"reading the input" not in terminal.written.partition(b"0 of 2 items")[2]
+
+
 def test_the_debug_executor_leaves_the_terminal_to_a_debugger_and_tells_of_published_shards(project):
     folder = project(24)
     source = (folder / "workloads.py").read_text()

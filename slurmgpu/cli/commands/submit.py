@@ -74,7 +74,7 @@ def submit(
             as_json=as_json,
             inject=inject,
         )
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other, look, old) as draft:
+    with _drafted(run_file, overrides, run_dir, other, look, old) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
@@ -144,7 +144,7 @@ def plan(
         _refuse_for_sweep({"--extend": extend})
         sweep.plan(run_file, variants, look, as_json=as_json)
         return
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
+    with _drafted(run_file, overrides, run_dir, None, look, old) as draft:
         run, lines, notes = plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
@@ -168,6 +168,15 @@ def resubmit(run: Run, asked: Request, *, force: bool, dry_run: bool, wait: bool
 
 
 @contextlib.contextmanager
+def _drafted(run_file: Path, overrides: Overrides, run_dir: Path | None, *more: Any) -> Iterator[Draft]:
+    """The draft of a run; the bar is gone once it is made, also where an input tells no progress, as a folder."""
+    with contextlib.ExitStack() as open_ones:
+        with _planning() as progress:
+            draft = open_ones.enter_context(draft_run(run_file, overrides, run_dir, progress, *more))
+        yield draft
+
+
+@contextlib.contextmanager
 def _planning() -> Iterator[Any]:
     """A progress bar for reading the input, on a terminal."""
     console = bar_console()
@@ -177,9 +186,4 @@ def _planning() -> Iterator[Any]:
     with Progress(TextColumn("reading the input"), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task("input", total=None)
 
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if done >= total:
-                bar.stop()
-
-        yield show
+        yield lambda done, total: bar.update(task, completed=done, total=total)
