@@ -22,7 +22,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.process_wide import working_folder
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried, status_of
 from slurmgpu.util.users import expanded
 
 Configurations = Sequence[Mapping[str, Any]]
@@ -86,7 +86,11 @@ class Scans:
         self, paths: Sequence[Path], index: Path, stride: int, read: Callable[[], inputs.InputSpec]
     ) -> inputs.InputSpec:
         """What `read` makes of these files, with their index; it is called once for files that are the same."""
-        files = [(path, (status := path.stat()).st_ino, status.st_size, status.st_mtime_ns) for path in paths]
+        files = [
+            (path, status.st_ino, status.st_size, status.st_mtime_ns)
+            for path in paths
+            if (status := status_of(path)) is not None  # `read` says that one is gone
+        ]
         if (known := self._found.get(key := (stride, *files))) is not None:
             shutil.copyfile(known[1], index)
             return known[0]

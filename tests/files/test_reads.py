@@ -37,6 +37,7 @@ EXCEPTIONS = {
         (
             "cli/templates.py",
             "page/page.py",
+            "code/capture.py",
             "code/tracer.py",
             "code/present_files.py",
             "slurm/commands.py",
