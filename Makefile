@@ -23,7 +23,7 @@ demo-train: $(VENV)/demo
 	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --requirement docs/examples/digits/requirements.txt
 	$(BIN)/python docs/examples/digits/demo.py
 
-test: packages lint types
+test: packages lint types $(VENV)/compiled
 	$(BIN)/python -m pytest -n 4 --durations=25 --durations-min=10
 
 # On a machine with a GPU, in the Python that has torch with CUDA, which .venv may lack: make test-gpu GPU_PYTHON=python3
@@ -35,7 +35,7 @@ test-vllm: packages $(VLLM)/test
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 tests/vllm
 
 # Where old versions differ: files of HDF5 and Arrow, the run file's tables, what Python's own library has become.
-test-oldest: $(OLDEST)/test
+test-oldest: packages $(OLDEST)/test
 	$(OLDEST)/bin/python -m pytest -n 3 tests/unit/test_events.py tests/unit/test_mapped_functions.py \
 	  tests/unit/test_overrides.py tests/unit/test_sweeps.py tests/unit/test_variables.py tests/files/test_compare.py \
 	  tests/files/test_inputs*.py tests/files/test_json_column.py tests/files/test_repack.py tests/files/test_results.py \
@@ -43,14 +43,14 @@ test-oldest: $(OLDEST)/test
 	  tests/local/test_map.py::test_a_row_of_a_table_is_an_item \
 	  --deselect tests/files/test_selection.py::test_hugging_face_datasets_loads_the_folder
 
-nightly: packages lint types
+nightly: packages lint types $(VENV)/compiled
 	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
 
-check: lint types
+check: lint types $(VENV)/compiled
 	$(BIN)/python -m pytest -n 3 tests/unit tests/files
 
 # What all kinds of tests need, made side by side.
-environments: packages $(VENV)/test $(VLLM)/test $(OLDEST)/test
+environments: packages $(VENV)/compiled $(VLLM)/test $(OLDEST)/test
 
 packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi
@@ -78,11 +78,14 @@ dist: $(VENV)/release
 	$(BIN)/python -m build --no-isolation
 
 # Python compiles a module when it is first imported: to compile all of PyTorch's would take a minute more. The tests'
-# modules are collected once, so that not each of several processes compiles the same.
+# modules are collected once, beside mypy, so that not each of several processes compiles the same.
 $(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml tests/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint tests/constraints.txt --editable '.[$*]'
-	$(if $(filter test,$*),-$(BIN)/python -m pytest --collect-only --quiet >/dev/null)
+	touch $@
+
+$(VENV)/compiled: $(VENV)/test
+	-$(BIN)/python -m pytest --collect-only --quiet >/dev/null
 	touch $@
 
 # Three packages that vLLM asks for, and does not need for text, may be built for another PyTorch: then it cannot be
