@@ -32,6 +32,7 @@ from slurmgpu.results.published import Row as RunRow
 from slurmgpu.results.views import ColumnData
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
+from slurmgpu.slurm.commands import settings_asked_once
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.users import expanded
 
@@ -217,7 +218,7 @@ def submit_all(
     variants = variants_of(source, values, _path(run_dir), look)
     if variants is None:
         raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run: slurmgpu.submit submits it.")
-    with drafted(source, variants, other, look) as drafts:
+    with drafted(source, variants, other, look) as drafts, settings_asked_once():
         for note in (*drafts.notes(), *(note for _, draft in drafts.to_submit for note in draft.notes)):
             _warn(note)
         check_drafts(drafts, other)

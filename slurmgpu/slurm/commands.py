@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,28 @@ CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """The variable that sbatch reads as --clusters."""
 
 
+OF_SETTINGS = {"sacctmgr", "scontrol --all", "scontrol show", "sbatch --version"}
+"""The beginnings of commands whose answers are settings of the cluster."""
+
+
 class SlurmUnavailableError(NoAnswerError):
     """A Slurm command is missing, failed or did not answer."""
+
+
+_known: ContextVar[dict[tuple[str, ...], str | SlurmUnavailableError] | None] = ContextVar("known", default=None)
+
+
+@contextlib.contextmanager
+def settings_asked_once() -> Iterator[None]:
+    """In the block, keep what Slurm answers on settings of the cluster: the runs of a sweep all ask for the same.
+
+    Also that accounting does not answer, for which each waits up to TIMEOUT_S.
+    """
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def has_ended(state: str) -> bool:
@@ -82,6 +103,22 @@ def was_not_taken(said: str) -> bool:
 
 def run(*command: str) -> str:
     """Standard output of a Slurm command; SlurmUnavailableError with its message if it fails."""
+    known = _known.get()
+    if known is None or OF_SETTINGS.isdisjoint({command[0], " ".join(command[:2])}):
+        return _output_of(*command)
+    if command not in known:
+        try:
+            known[command] = _output_of(*command)
+        except SlurmUnavailableError as error:
+            if command[0] != "sacctmgr":
+                raise
+            known[command] = error
+    if isinstance(answer := known[command], SlurmUnavailableError):
+        raise answer
+    return answer
+
+
+def _output_of(*command: str) -> str:
     done = _call(*command)
     if done.returncode and NO_CONFIGURATION in done.stderr:
         raise SlurmUnavailableError(NOT_SET_UP.format(command[0]), is_absent=True)

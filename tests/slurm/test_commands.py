@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 
 import pytest
 import submitit
@@ -104,6 +105,24 @@ STATES = (
     "COMPLETING",
     "NEVER_HEARD",
 )
+
+
+def test_settings_of_the_cluster_are_asked_for_once_in_a_block(pretending, tmp_path):
+    """Also by accounting that does not answer, but not the rest of Slurm, which may be back soon."""
+    for name, end in (
+        ("scontrol", "echo ClusterName = $(wc -l < asked)"),
+        ("sacctmgr", "exit 1"),
+        ("squeue", "exit 1"),
+    ):
+        pretending(name, f"cd {tmp_path}; echo {name} >> asked; {end}")
+    with commands.settings_asked_once():
+        for _ in range(3):
+            assert commands.cluster_name() == "1"
+            for asked in ("sacctmgr", "squeue"):
+                with pytest.raises(commands.SlurmUnavailableError, match=f"{asked} show"):
+                    commands.run(asked, "show")
+    assert Counter((tmp_path / "asked").read_text().split()) == {"scontrol": 1, "sacctmgr": 1, "squeue": 3}
+    assert commands.cluster_name() == "6"
 
 
 def test_what_will_run_again_is_in_the_queue_and_what_has_ended_is_not(pretending):

@@ -39,6 +39,7 @@ from slurmgpu.report.state_words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.run.sweep_file import said_not_submitted, was_submitted
+from slurmgpu.slurm.commands import settings_asked_once
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.redact import hidden
 
@@ -62,7 +63,7 @@ def submit(
 
     With `wait`, also of the runs that were there already: 3 if one of them is not complete at its end.
     """
-    with drafted(run_file, variants, after, look) as drafts:
+    with drafted(run_file, variants, after, look) as drafts, settings_asked_once():
         _say_first(drafts)
         if dry_run:
             return _show_drafts(drafts, after, origins, as_json=as_json, inject=inject)
