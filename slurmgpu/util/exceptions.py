@@ -8,6 +8,16 @@ MOST_SAID, MOST_TRACED = 8_000, 64_000
 """How many characters of a message, and of a traceback with it, are passed on."""
 
 
+def is_of_network(error: object) -> bool:
+    """Whether it is a ConnectionError or a TimeoutError, after which one may try again.
+
+    Until Python 3.11 asyncio and concurrent.futures have a TimeoutError of their own.
+    """
+    own = {("asyncio.exceptions", "TimeoutError"), ("concurrent.futures._base", "TimeoutError")}
+    is_own = not own.isdisjoint((each.__module__, each.__name__) for each in type(error).__mro__)
+    return isinstance(error, ConnectionError | TimeoutError) or is_own
+
+
 def message_of(error: BaseException) -> str:
     """`str(error)`, or a clause that says why there is no such text."""
     try:

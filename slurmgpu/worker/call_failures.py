@@ -14,15 +14,13 @@ from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.shard_file import FailedRow
 from slurmgpu.util.broken_process import is_broken, says_used_up
 from slurmgpu.util.early_signals import INTERRUPTS
-from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.exceptions import described, is_of_network, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
 
 ERROR_LENGTH = 4000
 """Longest `error` of an item, in characters."""
 LINE_LENGTH = 500
 """Longest first line of an underlying error, in characters."""
-MAY_PASS = (Retry, ConnectionError, TimeoutError)
-"""Exceptions after which the same items are computed again."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: 
         if resumes and POLICIES[of_files].ends_task:
             kind = of_files
         failure = replace(_failure(error, kind, folder), is_of_process=says_used_up(error))
-        return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
+        return [], replace(failure, retry_after=0.0) if is_of_network(error) else failure
 
 
 def check_debugger_left(error: BaseException) -> None:

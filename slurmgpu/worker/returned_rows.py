@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmgpu.errors import ItemError
+from slurmgpu.errors import ItemError, Retry
 from slurmgpu.shards.columns import Column, convert_row, convert_rows
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.exceptions import described, message_of
-from slurmgpu.worker.call_failures import MAY_PASS, Failure, may_pass, of_item
+from slurmgpu.util.exceptions import described, is_of_network, message_of
+from slurmgpu.worker.call_failures import Failure, may_pass, of_item
 
 Kept = Sequence[Mapping[str, Any]] | None
 """The fields that each row gets of its item, if it gets any."""
@@ -55,9 +55,9 @@ class RowConverter:
     def _converted(self, row: Any, more: Mapping[str, Any] | None = None) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
             return of_item(row)
-        if isinstance(row, MAY_PASS):
-            return may_pass(row)
         if isinstance(row, BaseException):  # as asyncio.gather returns it, with return_exceptions=True
+            if isinstance(row, Retry) or is_of_network(row):
+                return may_pass(row)
             return Failure("item_error", described(row), ("returned", type(row).__name__))
         try:
             whole = row if more is None or not isinstance(row, Mapping) else {**row, **more}

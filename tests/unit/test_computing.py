@@ -535,6 +535,17 @@ def test_a_batch_that_raises_what_may_pass_is_tried_again_as_it_is_and_halved_in
     assert failures(computed)[5].message.startswith("ConnectionError: refused (test_computing.py, line ")
 
 
+def test_a_timeout_of_asyncio_may_pass_where_it_is_another_class_than_pythons():
+    of_python_3_10 = type("TimeoutError", (Exception,), {"__module__": "asyncio.exceptions"})
+
+    def throw(item):
+        raise of_python_3_10
+
+    assert failures(compute(Recorder(Busy([5], 1, throw)), retries=1, pause=Pauses())) == {}
+    returned = compute(Recorder(Busy([5], 1, lambda item: of_python_3_10())), retries=1, pause=Pauses())
+    assert failures(returned) == {}
+
+
 def test_the_last_try_of_an_item_says_why_it_failed_and_nothing_of_how_often():
     def fail(item):
         return Retry(f"HTTP {500 + item.index}", after=86_400)

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from slurmgpu.errors import Retry
 from slurmgpu.util.broken_process import is_broken_cuda
-from slurmgpu.util.exceptions import described, message_of, trace_of
+from slurmgpu.util.exceptions import described, is_of_network, message_of, trace_of
 from slurmgpu.util.json_values import check_keys
 from slurmgpu.util.out_of_memory import is_out_of_gpu_memory
 
@@ -52,7 +52,7 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
 def _retry(error: Exception) -> dict[str, Any]:
     if isinstance(error, Retry) and error.after > 0:
         return {"retry": error.after}
-    return {"retry": True} if isinstance(error, Retry | ConnectionError | TimeoutError) else {}
+    return {"retry": True} if isinstance(error, Retry) or is_of_network(error) else {}
 
 
 def _write(answers: IO[str], answer: str) -> None:
