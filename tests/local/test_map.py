@@ -409,6 +409,60 @@ def test_the_index_of_a_frame_that_has_a_name_is_told_to_be_left_out(caplog):
     assert run["result"][:].tolist() == [1, 1]
 
 
+def test_an_item_that_fails_ends_no_task_that_was_begun_before_its_call(tmp_path):
+    cancelled = tmp_path / "cancelled"
+
+    class Client:
+        def __init__(self):
+            self.asked = asyncio.Queue()
+            self.answers = asyncio.create_task(self.answer())
+
+        async def answer(self):
+            while True:
+                n, answer = await self.asked.get()
+                answer.set_result(2 * n)
+
+        async def ask(self, n):
+            answer = asyncio.get_running_loop().create_future()
+            await self.asked.put((n, answer))
+            done, _ = await asyncio.wait({answer, self.answers}, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer in done else "the connection was lost"
+
+    async def load():
+        return Client()
+
+    async def leave_over():
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.touch()
+
+    async def refuse():
+        await asyncio.sleep(0)
+        raise ValueError("zero")
+
+    async def twice(n, client):
+        if n == 0:
+            await asyncio.gather(leave_over(), refuse())
+        return {"twice": await client.ask(n)}
+
+    run = slurmgpu.map(twice, range(3), load=load, columns={"twice": "int64"}, **IN_PROCESS)
+    assert run["twice"][:].tolist() == [0, 2, 4]
+    assert list(run.results().errors) == [0]
+    assert cancelled.exists()
+
+
+def test_a_coroutine_is_awaited_in_a_notebook_too():
+    async def twice(n):
+        await asyncio.sleep(0)
+        return {"twice": 2 * n}
+
+    async def cell():  # of a notebook, which runs in its event loop
+        return slurmgpu.map(twice, [1, 2], **IN_PROCESS)
+
+    assert asyncio.run(cell())["twice"][:].tolist() == [2, 4]
+
+
 def test_what_is_refused_leaves_nothing_behind(tmp_path):
     one = {"function": len, "items": ["a"], "columns": "int64"}
     held = [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +25,10 @@ from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+
+
+END_S = 1.0
+"""How long tasks that are cancelled at a worker's end may take for it."""
 
 
 class Function:
@@ -53,6 +60,7 @@ class Function:
         self._pickled = cast(Pickled | None, pickled)
         self._batched, self._unwrap, self._argv = batched, UNWRAP[items], argv
         self._loop: AbstractEventLoop | None = None
+        self._others: set[Any] = set()  # tasks of the loop that live on between calls, as of a client's connection
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -106,12 +114,17 @@ class Function:
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            weakref.finalize(self, _end, self._loop, self._others)
+        loop, others = self._loop, self._others
         try:
-            return self._loop.run_until_complete(returned)
+            result = _run(loop, returned)
         except BaseException:
-            for left in asyncio.all_tasks(self._loop):  # the others of a `gather` of which one has failed
-                left.cancel()
+            for left in asyncio.all_tasks(loop) - others:  # the others of a `gather` of which one has failed
+                loop.call_soon_threadsafe(left.cancel)
             raise
+        others.clear()
+        others.update(asyncio.all_tasks(loop))
+        return result
 
     def explain_misfit(self, row: Any) -> str:
         """A sentence for a row that does not fit the columns: the line that would make it fit, if one would."""
@@ -149,6 +162,34 @@ class Function:
             return {"types": types_of_rows([row])}
         except SlurmGPUError as error:
             return ItemError(str(error))
+
+
+def _run(loop: AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result; in another thread if an event loop runs in this one, as a notebook's."""
+    import asyncio
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return loop.run_until_complete(coroutine)
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(contextvars.copy_context().run, loop.run_until_complete, coroutine).result()
+    finally:
+        pool.shutdown(wait=False)  # after Ctrl-C the caller cancels the coroutine
+
+
+def _end(loop: AbstractEventLoop, others: set[Any]) -> None:
+    """Cancel what clients have left in the loop: Python says of tasks that are destroyed that they were pending."""
+    import asyncio
+
+    if loop.is_running() or loop.is_closed():
+        return
+    if left := asyncio.all_tasks(loop) | {task for task in others if not task.done()}:
+        for task in left:
+            task.cancel()
+        _run(loop, asyncio.wait(left, timeout=END_S))
+    loop.close()
 
 
 def as_row(value: Any) -> Row:
