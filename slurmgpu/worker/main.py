@@ -33,6 +33,13 @@ from slurmgpu.worker.worker import Worker
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
 
+SWITCH_S = 0.0005
+"""How long a thread computes in Python before another one may (sys.setswitchinterval); Python's own 5 ms are too long.
+
+Each operation of PyTorch's gives Python to other threads: a thread that starts a batch's kernels waits for it each time
+while another one converts the rows of the batch before.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; 0 when its work is done, 1 after a `failed` event, 70 if a new process is needed."""
@@ -42,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     log_to_stderr()
     log_own_lines()
+    sys.setswitchinterval(SWITCH_S)
     # Log the Python stack of a segmentation fault.
     faulthandler.enable()
     # Slurm may signal every process of a job; only the task handles the notice.

@@ -40,6 +40,11 @@ def values(run):
     return [(row.index, row.error, row.values) for row in run.rows()]
 
 
+def test_threads_of_a_worker_take_turns_often():
+    run = slurmgpu.map(lambda _: {"seconds": sys.getswitchinterval()}, [1], **HERE)
+    assert run["seconds"][:].tolist() == [pytest.approx(0.0005)]
+
+
 def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(caplog):
     scale = 3
 
