@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 N_TEXTS, N_TOY = 50_000, 40
 COPIES = 6
-"""How often a task has the texts, so that it is long beside what NVML averages over: up to a second."""
+"""How often a run has the texts, so that it is long beside what NVML averages over: up to a second."""
 FIRST_S, SAMPLE_S = 1.0, 0.1
 """Samples of a run's first second are averages over what was before, too."""
 WORDS, TOY_WORDS = 20_000, 200
@@ -122,7 +122,8 @@ def _run(machine: Machine, n_tasks: int) -> Report:
     shared = {"executor": "local", "gpus": n_tasks, "array": True}
     slots = shared if machine.on_gpu else {"executor": "debug", "gpus": 0}
     texts = machine.folder / f"texts{n_tasks}.jsonl"
-    texts.write_bytes(n_tasks * machine.pick(COPIES, 1) * path.read_bytes())
+    copies = machine.pick(COPIES, 1) * (1 if n_tasks == 1 else 2)  # tasks do not begin at the same time
+    texts.write_bytes(copies * path.read_bytes())
     keys = {
         "input": str(texts),
         "run_dir": str(machine.folder / f"run{n_tasks}"),
@@ -218,18 +219,6 @@ def the_gpu_is_busy(machine: Machine) -> str:
     return hold(mean >= BUSY, figures)
 
 
-@finding(limit_s=120)
-def tasks_that_share_the_gpu_fill_it(machine: Machine) -> str:
-    """Three tasks on one GPU keep it busy for 95 %, and embed more texts a second than one."""
-    n_sharing = machine.pick(N_SHARING, 1)
-    shared, alone = (_work(machine, n_tasks).rate for n_tasks in (n_sharing, 1))
-    figures = f"{shared:,.0f} and {alone:,.0f} texts/s, {shared / alone:.2f} times"
-    if not machine.on_gpu:
-        return figures
-    mean, share = _busy(machine, n_sharing)
-    return hold(mean >= BUSY and shared > alone, f"{figures}; {share}")
-
-
 def _busy(machine: Machine, n_tasks: int = 1) -> tuple[float, str]:
     """The mean utilisation while all tasks have shards in hand, and the same in words."""
     from slurmgpu.run.telemetry_log import some_samples, telemetry_path
@@ -279,3 +268,15 @@ def _preparing(machine: Machine) -> str:
     return f"a run's own on {os.cpu_count()} cores: " + ", ".join(
         f"{s * each:.1f} {name}" for name, s in seconds.items()
     )
+
+
+@finding(limit_s=120)
+def tasks_that_share_the_gpu_fill_it(machine: Machine) -> str:
+    """Three tasks on one GPU keep it busy for 95 %, and embed more texts a second than one."""
+    n_sharing = machine.pick(N_SHARING, 1)
+    shared, alone = (_work(machine, n_tasks).rate for n_tasks in (n_sharing, 1))
+    figures = f"{shared:,.0f} and {alone:,.0f} texts/s, {shared / alone:.2f} times"
+    if not machine.on_gpu:
+        return figures
+    mean, share = _busy(machine, n_sharing)
+    return hold(mean >= BUSY and shared > alone, f"{figures}; {share}")
