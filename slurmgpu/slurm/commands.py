@@ -234,7 +234,8 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             # The state of the job itself may be FAILED.
             lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
         elif step == "batch" and state == "CANCELLED" and not exit_code and task in lives:
-            lives[task][-1] = replace(lives[task][-1], began=False)  # measured with 22.05: one that began has a code
+            # Measured with 22.05: one that began has a code. A prolog outlasts a task that is requeued meanwhile.
+            lives[task][-1] = replace(life := lives[task][-1], began=int(elapsed or 0) > life.elapsed_s + 1)
     return lives
 
 

@@ -288,7 +288,10 @@ def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
 
 
 def test_a_task_whose_prolog_failed_never_began(pretending):
-    """sacct's answers of 22.05.8: a prolog fails after 6 s, somebody requeues a job, another is preempted."""
+    """sacct's answers of 22.05.8: a prolog fails after 6 s, somebody requeues a job, another is preempted.
+
+    The last is requeued while its prolog of 12 s works.
+    """
     lines = [
         "6_0|REQUEUED|7|gres/gpu=1|gpu1|0:0|2026-11-27T21:57:01",
         "6_0.batch|CANCELLED|7|gres/gpu=1|gpu1||2026-11-27T21:57:01",
@@ -296,10 +299,13 @@ def test_a_task_whose_prolog_failed_never_began(pretending):
         "7.batch|CANCELLED|5|gres/gpu=1|gpu2|0:15|2026-11-27T21:56:59",
         "11_0|PREEMPTED|1|gres/gpu=4|gpu2|0:0|2026-11-27T21:57:35",
         "11_0.batch|CANCELLED|2|gres/gpu=4|gpu2|0:15|2026-11-27T21:57:36",
+        "12|REQUEUED|4|gres/gpu=1|gpu1|0:0|2026-11-27T23:18:52",
+        "12.batch|CANCELLED|12|gres/gpu=1|gpu1||2026-11-27T23:19:00",
     ]
     pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
-    found = commands.accounting(["6", "7", "11"], {})
-    assert {task: life.began for task, [life] in found.items()} == {"6_0": False, "7_0": True, "11_0": True}
+    found = commands.accounting(["6", "7", "11", "12"], {})
+    began = {"6_0": False, "7_0": True, "11_0": True, "12_0": True}
+    assert {task: life.began for task, [life] in found.items()} == began
 
 
 def test_the_jobs_are_those_of_the_process_whatever_logname_says(cluster, monkeypatch):
