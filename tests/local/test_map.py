@@ -126,6 +126,18 @@ def test_what_is_missing_in_a_returned_frame_is_none():
     assert [(v["text"], v["n"]) for _, _, v in values(run)] == [("1", 1), (None, 2), ("3", None)]
 
 
+def test_arrays_of_pandas_own_types_are_columns_and_lack_nan_among_floats():
+    def told(numbers):
+        size = pd.cut(np.array(numbers), [0, 1, 3], labels=["small", "large"])
+        half = pd.array([n / 2 if n < 3 else None for n in numbers], dtype="Float64")
+        return {"size": size, "half": half, "n": pd.Series(half, dtype="Float64")}
+
+    run = slurmgpu.map(told, [1, 2, 3], batch_size=3, **IN_PROCESS)
+    assert list(run["size"]) == ["small", "large", "large"]
+    for name in ("half", "n"):
+        np.testing.assert_array_equal(run[name][:], [0.5, 1, np.nan])
+
+
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [

@@ -217,14 +217,20 @@ def rows_of(columns: Any, n_items: int) -> list[Row]:
 
 
 def _values(name: str, column: Any) -> Any:
-    """A column that has a length; Arrow's values are its own, and what is missing in a type of pandas' own is None."""
+    """A column that has a length; Arrow's values are its own.
+
+    What is missing in a type of pandas' own is None, and NaN among floats.
+    """
     if hasattr(column, "columns"):  # iteration would give its names
         found = f"is a {type(column).__name__}, as where two columns have one name"
     elif isinstance(column, str | bytes | Mapping | Set) or not getattr(column, "ndim", hasattr(column, "__len__")):
         found = f"is a {type(column).__name__}"
     else:
-        if hasattr(column, "notna") and not isinstance(column.dtype, np.dtype):  # as str, where None reads as nan
-            return column.astype(object).where(column.notna(), None)
+        if hasattr(column, "isna") and not isinstance(column.dtype, np.dtype):  # as str, where None reads as nan
+            missing = float("nan") if column.dtype.kind == "f" else None
+            return [
+                missing if lacks else value for value, lacks in zip(column.astype(object), column.isna(), strict=True)
+            ]
         return column.to_pylist() if hasattr(column, "to_pylist") else column
     raise TypeError(f"column {name!r} {found}; expected a list, or an array, with a value for each item")
 
