@@ -283,12 +283,13 @@ def verdict_of(
 
     The row `told` of the last report comes first: that merge asked Slurm's accounting, which knows who sent a signal
     and why a task wrote no end. Next come the attempt's own record and its `life`. An attempt without an end that
-    `may_live` has no failure. `cancelled`: its submission was cancelled by `slurmgpu cancel`; `n_lost` of its shards
-    were taken over.
+    `may_live` has no failure, unless its `life` has ended. `cancelled`: its submission was cancelled by `slurmgpu
+    cancel`; `n_lost` of its shards were taken over.
     """
-    if told is not None and is_of(told, record):
+    has_ended = record["ended"] is not None
+    if told is not None and is_of(told, record) and (has_ended or told["failure"]):  # else it was at work
         return told["failure"], told["message"]
-    if record["ended"] is None and may_live:
+    if not has_ended and may_live and not (life and life.ended):
         return None, ""
     failure, message = record["failure"], record["message"]
     policy = POLICIES.get(failure or "")
@@ -296,7 +297,7 @@ def verdict_of(
         return _interruption(record, life, cancelled)
     if failure is not None:
         return failure, message
-    if record["ended"] is not None:
+    if has_ended:
         return None, ""
     if cancelled:
         return "cancelled", "it was killed before it could record its end"

@@ -320,6 +320,22 @@ def test_the_report_knows_better_why_attempts_ended(ended_run):
     assert read_status(ended_run, None, now=NOW + 1)["attempts"][2]["failure"] is None
 
 
+def test_what_was_at_work_for_a_forced_merge_is_lost_once_its_submission_is_over(ended_run):
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None, message="")
+    told = {a["attempt"]: a["failure"] for a in report_of(ended_run, may_live=True)["attempts"]}
+    assert told["4711_2.0"] is None
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    assert read_status(ended_run, [], now=NOW + 500)["failures"]["lost"] == 1
+    assert {a["attempt"]: a["failure"] for a in judged_attempts(ended_run)}["4711_2.0"] == "lost"
+
+
+def test_a_forced_merge_knows_of_slurm_which_tasks_have_ended(ended_run):
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None, message="")
+    lives = {"4711_2": [Life("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu2")]}
+    told = {a["attempt"]: a["failure"] for a in report_of(ended_run, may_live=True, lives=lives)["attempts"]}
+    assert told["4711_2.0"] == "host_oom"
+
+
 def test_status_and_logs_say_the_same_of_every_attempt(ended_run):
     def agreed(**failures):
         status, judged = read_status(ended_run, [], now=NOW + 500), judged_attempts(ended_run)
