@@ -133,12 +133,14 @@ def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]
     among: dict[str, Sequence[Any]] = {}
     asked = -math.inf
     for run in runs:
-        if time.monotonic() - asked > ANSWER_S:
-            among, asked = {}, time.monotonic()
-            for executor, _ in executors_of(run):
-                with contextlib.suppress(NoAnswerError):  # `cancel` asks again, and says so
-                    among[executor.name] = executor.own_jobs()
+        done: str | SlurmGPUError
         try:
-            yield run, cancel(run, among)
+            if time.monotonic() - asked > ANSWER_S:
+                among, asked = {}, time.monotonic()
+                for executor, _ in executors_of(run):
+                    with contextlib.suppress(NoAnswerError):  # `cancel` asks again, and says so
+                        among[executor.name] = executor.own_jobs()
+            done = cancel(run, among)
         except SlurmGPUError as error:
-            yield run, error
+            done = error
+        yield run, done

@@ -154,6 +154,16 @@ def queued_on(run, monkeypatch, **line):
     monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
 
 
+def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, tmp_path, monkeypatch):
+    queued_on(run, monkeypatch, executor="gone")
+    other = pretend_run(tmp_path / "other", 10, n_tasks=1)
+    other.record_submission({"submission": 1, "state": "ended"})
+    found = [(name.name, done) for name, done in live_tasks.cancel_all([run, other])]
+    assert [name for name, _ in found] == [run.name, "other"]
+    assert "'gone'" in str(found[0][1])
+    assert found[1][1] == ""
+
+
 def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
     with pytest.raises(SlurmGPUError, match=r"may wait in the queue of the cluster there, .* --force"):
