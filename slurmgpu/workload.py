@@ -152,14 +152,17 @@ class Translated:
 class Workload(Protocol):
     """What users write: see docs/how-to/write-a-workload.md. `loader.adapted.Adapted` lists the optional members."""
 
-    # Properties, and a parameter of any name, so that a class with `columns = {...}` conforms to a type checker.
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """The columns of a row."""
+    # Properties, and a parameter of any name, so that a class with `columns = {...}` conforms to a type checker. At run
+    # time there are none: the `__init__` of a derived class sets both.
+    if TYPE_CHECKING:
 
-    @property
-    def batch_size(self) -> int:
-        """How many items a call gets at most."""
+        @property
+        def columns(self) -> Mapping[str, Column]:
+            """The columns of a row."""
+
+        @property
+        def batch_size(self) -> int:
+            """How many items a call gets at most."""
 
     def __call__(self, items: Sequence[Item], /) -> Sequence[Row | ItemError | Retry]:
         """One row, ItemError or Retry for each item, in order."""

@@ -24,7 +24,7 @@ from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
 from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.unpublished import is_enough
-from slurmgpu.workload import Item
+from slurmgpu.workload import Item, Workload
 
 COLUMNS = {"x": Array("float64")}
 
@@ -760,3 +760,14 @@ def test_an_items_seed_depends_on_the_runs_seed_and_its_index_alone():
     assert len(seeds) == 2000
     assert Item(5, {"a": 1}, 7).seed == Item(5, {}, 7).seed
     assert Item(0, {}, 0).seed == 3560153452049741418  # a promise: seeds are the same in every version
+
+
+def test_a_class_derived_from_the_protocol_sets_its_columns_and_batch_size():
+    class Derived(Workload):
+        def __init__(self):
+            self.columns, self.batch_size = COLUMNS, 2
+
+        def __call__(self, items, /):
+            return []
+
+    assert adapt(Derived(), "Derived").batch_size == 2
