@@ -163,6 +163,13 @@ class FilesInSource(ast.NodeVisitor):
         }
 
 
+def texts_in(tree: ast.Module) -> list[str]:
+    """All texts but docstrings and the like, which stand alone."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone)
+    return [node.value for node in found if isinstance(node.value, str)]
+
+
 def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
     """The texts, and the names of variables and attributes, of which an expression makes a path."""
     match node:

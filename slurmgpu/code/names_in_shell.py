@@ -44,9 +44,16 @@ def is_shell(source: bytes, suffix: str) -> bool:
     return suffix in _SUFFIXES or _FIRST_LINE.match(source) is not None
 
 
-def names_in(source: bytes) -> NamesInShell:
-    """The words of a script that may be names. `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside."""
-    text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
+def without_comments(source: bytes) -> str:
+    """The text of a script, its continued lines joined."""
+    return _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
+
+
+def names_in(text: str) -> NamesInShell:
+    """The words that may be names, of a script without its comments.
+
+    `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside.
+    """
     outputs = frozenset() if _CHANGES_FOLDER.search(text) else frozenset(_OUTPUT.findall(_QUOTED.sub(" ", text)))
     written = {each.replace('"', "").replace("'", "") for each in _WRITTEN.findall(text)}
     variables = {each.strip("${}") for each in written if each.startswith("$")}

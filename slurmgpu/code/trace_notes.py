@@ -11,7 +11,8 @@ from slurmgpu.util.amounts import some_of
 
 ARRAY_ID = "SLURM_ARRAY_TASK_ID"
 _MANY_NAMED = 5
-_STEP = re.compile(rb"(?m)(?:^|[\s;&|(])srun[ \t]+[-./\w$\"']")
+_STEP = re.compile(r"(?m)(?:^|[\s;&|(`])srun[ \t]+[-./\w$\"']")
+_OVERLAPS = re.compile(r"--overlap|SLURM_OVERLAP")
 
 
 @dataclass
@@ -38,13 +39,16 @@ class TraceNotes:
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
-    def look_for_slurm(self, script: str, source: bytes) -> None:
-        """Note a script that reads the number of its array task, or starts a step, as one of `sbatch` does."""
-        if _STEP.search(source) and b"--overlap" not in source:
+    def look_for_slurm(self, script: str, text: str) -> None:
+        """Note a script that reads the number of its array task, or starts a step, as one of `sbatch` does.
+
+        `text` is what it runs, without comments: many say there how they are started.
+        """
+        if _STEP.search(text) and not _OVERLAPS.search(text):
             self.waiting_steps[script] = None
-        if f"{ARRAY_ID}=".encode() in source:
+        if f"{ARRAY_ID}=" in text:
             self.sets_array_id = True
-        elif ARRAY_ID.encode() in source:
+        elif ARRAY_ID in text:
             self.reading_array_id[script] = None
 
     def add_calls(self, other: TraceNotes) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS, TEXTS
-from slurmgpu.code.files_in_source import DOTTED, OUTPUT_FOLDERS, FilesInSource
+from slurmgpu.code.files_in_source import DOTTED, OUTPUT_FOLDERS, FilesInSource, texts_in
 from slurmgpu.code.imports_in_source import ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.snapshot_names import SnapshotNames
@@ -314,7 +314,7 @@ class Tracer:
             return  # it may be for another version of Python
         # A program's first line, or its comments as of PEP 723, may say what runs it.
         if file.is_script:
-            self.notes.look_for_slurm(file.name, source)
+            self.notes.look_for_slurm(file.name, "\n".join(texts_in(tree)))
         else:
             file.digest = tree_digest(source, file.path, tree)
         try:
@@ -390,13 +390,14 @@ class Tracer:
 
     def _follow_shell(self, script: Path, source: bytes) -> None:
         """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
-        names = names_in_shell.names_in(source)
+        text = names_in_shell.without_comments(source)
+        names = names_in_shell.names_in(text)
         shown = self._shown(script) if script.name != "-c" else "the code behind -c"
         if names.chooses_gpus:
             self.notes.choosing_gpus.append(shown)
         if names.outputs:
             self.notes.outputs[shown] = sorted(names.outputs)
-        self.notes.look_for_slurm(shown, source)
+        self.notes.look_for_slurm(shown, text)
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
             path = script.parent / name

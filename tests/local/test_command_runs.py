@@ -380,12 +380,16 @@ def test_a_file_that_a_script_of_a_shell_writes_in_each_call_is_told_before_a_ru
         (["env", "SLURM_ARRAY_TASK_ID={text}", "./one.sh"], []),
         (["bash", "-c", "SLURM_ARRAY_TASK_ID=$1 ./one.sh", "bash", "{text}"], []),
         ([sys.executable, "one.py", "{text}"], ["one.py"]),
+        ([sys.executable, "two.py", "{text}"], []),
+        (["bash", "two.sh", "{text}"], []),
     ],
 )
 def test_a_script_that_takes_the_number_of_its_array_task_for_that_of_an_item_is_told(tmp_path, run, told):
     folder = make(tmp_path / "project", "one.py", run=run, texts=["a"])
     (folder / "one.py").write_text('import os\nprint(os.environ["SLURM_ARRAY_TASK_ID"])\n')
     (folder / "one.sh").write_text("#!/bin/bash\n#SBATCH --array=0-9\necho $SLURM_ARRAY_TASK_ID\n")
+    (folder / "two.py").write_text('"""Was of an array, by SLURM_ARRAY_TASK_ID."""\n')
+    (folder / "two.sh").write_text("./sim $1  # was $SLURM_ARRAY_TASK_ID\n")
     (folder / "one.sh").chmod(0o700)
     with draft_run(folder / "slurmgpu.toml") as draft:
         found = [each for each in draft.code.left_out if "SLURM_ARRAY_TASK_ID" in each]
@@ -399,12 +403,20 @@ def test_a_script_that_takes_the_number_of_its_array_task_for_that_of_an_item_is
         (["bash", "-c", "srun --overlap -n 4 ./two.sh $1", "bash", "{text}"], []),
         (["bash", "one.sh", "{text}"], ["one.sh"]),
         (["bash", "two.sh", "{text}"], []),
+        (["bash", "three.sh", "{text}"], []),
+        (["bash", "-c", "SLURM_OVERLAP=1 srun ./sim $1", "bash", "{text}"], []),
+        (["bash", "-c", "n=`srun ./sim $1`", "bash", "{text}"], ["the code behind -c"]),
+        ([sys.executable, "one.py", "{text}"], ["one.py"]),
+        ([sys.executable, "two.py", "{text}"], []),
     ],
 )
 def test_a_step_that_would_wait_for_its_own_task_is_told(tmp_path, run, told):
     folder = make(tmp_path / "project", "one.py", run=run, texts=["a"])
     (folder / "one.sh").write_text("#!/bin/bash\nsrun ./sim $1\n")
     (folder / "two.sh").write_text("#!/bin/bash\n# srun is not called\nsrun --overlap ./sim $1\n")
+    (folder / "three.sh").write_text("#!/bin/bash\n# Start with srun -n 4 ./three.sh\n./sim $1\n")
+    (folder / "one.py").write_text('import os\nos.system("srun ./sim")\n')
+    (folder / "two.py").write_text('"""Train.\n\nLaunch with srun python two.py\n"""\n# or: srun ./two.py\n')
     with draft_run(folder / "slurmgpu.toml") as draft:
         found = [each.partition(" calls srun")[0] for each in draft.code.left_out if " calls srun" in each]
     assert found == ([", ".join(told)] if told else [])
