@@ -37,9 +37,9 @@ def without_index(table: Any) -> Any:
 
 
 def index_names(items: Any) -> list[str]:
-    """The names that the index of a data frame of pandas has, if any."""
+    """The names of the index of a data frame of pandas that are no columns, if any."""
     names = getattr(items.index, "names", ()) if is_table(items) and hasattr(items, "iloc") else ()
-    return [str(name) for name in names if name is not None]
+    return [str(name) for name in names if name is not None and name not in items.columns]
 
 
 def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:

@@ -419,6 +419,7 @@ def test_a_coroutine_is_awaited_in_the_one_event_loop_of_its_worker():
 def test_the_index_of_a_frame_that_has_a_name_is_told_to_be_left_out(caplog):
     frame = pd.DataFrame({"n": [1, 2]})
     slurmgpu.map(lambda row: len(row), frame, **IN_PROCESS)
+    slurmgpu.map(lambda row: len(row), frame.set_index("n", drop=False), **IN_PROCESS)
     assert "index" not in caplog.text
     frame.index = pd.MultiIndex.from_tuples([("nyt", 1), ("faz", 2)], names=["source", "day"])
     run = slurmgpu.map(lambda row: len(row), frame, **IN_PROCESS)
