@@ -86,10 +86,10 @@ class Scans:
         self, paths: Sequence[Path], index: Path, stride: int, read: Callable[[], inputs.InputSpec]
     ) -> inputs.InputSpec:
         """What `read` makes of these files, with their index; it is called once for files that are the same."""
+        # `read` says that one is gone.
         files = [
-            (path, status.st_ino, status.st_size, status.st_mtime_ns)
+            (path, (status := status_of(path)) and (status.st_ino, status.st_size, status.st_mtime_ns))
             for path in paths
-            if (status := status_of(path)) is not None  # `read` says that one is gone
         ]
         if (known := self._found.get(key := (stride, *files))) is not None:
             shutil.copyfile(known[1], index)

@@ -2,7 +2,9 @@
 
 import pytest
 
+from slurmgpu import inputs
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.items import Scans
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
@@ -189,3 +191,12 @@ def test_a_key_that_may_be_a_setting_as_well_is_refused_with_both_ways_to_write_
     empty = GivenRunFile({**tables, "sweep": {}}, tmp_path)
     with pytest.raises(SlurmGPUError, match="has no key to vary"), draft_run(empty):
         pass
+
+
+def test_an_input_with_a_file_that_is_gone_is_not_taken_for_another(tmp_path):
+    there, gone, index = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "input.idx"
+    there.write_text("one\n")
+    scans = Scans(tmp_path)
+    scans.scan([there], index, 1, lambda: inputs.scan([there], index, stride=1))
+    with pytest.raises(SlurmGPUError, match=r"b\.txt"):
+        scans.scan([there, gone], index, 1, lambda: inputs.scan([there, gone], index, stride=1))
