@@ -114,7 +114,7 @@ def run(*command: str) -> str:
                 raise
             known[command] = error
     if isinstance(answer := known[command], SlurmUnavailableError):
-        raise answer
+        raise answer.with_traceback(None)  # else it would hold the frames of each run that met it
     return answer
 
 

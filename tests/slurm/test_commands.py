@@ -119,8 +119,9 @@ def test_settings_of_the_cluster_are_asked_for_once_in_a_block(pretending, tmp_p
         for _ in range(3):
             assert commands.cluster_name() == "1"
             for asked in ("sacctmgr", "squeue"):
-                with pytest.raises(commands.SlurmUnavailableError, match=f"{asked} show"):
+                with pytest.raises(commands.SlurmUnavailableError, match=f"{asked} show") as raised:
                     commands.run(asked, "show")
+                assert len(raised.traceback) < 5  # it holds no frames of former calls
     assert Counter((tmp_path / "asked").read_text().split()) == {"scontrol": 1, "sacctmgr": 1, "squeue": 3}
     assert commands.cluster_name() == "6"
 
