@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S, TELL_S = 30, 5
 """How long a command may take, and how long until it is named: sacctmgr waits for a slurmdbd that hangs."""
+_NAMED: set[str] = set()
+"""Commands that were named: one that waits for a run asks again every few seconds."""
 ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = (
@@ -169,7 +171,9 @@ def _communicate(process: subprocess.Popen[str], name: str) -> tuple[str, str]:
     try:
         return process.communicate(timeout=TELL_S)
     except subprocess.TimeoutExpired:
-        log.warning("Slurm is slow: waiting for %s, up to %d s", name, TIMEOUT_S)
+        if name not in _NAMED:
+            _NAMED.add(name)
+            log.warning("Slurm is slow: waiting for %s, up to %d s", name, TIMEOUT_S)
         return process.communicate(timeout=TIMEOUT_S - TELL_S)
 
 

@@ -66,10 +66,12 @@ def test_what_sbatch_says_of_a_script_may_be_any_bytes(pretending):
     assert commands.try_script("x.sbatch")[1] == "error: no account \N{REPLACEMENT CHARACTER}tude"
 
 
-def test_a_command_that_is_late_is_named_and_its_answer_is_whole(pretending, monkeypatch, caplog):
+def test_a_command_that_is_late_is_named_once_and_its_answer_is_whole(pretending, monkeypatch, caplog):
     monkeypatch.setattr(commands, "TELL_S", 0.2)
+    monkeypatch.setattr(commands, "_NAMED", set())
     pretending("sacctmgr", "printf 'normal|'; sleep 1; echo high; echo so >&2")
-    assert commands.sacctmgr("qos", ("Name", "Other")) == [{"Name": "normal", "Other": "high"}]
+    for _ in range(2):
+        assert commands.sacctmgr("qos", ("Name", "Other")) == [{"Name": "normal", "Other": "high"}]
     assert caplog.messages == ["Slurm is slow: waiting for sacctmgr, up to 30 s"]
     monkeypatch.setattr(commands, "TIMEOUT_S", 0.4)
     with pytest.raises(commands.SlurmUnavailableError, match=r"sacctmgr did not answer within 0\.4 s"):
