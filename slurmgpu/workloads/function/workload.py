@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import inspect
 import sys
-import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,13 +19,7 @@ from slurmgpu.run.submissions import Pickled
 from slurmgpu.shards.column_types import FLATTEN, RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
 from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
-
-END_S = 1.0
-"""How long tasks that are cancelled at a worker's end may take for it."""
+from slurmgpu.workloads.function.event_loop import EventLoop
 
 
 class Function:
@@ -59,8 +50,7 @@ class Function:
         self._names, self._learns = (function, load), learn
         self._pickled = cast(Pickled | None, pickled)
         self._batched, self._unwrap, self._argv = batched, UNWRAP[items], argv
-        self._loop: AbstractEventLoop | None = None
-        self._others: set[Any] = set()  # tasks of the loop that live on between calls, as of a client's connection
+        self._event_loop = EventLoop()
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -81,7 +71,10 @@ class Function:
             functions = {**self._planned(task.run_dir), **functions}
         function, load = functions["function"], functions.get("load")
         assert function is not None
-        self._function, self._loaded = function, () if load is None else (self._awaited(_called(load, task)),)
+        self._function, self._loaded = (
+            function,
+            () if load is None else (self._event_loop.result_of(_called(load, task)),),
+        )
 
     def _planned(self, run: Path) -> dict[str, Callable[..., Any] | None]:
         if self._pickled is not None:
@@ -93,8 +86,8 @@ class Function:
         """The rows that the function returns."""
         data = [self._unwrap(item.data) for item in items]
         if not self._batched:
-            return [self._row(self._awaited(self._function(data[0], *self._loaded)))]
-        returned = self._awaited(self._function(data, *self._loaded))
+            return [self._row(self._event_loop.result_of(self._function(data[0], *self._loaded)))]
+        returned = self._event_loop.result_of(self._function(data, *self._loaded))
         if isinstance(returned, Set):
             raise TypeError(f"a {type(returned).__name__} has no order; expected a list with a result for each item")
         if isinstance(returned, Mapping) or hasattr(returned, "columns"):
@@ -102,29 +95,6 @@ class Function:
         if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
             return returned  # the worker says what is wrong with it
         return [self._row(value) for value in returned]
-
-    def _awaited(self, returned: Any) -> Any:
-        """The result; that of a coroutine is awaited.
-
-        All are in one event loop, as a client keeps its connections there: in another loop they are closed.
-        """
-        if not isinstance(returned, Coroutine):
-            return returned
-        import asyncio  # which takes 60 ms
-
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            weakref.finalize(self, _end, self._loop, self._others)
-        loop, others = self._loop, self._others
-        try:
-            result = _run(loop, returned)
-        except BaseException:
-            for left in asyncio.all_tasks(loop) - others:  # the others of a `gather` of which one has failed
-                loop.call_soon_threadsafe(left.cancel)
-            raise
-        others.clear()
-        others.update(asyncio.all_tasks(loop))
-        return result
 
     def explain_misfit(self, row: Any) -> str:
         """A sentence for a row that does not fit the columns: the line that would make it fit, if one would."""
@@ -162,34 +132,6 @@ class Function:
             return {"types": types_of_rows([row])}
         except SlurmGPUError as error:
             return ItemError(str(error))
-
-
-def _run(loop: AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result; in another thread if an event loop runs in this one, as a notebook's."""
-    import asyncio
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return loop.run_until_complete(coroutine)
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(contextvars.copy_context().run, loop.run_until_complete, coroutine).result()
-    finally:
-        pool.shutdown(wait=False)  # after Ctrl-C the caller cancels the coroutine
-
-
-def _end(loop: AbstractEventLoop, others: set[Any]) -> None:
-    """Cancel what clients have left in the loop: Python says of tasks that are destroyed that they were pending."""
-    import asyncio
-
-    if loop.is_running() or loop.is_closed():
-        return
-    if left := asyncio.all_tasks(loop) | {task for task in others if not task.done()}:
-        for task in left:
-            task.cancel()
-        _run(loop, asyncio.wait(left, timeout=END_S))
-    loop.close()
 
 
 def as_row(value: Any) -> Row:
