@@ -15,9 +15,10 @@ _OUTPUT = re.compile(r"(?<![>\w-])[12&]?>\|?\s*[\"']?([^\s;&|<>()\"'$`*?{]*\.[A-
 _QUOTED = re.compile(r"'[^'\n]*\s[^'\n]*'")
 """Code of another program: in that of awk `$2 > limit.x` is no output."""
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
-_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=[\"']?([^\s\"';]+)")
+_ASSIGNED = re.compile(r"(?m)^[ \t]*(?:(?:export|local|readonly)[ \t]+)?(\w+)=[\"']?([^\s\"';]+)")
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
-_TO_ITS_FOLDER = re.compile(r"\bcd\s[^\n;&]*(?:dirname|BASH_SOURCE|\$\{?0|%/\*)")
+_CD = re.compile(r"\bcd\s")
+_ITS_FOLDER = re.compile(r"dirname|BASH_SOURCE|\$\{?0|%/\*")
 _PYTHON_PATH = re.compile(r"\bPYTHONPATH=[\"']?([^\s\"';]+)")
 _GPUS = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?(?!\$\{?CUDA_VISIBLE_DEVICES)[\w$]")
 _MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
@@ -64,7 +65,7 @@ def names_in(text: str) -> NamesInShell:
     here = {word for word in words if not word.startswith(("$", "/"))}
     modules = frozenset(_MODULE.findall(text))
     path = tuple(folder for found in _PYTHON_PATH.findall(text) for folder in folders_in(found))
-    if _TO_ITS_FOLDER.search(text):
+    if any((cd := _CD.search(part)) and _ITS_FOLDER.search(part, cd.end()) for part in re.split(r"[\n;&]", text)):
         beside, here = beside | here, set()
     return NamesInShell(frozenset(beside), frozenset(here), modules, path, sets_gpus(text), outputs)
 

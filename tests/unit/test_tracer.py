@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from slurmgpu.code import names_in_shell
 from slurmgpu.code.snapshot_names import SnapshotNames
 from slurmgpu.code.tracer import Tracer
 
@@ -51,3 +52,11 @@ def test_a_file_that_is_nested_too_deeply_is_said_to_be_followed_in_part(tmp_pat
     trace = tracer.finish()
     assert [file.name for file in trace.files] == ["deep.py", "near.py"]
     assert trace.notes == (f"What {tmp_path}/deep.py imports or reads is not known in full: it is nested too deeply.",)
+
+
+def test_a_long_script_of_a_shell_is_read_once_and_not_once_for_each_line():
+    """Blank lines, and a line of which each word changes the folder, took minutes."""
+    lines = "\n" * 100_000 + "cd x " * 100_000 + '\npython "$(dirname "$0")/train.py" --config a.yaml\n'
+    names = names_in_shell.names_in(lines)
+    assert "a.yaml" in names.here
+    assert "train.py" in names.beside

@@ -33,7 +33,7 @@ def export_rows(
     exported = export(run, chosen, to, columns, where, with_items=with_items)
     if to is output:
         result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
-    _tell_failed(exported)
+    _tell_failed(exported, columns)
     tell_missing(run, exported.n_missing, exported.problems)
 
 
@@ -48,7 +48,7 @@ def export_sweep_rows(
     exported = export_sweep(folder, _format(output, file_format), to, columns, where)
     if to is output:
         result(f"{output}: {count_of(exported.n_rows, 'row')}")
-    _tell_failed(exported)
+    _tell_failed(exported, columns)
     for line in (*map(said_not_submitted, exported.not_made), *exported.problems):
         say(line)
     if missing := exported.missing:
@@ -68,10 +68,11 @@ def _format(output: Path, given: str | None) -> str:
     return chosen
 
 
-def _tell_failed(exported: Exported) -> None:
+def _tell_failed(exported: Exported, columns: Sequence[str]) -> None:
     if n_failed := exported.n_failed:
         verb, whose = ("is", "a failed item") if n_failed == 1 else ("are", "failed items")
-        say(f"{n_failed:,} of the rows {verb} of {whose}: the column error says why.")
+        why = ": the column error says why" if not columns or "error" in columns else ", as the column error would say"
+        say(f"{n_failed:,} of the rows {verb} of {whose}{why}.")
 
 
 def _refuse_no_file(output: Path) -> None:
