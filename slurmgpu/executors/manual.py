@@ -73,8 +73,7 @@ def _task_options(submission: Submission) -> dict[str, Any]:
     asked = ",".join(part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu")
     others = ",".join(part for part in parts if part.partition(":")[0] != "gpu")
     kind = f"{submission.gpu_type}:" if submission.gpu_type else ""
-    n_whole = 0 if submission.shares_gpus else submission.gpus_per_task // submission.nodes_per_task
-    options["gpus_per_node"] = asked or f"{kind}{n_whole}"
+    options["gpus_per_node"] = asked or f"{kind}{submission.whole_gpus_per_task // submission.nodes_per_task}"
     if others:
         options["gres"] = others
     if submission.nodes_per_task > 1:

@@ -12,7 +12,7 @@ from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
-from slurmgpu.run.submissions import Submission, seconds_of
+from slurmgpu.run.submissions import Submission
 from slurmgpu.util.amounts import count_of, time_words
 
 
@@ -55,13 +55,12 @@ def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
 def check_walltime(submission: Submission, plan: Plan) -> None:
     """Refuse a walltime, or a least one, of which `margin_s` leaves nothing: no task would take a shard."""
     for name in ("time", "time_min") if executor_named(submission.executor).queues else ():
-        asked = submission.slurm.get(name, "")
-        walltime_s = seconds_of(str(asked)) or None  # 0 is no limit
+        walltime_s = submission.seconds_asked(name)
         if walltime_s is not None and walltime_s <= plan.margin_s:
             raise SlurmGPUError(
-                f"[slurm] {name} = {asked} is {time_words(walltime_s)}, and tasks take no shard in the last "
-                f"{plan.margin_s:g} s of their walltime (margin_s): they would compute nothing. Ask for more by "
-                f"--slurm {name}=…, in minutes or as hours:minutes:seconds."
+                f"[slurm] {name} = {submission.slurm[name]} is {time_words(walltime_s)}, and tasks take no shard in "
+                f"the last {plan.margin_s:g} s of their walltime (margin_s): they would compute nothing. Ask for more "
+                f"by --slurm {name}=…, in minutes or as hours:minutes:seconds."
             )
 
 

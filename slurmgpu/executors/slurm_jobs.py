@@ -160,7 +160,7 @@ def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.S
 
 def _array_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
-    if submission.gpus_per_task and not submission.shares_gpus and "gpu" not in str(options.get("gres", "")):
+    if submission.whole_gpus_per_task and "gpu" not in str(options.get("gres", "")):
         # --gres, with a type for example, already asks for GPUs. Per node, not per task: it is the same for one
         # process, and hides no GPU from processes that share a node.
         count = submission.gpus_per_task // submission.nodes_per_task

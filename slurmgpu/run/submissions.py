@@ -160,9 +160,18 @@ class Submission:
         return bool(names & {"shard", "mps"}) and "gpu" not in names
 
     @property
+    def whole_gpus_per_task(self) -> int:
+        """The GPUs that Slurm is asked for: none if each task is to have a part of one."""
+        return 0 if self.shares_gpus else self.gpus_per_task
+
+    @property
     def walltime_s(self) -> float | None:
         """The walltime that [slurm] asks for; None if it asks for none, or for an unlimited one."""
-        return seconds_of(str(self.slurm.get("time", ""))) or None  # 0 is no limit
+        return self.seconds_asked("time")
+
+    def seconds_asked(self, option: str) -> float | None:
+        """The time that an option of [slurm] asks for; None if it asks for none, or for an unlimited one."""
+        return seconds_of(str(self.slurm.get(option, ""))) or None  # 0 is no limit
 
     @property
     def merge_options(self) -> dict[str, Any]:

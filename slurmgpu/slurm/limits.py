@@ -177,7 +177,7 @@ def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list
     """The limits of a rule that hold; where a source limits GPUs and GPUs of the type, the lower one."""
     if rule.kind not in ("task", "at once"):  # whose values are lists of TRES, such as "cpu=64,gres/gpu=8"
         return _deciding(rule, sources)
-    if not submission.gpus_per_task or submission.shares_gpus:
+    if not submission.whole_gpus_per_task:
         return []
     kinds = [GPU, f"{GPU}:{submission.gpu_type}"] if submission.gpu_type else [GPU]
     found: dict[tuple[str, str], Held] = {}
@@ -216,7 +216,7 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
         refuses = facts.config.get("EnforcePartLimits", "NO") != "NO"
         never = REFUSED if refuses else f"{NEVER} (PartitionTimeLimit)"
         yield _of_walltime(asked, f"MaxTime of partition {name}", partition.get("MaxTime", ""), never)
-    if not asked.gpus_per_task or asked.shares_gpus or name not in facts.gpus:
+    if not asked.whole_gpus_per_task or name not in facts.gpus:
         return
     kind = asked.gpu_type or ""
     counts = [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus[name]]
