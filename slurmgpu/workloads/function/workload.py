@@ -71,10 +71,8 @@ class Function:
             functions = {**self._planned(task.run_dir), **functions}
         function, load = functions["function"], functions.get("load")
         assert function is not None
-        self._function, self._loaded = (
-            function,
-            () if load is None else (self._event_loop.result_of(_called(load, task)),),
-        )
+        self._function = function
+        self._loaded = () if load is None else (self._event_loop.result_of(_called(load, task)),)
 
     def _planned(self, run: Path) -> dict[str, Callable[..., Any] | None]:
         if self._pickled is not None:
