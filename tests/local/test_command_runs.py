@@ -372,6 +372,12 @@ def test_a_file_that_a_script_of_a_shell_writes_in_each_call_is_told_before_a_ru
     assert found == told
 
 
+def told_at_planning(folder, words):
+    """The sentences on the code that have these words."""
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        return [each for each in draft.code.left_out if words in each]
+
+
 @pytest.mark.parametrize(
     ("run", "told"),
     [
@@ -391,8 +397,7 @@ def test_a_script_that_takes_the_number_of_its_array_task_for_that_of_an_item_is
     (folder / "two.py").write_text('"""Was of an array, by SLURM_ARRAY_TASK_ID."""\n')
     (folder / "two.sh").write_text("./sim $1  # was $SLURM_ARRAY_TASK_ID\n")
     (folder / "one.sh").chmod(0o700)
-    with draft_run(folder / "slurmgpu.toml") as draft:
-        found = [each for each in draft.code.left_out if "SLURM_ARRAY_TASK_ID" in each]
+    found = told_at_planning(folder, "SLURM_ARRAY_TASK_ID")
     assert [each.partition(" reads")[0] for each in found] == told
 
 
@@ -417,9 +422,8 @@ def test_a_step_that_would_wait_for_its_own_task_is_told(tmp_path, run, told):
     (folder / "three.sh").write_text("#!/bin/bash\n# Start with srun -n 4 ./three.sh\n./sim $1\n")
     (folder / "one.py").write_text('import os\nos.system("srun ./sim")\n')
     (folder / "two.py").write_text('"""Train.\n\nLaunch with srun python two.py\n"""\n# or: srun ./two.py\n')
-    with draft_run(folder / "slurmgpu.toml") as draft:
-        found = [each.partition(" calls srun")[0] for each in draft.code.left_out if " calls srun" in each]
-    assert found == ([", ".join(told)] if told else [])
+    found = told_at_planning(folder, " calls srun")
+    assert [each.partition(" calls srun")[0] for each in found] == ([", ".join(told)] if told else [])
 
 
 def test_a_script_that_the_code_of_a_shell_starts_is_named_and_rows_after_its_edit_are_by_unknown_code(
@@ -463,8 +467,7 @@ print(1)
 def test_what_chooses_gpus_itself_is_told(tmp_path, run, line, env, place):
     folder = make(tmp_path / "project", "one.py", run=run, env=env, texts=["a"])
     (folder / "one.py").write_text(line + (folder / "one.py").read_text())
-    with draft_run(folder / "slurmgpu.toml") as draft:
-        told = [each for each in draft.code.left_out if "CUDA_VISIBLE_DEVICES" in each]
+    told = told_at_planning(folder, "CUDA_VISIBLE_DEVICES")
     assert len(told) == (place is not None)
     assert place is None or place in told[0]
 
@@ -484,8 +487,7 @@ def test_a_folder_into_which_each_call_writes_is_told_unless_an_option_says_anot
     folder = make(tmp_path / "project", "one.py", run=[*RUN["one.py"], *options], texts=["a"])
     with open(folder / "one.py", "a") as script:
         script.write(f"{line}\n")
-    with draft_run(folder / "slurmgpu.toml") as draft:
-        found = [each for each in draft.code.left_out if "by the same name in each call" in each]
+    found = told_at_planning(folder, "by the same name in each call")
     assert [each.partition(" in each")[0] for each in found] == ([told] if told else [])
 
 
