@@ -243,6 +243,7 @@ def test_a_merge_asks_an_accounting_again_that_is_away_for_a_moment(pretending, 
         f"[ -e {tmp_path}/asked ] && exec echo '4711|CANCELLED by 0|300|gres/gpu=1|gpu1|0:0|Unknown'\n"
         f"touch {tmp_path}/asked; echo 'sacct: error: {says}' >&2; exit 1",
     )
+    pretending("scontrol", "exit 1")  # without a cluster Slurm's own asks DNS for one, and may wait for 20 s
     lives = accounting.lives_of(run, settled=True)
     assert [attempt["failure"] for attempt in attempts_of(run, lives)] == [verdict]
 
