@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -19,9 +19,9 @@ from typing import Any, TypedDict
 from slurmgpu.faults import KINDS, Fault
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.run.directory import Run
+from slurmgpu.run.worker_events import Report, WorkerEvent
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.util.out_of_memory import OutOfMemoryError
-from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import read_bytes
 from slurmgpu.workload import Item, Row
 
@@ -102,7 +102,7 @@ class Injected:
                 self._meet(fault)
         return self.workload.call(items, *prepared)
 
-    def overhear(self, event: Mapping[str, Any]) -> None:
+    def overhear(self, event: WorkerEvent) -> None:
         """Report an event of the worker; after progress that is kept, the faults that wait for it strike."""
         self.report(event)
         if event["event"] == "progress":

@@ -9,11 +9,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt, Death, Record, Usage, new_record, node_name
+from slurmgpu.run.worker_events import Published
+from slurmgpu.task.worker_process import TaskEvent
 from slurmgpu.util import gpus
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import write_json_text
@@ -98,12 +100,10 @@ class AttemptWriter:
         log.error("%s: %s", failure, message)
         self.record["failure"], self.record["message"], self.record["traceback"] = failure, message, trace
 
-    def add_event(self, event: Mapping[str, Any]) -> None:
-        """Record an event of the worker."""
+    def add_event(self, event: TaskEvent) -> None:
+        """Record what an event tells of the worker."""
         self._clock()  # what the event tells is by the clock as it is set now
         record = self.record
-        if idle_s := event.get("idle_s"):
-            self.wait(idle_s)
         match event["event"]:
             case "loading":
                 self.enter("loading")
@@ -114,34 +114,34 @@ class AttemptWriter:
             case "used":
                 record["surroundings"]["used"] = event["packages"]
             case "gpus":
-                record["gpus"] = list(event["names"])
+                record["gpus"] = event["names"]
             case "ready":
                 self.enter("running")
                 record["load_s"], record["progress"] = event["load_s"], None
             case "claim":
+                self.wait(event["idle_s"])
                 self._begin(event["shard"])
             case "batch":
                 self._count(event["items"])
                 if self._has_waited:
                     self._has_waited, record["progress"] = False, None
             case "tell":
-                self._note_progress(str(event["text"]))
+                self._note_progress(event["text"])
             case "progress":
-                self._note_progress(str(event["text"]))
+                self._note_progress(event["text"])
                 self._keep()
             case "waiting":
-                record["n_retried"] += event["items"]
-                record["waited_s"] = round(record["waited_s"] + event["seconds"], 3)
-                said = count_of(event["items"], "item")
-                self._has_waited = True
-                self._note_progress(f"waits {event['seconds']:.0f} s to compute {said} again")
+                self._note_retry(event["items"], event["seconds"])
             case "published":
                 self._publish(event)
             case "skipped":
                 self._give_back(event["shard"])
             case "joined":
+                self.wait(event["idle_s"])
                 record["kept_s"] = round(record["kept_s"] + event["seconds"], 3)
                 record["progress"] = None
+            case "done":
+                self.wait(event["idle_s"])
             case "takeover":
                 record["takeovers"].append({"shard": event["shard"], "from": event["from"], "host": event["host"]})
 
@@ -208,6 +208,13 @@ class AttemptWriter:
             self.record["shard_done"] += len(self._call)
         self._call = call
 
+    def _note_retry(self, n_items: int, seconds: float) -> None:
+        record = self.record
+        record["n_retried"] += n_items
+        record["waited_s"] = round(record["waited_s"] + seconds, 3)
+        self._has_waited = True
+        self._note_progress(f"waits {seconds:.0f} s to compute {count_of(n_items, 'item')} again")
+
     def _note_progress(self, text: str) -> None:
         # It is shown on terminals, and may hold control characters.
         printable = "".join(letter if letter.isprintable() else " " for letter in text)
@@ -220,7 +227,7 @@ class AttemptWriter:
             self.record["kept_s"] = round(self.record["kept_s"] + now - self._since, 3)
             self._since = self.record["shard_kept"] = now
 
-    def _publish(self, event: Mapping[str, Any]) -> None:
+    def _publish(self, event: Published) -> None:
         record = self.record
         if event["won"]:
             record["n_items"] += event["items"]
@@ -228,7 +235,7 @@ class AttemptWriter:
             if event["errors"]:
                 record["failed"].append([event["shard"], event["errors"]])
         times = round(event["started"], 3), round(event["seconds"], 3)
-        revision = [event["revision"]] if event.get("revision") else []
+        revision = [event["revision"]] if event["revision"] else []
         record["published"].append([event["shard"], *times, event["won"], *revision])
         record["kept_s"] = max(0.0, round(record["kept_s"] - self._kept_here, 3))  # `times` include them
         self._in_hand.pop(event["shard"], None)

@@ -26,14 +26,15 @@ from slurmgpu.task.worker_process import (
     EXIT_STOPPED,
     GRACE_S,
     PARTING_S,
+    TICK,
     StoppedError,
     StopSignals,
+    TaskEvent,
     WorkerProcess,
     next_event,
     start_program,
 )
 from slurmgpu.util import cgroups, gpus
-from slurmgpu.util.pipes import FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +83,7 @@ class _Follower:
         self._line.tell({"problem": self._problem()})
         with contextlib.closing(self._launcher), self._sampler, contextlib.ExitStack() as stack:
             while True:
-                event = next_event(self._events, 1.0 if self._end_by is None else LOOK_S) or {"event": "tick"}
-                if event["event"] == "tick" and self._worker is not None:
-                    self._worker.reap()
+                event = next_event(self._events, 1.0 if self._end_by is None else LOOK_S) or TICK
                 if self._end_by is not None and time.monotonic() > self._end_by:
                     log.warning("the leader has not answered a signal; this node ends")
                     return EXIT_STOPPED
@@ -92,28 +91,39 @@ class _Follower:
                 if code is not None:
                     return code
 
-    def _handle(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
+    def _handle(self, event: TaskEvent, stack: contextlib.ExitStack) -> int | None:
         """Handle one event; an exit code to end with."""
-        match event:
-            case {"event": "signal", "signum": signum} if signum != signal.SIGUSR2:
-                # The leader gets it as well, and decides. Without an answer this node ends.
-                self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
-            case {"event": "leader", "do": "start"}:
-                self._start(event, stack)
-            case {"event": "leader", "do": "stop"}:
-                self._worker = None
-                stack.close()
-            case {"event": "leader", "do": "end"}:
-                return 0
-            case {"event": "leader is gone"}:
-                log.error("the leader is gone")
-                return EXIT_STOPPED
-            case {"event": "eof", "pid": pid} if self._worker is not None and pid == self._worker.pid:
-                self._tell_end(self._worker.wait())
-            case {"event": name} if name not in ("tick", "eof", "signal"):
+        match event["event"]:
+            case "tick":
+                if self._worker is not None:
+                    self._worker.reap()
+            case "signal":
+                if event["signum"] != signal.SIGUSR2:
+                    # The leader gets it as well, and decides. Without an answer this node ends.
+                    self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
+            case "leader":
+                return self._follow_order(event["message"], stack)
+            case "eof":
+                if self._worker is not None and event["pid"] == self._worker.pid:
+                    self._tell_end(self._worker.wait())
+            case "failed" | "broken":
                 self._heard = True
-                if name in FAILURES:
-                    self._line.tell({**event, "group": self._group})
+                self._line.tell({**event, "group": self._group})
+            case _:
+                self._heard = True
+        return None
+
+    def _follow_order(self, order: Mapping[str, Any] | None, stack: contextlib.ExitStack) -> int | None:
+        if order is None:
+            log.error("the leader is gone")
+            return EXIT_STOPPED
+        if order["do"] == "end":
+            return 0
+        if order["do"] == "start":
+            self._start(order, stack)
+        else:
+            self._worker = None
+            stack.close()
         return None
 
     def _start(self, order: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
@@ -149,5 +159,5 @@ class _Follower:
 
     def _listen(self) -> None:
         while (message := self._line.hear()) is not None:
-            self._events.put({**message, "event": "leader"})
-        self._events.put({"event": "leader is gone"})
+            self._events.put({"event": "leader", "message": message})
+        self._events.put({"event": "leader", "message": None})

@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.rendezvous import Line, Rendezvous, own_hosts
+from slurmgpu.run.worker_events import WorkerEvent
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess, start_program
 from slurmgpu.util.sockets import free_port
@@ -176,9 +177,8 @@ class OtherNodes:
         if worker is None or worker.group != message["group"]:
             return
         if "event" in message:
-            self.signals.events.put(
-                {**message, "node": follower.node, "message": f"{follower.node}: {message['message']}"}
-            )
+            told = {**message, "node": follower.node, "message": f"{follower.node}: {message['message']}"}
+            self.signals.events.put(cast(WorkerEvent, told))
         elif message["exited"] != 0:
             log.error("on %s the group's processes ended with code %d", follower.node, message["exited"])
             worker.end_as(message["exited"], message["was_oom"])

@@ -11,24 +11,24 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import TOO_LARGE
-from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim, Claims
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
 from slurmgpu.run.metric_log import MetricWriter
-from slurmgpu.run.records import Attempt, Record, Unread
+from slurmgpu.run.records import Attempt
+from slurmgpu.run.worker_events import Failed, WorkerEvent
 from slurmgpu.shards.names import partials_of
 from slurmgpu.task.attempt_writer import END_PATIENCE_S, AttemptWriter
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.leases import Leases
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
 from slurmgpu.task.spare_worker import SpareWorker
 from slurmgpu.task.telemetry import sampler_of
@@ -36,9 +36,11 @@ from slurmgpu.task.worker_process import (
     EXIT_STOPPED,
     GRACE_S,
     PARTING_S,
+    TICK,
     Events,
     StoppedError,
     StopSignals,
+    TaskEvent,
     WorkerProcess,
     next_event,
 )
@@ -49,7 +51,7 @@ from slurmgpu.util.shared_files import remove
 from slurmgpu.util.signals import signal_of
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.parts import Parts
-from slurmgpu.worker.shard_claimer import Claimer, open_shards
+from slurmgpu.worker.shard_claimer import Claimer
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,6 @@ NOTICE_S = 120
 """A signal this near to the end of the walltime is its notice; sbatch(1) may send that 60 s early."""
 EXIT_S = 120.0
 """How long a worker may take to end when its work is done: what it has started may upload something, or hang."""
-MOST_DROPPED = 32
-"""How many claims a requeued task reads to find those that it held before."""
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
 """Why a task takes no more shards without a failure; see docs/reference/files.md."""
 
@@ -88,8 +88,7 @@ class Task:
         self._metrics = MetricWriter(run.folder, attempt)
         if attempt.end_time is not None:
             self._end_at(attempt.end_time)
-        self._held: dict[int, Claim] = {}  # leases to renew
-        self._claimed: set[int] = set()  # shards to give back, unless they are published
+        self._leases = Leases(run, attempt, self.record["node"])
         self._deaths = Deaths(run, attempt.submission)
         self._heard = False
         self._was_told = False
@@ -97,8 +96,6 @@ class Task:
         self._stopped_by: int | None = None
         self._part_by = self._exit_by = float("inf")
         self._left: int | None = None
-        self._unrenewed: set[int] = set()
-        self._renewed = time.monotonic()
 
     def run_worker(self) -> int:
         """Work with a worker process until no shard is left for this task; its exit code."""
@@ -121,7 +118,7 @@ class Task:
         try:
             if self.attempt.uses_gpus:
                 gpus.check_visible(self.attempt.n_gpus)
-            self._drop_earlier()
+            self._leases.drop_earlier()
             return work()
         except GPUFaultError as error:
             return self._fail("gpu_fault", str(error))
@@ -148,38 +145,11 @@ class Task:
         self.writer.fail(failure, message, trace)
         return 1
 
-    def _drop_earlier(self) -> None:
-        """Give back the claims of earlier attempts of this task after a requeue; one that is missed goes stale.
-
-        A task takes shards in order: its claims are near the shard that its last record names.
-        """
-        if not self.attempt.restart:
-            return
-        read = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name)
-        near = self._claimed_near(None if isinstance(read, Unread) else read, self.run.claims)
-        dropped = self.run.claims.drop_earlier(self._claim(), near)
-        if dropped:
-            log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
-
-    def _claimed_near(self, record: Record | None, claims: Claims) -> list[int]:
-        """The open shards with a claim that are nearest to the last one of a record."""
-        last = 0
-        if record is not None:
-            last = record["published"][-1][0] if record["published"] else 0
-            last = last if record["shard"] is None else record["shard"]
-        taken = claims.numbers() & open_shards(self.run)
-        return sorted(taken, key=lambda shard: abs(shard - last))[:MOST_DROPPED]
-
-    def _claim(self) -> Claim:
-        given = self.attempt
-        return Claim(given.task_name, given.name, self.record["node"], os.getpid(), cluster=given.cluster)
-
     def _parts(self) -> Parts:
-        return Parts(self.run, self._claim(), self.attempt.submission)
+        return Parts(self.run, self._leases.claim, self.attempt.submission)
 
     def _finish(self, code: int) -> int:
-        for shard in sorted({*self._claimed, *(self._untold() if code else ())}):
-            self.run.claims.release(shard, self._claim())
+        self._leases.give_back(self._leases.find_unreported(self.record) if code else ())
         if code or self.record["deaths"]:  # else its workers have given back what they claimed
             self._parts().give_back()
         self._remove_partials()
@@ -192,16 +162,6 @@ class Task:
         own = POLICIES[failure].exit_code if failure else None
         return own if code and own else code
 
-    def _untold(self) -> list[int]:
-        """Shards that a worker claimed and was killed before it said so; one that is missed goes stale."""
-        try:  # a task whose file system is lost does not wait for it
-            near = self._claimed_near(self.record, replace(self.run.claims, patience_s=0.0))
-        except OSError as error:
-            log.debug("the claims cannot be listed: %s", error)
-            return []
-        found = ((shard, self.run.claims.observe(shard)) for shard in near)
-        return [shard for shard, claim in found if claim is not None and claim.is_of(self._claim())]
-
     def _remove_partials(self) -> None:
         """Remove partial files of dead workers; the merge removes those that cannot be removed now."""
         with contextlib.suppress(OSError):
@@ -212,7 +172,7 @@ class Task:
         try:
             signals.pause(0.0)  # raises if a signal came before this task listened
             others.meet()
-            claimer = Claimer(self.run, self._claim(), pause=signals.pause)
+            claimer = Claimer(self.run, self._leases.claim, pause=signals.pause)
             if self.run.plan.parts > 1:
                 claimer.joins = self._parts().shard_to_join
             found = claimer.look()
@@ -222,36 +182,40 @@ class Task:
                 return 0
             self._launcher.prepare(signals.pause)
             self.record["image"] = self._launcher.image
-            while True:
-                kills_before = cgroups.oom_kills()
-                self._heard = self._keeps_progress = False
-                self.record["reason"], self._exit_by = None, float("inf")
-                self._learn_end()
-                with self._start_worker(others) as worker:
-                    self._worker_pid = worker.pid
-                    if self._was_told:
-                        worker.take_no_more()  # the worker before may have died before it kept its progress
-                    self._follow(signals.events, worker)
-                    returncode = worker.wait()
-                self._worker_pid = None
-                is_done = self._is_done(returncode)
-                is_over = is_done and self.record["reason"] in GOOD_ENDS
-                if self._stopped_by is not None and self.record["failure"] is None and not is_over:
-                    raise StoppedError(self._stopped_by)
-                if is_done:
-                    parked = self._deaths.parked
-                    return self._fail("host_oom", "; ".join(parked)) if parked else 0
-                if self.record["failure"] is not None:
-                    return 1
-                if signal_of(returncode) in SIGNUMS:
-                    # A signal to the whole job, which is no crash, may reach the worker before this process.
-                    signals.pause(0.5)
-                if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
-                    raise complaint
-                if not self._add_death(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
-                    return 1
+            while (code := self._run_a_worker(signals, others)) is None:
+                pass
+            return code
         except StoppedError as stopped:
             return self._stopped(stopped.signum)
+
+    def _run_a_worker(self, signals: StopSignals, others: OtherNodes) -> int | None:
+        """Run one worker to its end; the exit code of the task, None if another worker is to go on."""
+        kills_before = cgroups.oom_kills()
+        self._heard = self._keeps_progress = False
+        self.record["reason"], self._exit_by = None, float("inf")
+        self._learn_end()
+        with self._start_worker(others) as worker:
+            self._worker_pid = worker.pid
+            if self._was_told:
+                worker.take_no_more()  # the worker before may have died before it kept its progress
+            self._follow(signals.events, worker)
+            returncode = worker.wait()
+        self._worker_pid = None
+        is_done = self._is_done(returncode)
+        is_over = is_done and self.record["reason"] in GOOD_ENDS
+        if self._stopped_by is not None and self.record["failure"] is None and not is_over:
+            raise StoppedError(self._stopped_by)
+        if is_done:
+            parked = self._deaths.parked
+            return self._fail("host_oom", "; ".join(parked)) if parked else 0
+        if self.record["failure"] is not None:
+            return 1
+        if signal_of(returncode) in SIGNUMS:
+            # A signal to the whole job, which is no crash, may reach the worker before this process.
+            signals.pause(0.5)
+        if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
+            raise complaint
+        return self._add_death(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before)
 
     def _is_done(self, returncode: int) -> bool:
         """Whether the worker had done its work when it ended."""
@@ -264,7 +228,7 @@ class Task:
 
     def _works(self) -> bool:
         """Whether the worker has not said yet that it takes no more shards, or has one to publish."""
-        return self.record["reason"] is None or bool(self._held)
+        return self.record["reason"] is None or bool(self._leases.held)
 
     def _start_worker(self, others: OtherNodes) -> WorkerProcess:
         if (spare := self._spare) is not None:
@@ -273,21 +237,16 @@ class Task:
         return others.start(self._launcher, self._assignment(), self.run.logs / f"{self.attempt.name}.log")
 
     def _follow(self, events: Events, worker: WorkerProcess) -> None:
+        """Handle events until the worker has ended, or is to be killed."""
         tick = min(1.0, self.run.plan.lease_s / 12)
         while True:
-            event = next_event(events, tick) or {"event": "tick"}
+            event = next_event(events, tick) or TICK
             if event["event"] == "tick":
                 worker.reap()
             if (end_time := self._learn_end()) is not None:
                 worker.tell_end(end_time)
-            if event["event"] == "signal" and event["signum"] == signal.SIGUSR2:
-                # Slurm's notice. If it is of the walltime, the worker itself knows better when to stop.
-                if not self._is_near_end():
-                    log.warning("SIGUSR2: this task takes no more shards")
-                    self._was_told = True
-                    worker.take_no_more()
-            elif event["event"] == "signal":
-                self._handle_stop(event["signum"], worker)
+            if event["event"] == "signal":
+                self._handle_signal(event["signum"], worker)
             if self._stopped_by is not None and time.monotonic() > self._part_by:
                 log.warning("the worker did not end within %.0f s of the signal", PARTING_S)
                 worker.stop()
@@ -319,8 +278,15 @@ class Task:
         # Monotonic: the time that is left does not change if the clock is set.
         self._end = time.monotonic() + end_time - time.time()
 
-    def _handle_stop(self, signum: int, worker: WorkerProcess) -> None:
-        """Handle a signal that ends the task: at once, unless the worker can keep its progress."""
+    def _handle_signal(self, signum: int, worker: WorkerProcess) -> None:
+        """Take no more shards at Slurm's notice; end the task at other signals, once the worker keeps its progress."""
+        if signum == signal.SIGUSR2:
+            # If the notice is of the walltime, the worker itself knows better when to stop.
+            if not self._is_near_end():
+                log.warning("SIGUSR2: this task takes no more shards")
+                self._was_told = True
+                worker.take_no_more()
+            return
         # A user who types Ctrl-C twice will not wait. Slurm itself sends SIGTERM twice: GraceTime, then KillWait.
         if not self._keeps_progress or (self._stopped_by == signum == signal.SIGINT):
             worker.stop()
@@ -330,8 +296,8 @@ class Task:
             self._stopped_by, self._part_by = signum, time.monotonic() + PARTING_S
             worker.take_no_more()
 
-    def handle(self, event: Mapping[str, Any]) -> None:
-        """Handle one event of the worker, and keep leases and the record fresh."""
+    def handle(self, event: TaskEvent) -> None:
+        """Handle one event, and keep leases and the record fresh."""
         self.writer.add_event(event)
         match event["event"]:
             case "gpus":
@@ -342,34 +308,31 @@ class Task:
                 self.writer.write()
             case "claim" | "ahead":
                 self._left = None
-                self._held.setdefault(event["shard"], self._claim())
-                self._claimed.add(event["shard"])
+                self._leases.add(event["shard"])
             case "skipped":
-                self._let_go(event["shard"])
+                self._leases.let_go(event["shard"])
             case "batch":
-                if self.record["shard"] is not None:
-                    taken = event["items"], event["isolated"], event.get("ahead")
-                    self._deaths.take_up(self.record["shard"], *taken)
+                if (shard := self.record["shard"]) is not None:
+                    self._deaths.take_up(shard, event["items"], event["isolated"], event["ahead"])
             case "waiting":
                 self._deaths.put_down()
             case "progress":
                 self._deaths.forgive_in_flight()
             case "published":
-                self._let_go(event["shard"])
+                self._leases.let_go(event["shard"])
                 self._deaths.put_down(event["shard"])
                 self._deaths.forgive()
             case "log":
                 self._metrics.write(event["points"])
             case "left":
-                self._note_left(event["shard"])
+                self._left = event["shard"]
+                self._deaths.put_down()
+                # An attempt that has taken it over continues from what was kept at that time.
+                self.writer.leave(is_kept=self._leases.leave(event["shard"]))
             case "done":
                 self._ended_early(event["reason"])
             case "failed":
-                # The first of several processes to fail says why; the others may fail because of it.
-                if self.record["failure"] is None:
-                    if POLICIES[event["class"]].node_at_fault:
-                        self.record["bad_node"] = event.get("node", self.record["node"])
-                    self._fail(event["class"], event["message"], event["traceback"])
+                self._note_failure(event)
             case "preempt":
                 os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, like a real one
             case "timeout":
@@ -378,7 +341,15 @@ class Task:
                 self._deaths.note_broken(event["message"])
                 if not event["blames_items"]:
                     self._deaths.put_down()
-        self._refresh()
+        self._leases.renew_if_due()
+        self.writer.write_if_due()
+
+    def _note_failure(self, event: Failed) -> None:
+        """Note why the worker fails: the first of several processes says why, the others may fail because of it."""
+        if self.record["failure"] is None:
+            if POLICIES[event["class"]].node_at_fault:
+                self.record["bad_node"] = event.get("node", self.record["node"])
+            self._fail(event["class"], event["message"], event["traceback"])
 
     def _ended_early(self, reason: str) -> None:
         """Record why the worker took no more shards, and what became of the one that it left."""
@@ -406,50 +377,15 @@ class Task:
             ", and goes on from what is kept of it" if self._keeps_progress else ""
         )
 
-    def _note_left(self, shard: int) -> None:
-        self._left = shard
-        self._deaths.put_down()
-        self._held.pop(shard, None)
-        claim = self.run.claims.observe(shard)
-        # An attempt that has taken it over continues from what was kept at that time.
-        self.writer.leave(is_kept=claim is UNREADABLE or (claim is not None and claim.is_of(self._claim())))
-
-    def _let_go(self, shard: int) -> None:
-        """The shard is published, or another attempt's; its claim is left as it is."""
-        self._held.pop(shard, None)
-        self._claimed.discard(shard)
-
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        if now - self._renewed >= self.run.plan.lease_s / RENEWALS_PER_LEASE:
-            failed = [shard for shard, claim in self._held.items() if not self._renew(shard, claim)]
-            if not failed:
-                self._renewed = now
-        self.writer.write_if_due()
-
-    def _renew(self, shard: int, claim: Claim) -> bool:
-        """Renew a lease; False if that has failed and is tried again soon."""
-        try:
-            # None: taken over. The worker still finishes; the first of two equal copies is kept.
-            self._held[shard] = self.run.claims.renew(shard, claim) or claim
-        except OSError as error:
-            if shard not in self._unrenewed:
-                self._unrenewed.add(shard)
-                log.warning("the lease of shard %d is not renewed, and tried again: %s", shard, error)
-            return False
-        self._unrenewed.discard(shard)
-        return True
-
-    def _add_death(self, returncode: int, was_oom: bool) -> bool:
-        """Record why a worker died; whether to start another one."""
-        death, why_no_more = self._deaths.add_death(returncode, was_oom, self._held)
+    def _add_death(self, returncode: int, was_oom: bool) -> int | None:
+        """Record why a worker died; None if another one is to go on, else the exit code of the task."""
+        death, why_no_more = self._deaths.add_death(returncode, was_oom, self._leases.held)
         self.writer.add_death(death)
         if why_no_more is not None:
-            self._fail(death["class"], why_no_more)
-            return False
+            return self._fail(death["class"], why_no_more)
         self.writer.enter("starting")
         self.writer.write()
-        return True
+        return None
 
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
@@ -475,15 +411,13 @@ class Task:
     def _assignment(self) -> Assignment:
         given, lines = self.attempt, self.run.submissions()
         inject = (tuple(line.get("inject") or ()) for line in lines if line["submission"] == given.submission)
-        for shard in sorted(self._claimed):  # also one that was left
-            self._held.setdefault(shard, self._claim())
         return Assignment(
             given.task_name,
             given.name,
             given.n_gpus,
             given.device,
             None if self._end is None else time.time() + self._end - time.monotonic(),
-            sorted(self._held),
+            self._leases.hold_all(),
             next(inject, ()),
             given.cluster,
             given.submission,
@@ -493,7 +427,7 @@ class Task:
     def _work_here(self, on_published: Callable[[], None]) -> int:
         from slurmgpu.worker.worker import Worker
 
-        def report(event: Any) -> None:
+        def report(event: WorkerEvent) -> None:
             self.handle(event)
             if event["event"] == "published":
                 on_published()

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
+from slurmgpu.run.worker_events import WorkerEvent
 from slurmgpu.util.early_signals import listened, recall
 from slurmgpu.util.forks import Fork
 from slurmgpu.util.process_tree import living
@@ -34,10 +35,40 @@ NAP_S = 0.01
 would cost the worker's node a tenth of a core."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the task's shards were given back
 
-Events = queue.SimpleQueue[dict[str, Any]]
+
+class Tick(TypedDict):
+    """Nothing has happened for a while."""
+
+    event: Literal["tick"]
 
 
-def next_event(events: Events, timeout_s: float) -> dict[str, Any] | None:
+class Signal(TypedDict):
+    """The task got a signal."""
+
+    event: Literal["signal"]
+    signum: int
+
+
+class EndOfPipe(TypedDict):
+    """The worker with this process id reports nothing more."""
+
+    event: Literal["eof"]
+    pid: int
+
+
+class FromLeader(TypedDict):
+    """A message of the leader's to another node of its task: see `OtherNodes.tell`. None if the leader is gone."""
+
+    event: Literal["leader"]
+    message: dict[str, Any] | None
+
+
+TaskEvent = WorkerEvent | Tick | Signal | EndOfPipe | FromLeader
+Events = queue.SimpleQueue[TaskEvent]
+TICK: Tick = {"event": "tick"}
+
+
+def next_event(events: Events, timeout_s: float) -> TaskEvent | None:
     """The next event; None if there is none for so long."""
     try:
         # First without a timeout: Python 3.10's `get` waits for ever if its time ends while the queue's lock is free.

@@ -16,16 +16,13 @@ from typing import Any
 
 from slurmgpu.util.process_tree import leave_with_all
 
-Report = Callable[[Mapping[str, Any]], None]
-"""Receives a worker's events: see `Task.handle`."""
-
 EXIT_ABANDONED = 75
 FAILURES = ("failed", "broken")
 
 _outlived: set[int] = set()
 
 
-def report_on_stdout(rank: int, local_rank: int) -> Report:
+def report_on_stdout(rank: int, local_rank: int) -> Callable[[Mapping[str, Any]], None]:
     """Use the pipe to the task for events only: the workload's output goes to standard error.
 
     On each node the first rank reports that it has started.

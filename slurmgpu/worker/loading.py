@@ -11,11 +11,11 @@ from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.build import build
 from slurmgpu.run.failures import LOADING, class_of
 from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.worker_events import Report
 from slurmgpu.util import gpus
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
-from slurmgpu.util.pipes import Report
 from slurmgpu.util.process_wide import without_full_collections
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError

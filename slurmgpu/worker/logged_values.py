@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurmgpu.run.metric_log import Point
-from slurmgpu.util.pipes import Report
+from slurmgpu.run.worker_events import Report, WorkerEvent
 
 log = logging.getLogger("slurmgpu.worker")
 
@@ -77,7 +77,7 @@ class LoggedValues:
     def before(self, report: Report) -> Report:
         """`report`, which first sends what was logged."""
 
-        def send(event: Mapping[str, Any]) -> None:
+        def send(event: WorkerEvent) -> None:
             self.flush()
             report(event)
 

@@ -15,11 +15,11 @@ from typing import Any
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, class_of
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
+from slurmgpu.run.worker_events import Report
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.names import partial_name
 from slurmgpu.shards.shard_file import publish, sync_names, write_shard
 from slurmgpu.util.atomic_files import once_more_if_full
-from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
@@ -180,7 +180,6 @@ class Publisher:
                 "won": won,
                 "revision": self.run.revision_to_make(shard),
                 "seconds": one.seconds,
-                "oom": bool(computed.oom_batch),
             }
         )
 

@@ -24,6 +24,7 @@ from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Spans
+from slurmgpu.run.worker_events import Report
 from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util.amounts import count_of
@@ -33,7 +34,6 @@ from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.logging import enable_own_loggers
-from slurmgpu.util.pipes import Report
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker import groups
@@ -424,16 +424,16 @@ class Worker:
     def _report_batch(self, indices: list[int], isolated: bool, ahead: int | None) -> None:
         if self._takes_one:
             self._logged.item = indices[0]
-        if self._parts is None or self._shard is not None:  # of a joined shard, its holder tells
+        if self._shard is not None:  # of a joined shard, its holder tells
             self._publisher.end(waits=False)
-            event = {"event": "batch", "items": indices, "isolated": isolated}
-            self.report(event if ahead is None else {**event, "ahead": [self._shard_of(ahead), ahead]})
+            prepared = None if ahead is None else (self._shard_of(ahead, self._shard), ahead)
+            self.report({"event": "batch", "items": indices, "isolated": isolated, "ahead": prepared})
         self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
 
-    def _shard_of(self, index: int) -> int | None:
-        """The shard of an item that is prepared ahead."""
+    def _shard_of(self, index: int, present: int) -> int:
+        """The shard of an item that is prepared ahead: the present one, or the next."""
         found = self._lookahead.first() if self._lookahead is not None else None
-        return found[0] if found is not None and found[1][0].index == index else self._shard
+        return found[0] if found is not None and found[1][0].index == index else present
 
     def _load(self) -> Adapted:
         given, group = self.assignment, self.group

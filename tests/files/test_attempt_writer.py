@@ -35,7 +35,7 @@ def attempt(tmp_path):
 
 
 def claim(at, shard=3):
-    return at, "claim", {"shard": shard}
+    return at, "claim", {"shard": shard, "idle_s": 0.0}
 
 
 def calls(at, *batches):
@@ -47,7 +47,7 @@ def gives_back(at, shard=3):
 
 
 def publishes(at, started, shard=3, won=True):
-    told = {"shard": shard, "items": 8, "errors": {"item_error": 1}, "won": won}
+    told = {"shard": shard, "items": 8, "errors": {"item_error": 1}, "won": won, "revision": 0}
     return at, "published", {**told, "started": started, "seconds": at - started}
 
 
@@ -188,15 +188,15 @@ def test_a_clock_that_is_set_moves_earlier_times_and_changes_no_duration(tmp_pat
         writer.add_event({"event": what, **more})
 
     def publish(shard, at, took):
-        told = {"shard": shard, "items": 8, "errors": {}, "won": True}
+        told = {"shard": shard, "items": 8, "errors": {}, "won": True, "revision": 0}
         live(at, "published", **told, started=ahead[0] + at - took, seconds=took)
 
     live(1, "loading")
     live(2, "ready", **READY)
-    live(2, "claim", shard=2)
+    live(2, "claim", shard=2, idle_s=0.0)
     publish(2, 5, took=3)
     writer.add_death(DIES)
-    live(6, "claim", shard=3)
+    live(6, "claim", shard=3, idle_s=0.0)
     ahead[0] += step_s  # and the shard's events are by the new clock
     publish(3, 16, took=10)
     writer.end()

@@ -993,7 +993,7 @@ def test_a_shard_that_a_worker_claimed_and_did_not_live_to_report_is_given_back(
     task = Task(run, Attempt("7", 0))
     monkeypatch.setattr(task, "_guarded", lambda work: task._stopped(signal.SIGTERM))
     task.record["shard"] = 249
-    task._claimed.add(251)  # of 250 its worker has not told
+    task._leases.add(251)  # of 250 its worker has not told
     assert task.run_worker() == 75
     assert set(range(500)) - run.claims.numbers() == {250, 251}
 
@@ -1006,9 +1006,9 @@ def test_a_requeued_task_drops_what_it_held_before_among_many_claims(tmp_path):
     before = AttemptWriter(run, Attempt("7", 0))
     before.record["shard"] = 248  # written before the last ones were claimed
     before.write()
-    assert not Task(run, Attempt("7", 0))._drop_earlier()
+    Task(run, Attempt("7", 0))._leases.drop_earlier()
     assert len(run.claims.numbers()) == 500
-    Task(run, Attempt("7", 0, restart=1))._drop_earlier()
+    Task(run, Attempt("7", 0, restart=1))._leases.drop_earlier()
     assert set(range(500)) - run.claims.numbers() == {250, 251}
 
 
