@@ -637,7 +637,8 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
 
     from slurmgpu.llm.interface import sampling as drawing
     from slurmgpu.llm.interface.engine import Sampling
-    from slurmgpu.llm.interface.sampling import Rules, choose, leave_next
+    from slurmgpu.llm.interface.sampling import choose, leave_next
+    from slurmgpu.llm.interface.sampling_rules import Rules
 
     n_tokens, n_rows = machine.pick(N_LARGE, N_TOY_LARGE), machine.pick(64, 4)
     logits = (torch.randn(n_rows, n_tokens, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()

@@ -19,7 +19,7 @@ import torch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.interface.sampling import Kinds
+from slurmgpu.llm.interface.sampling_rules import Kinds
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
 from slurmgpu.llm.transformers_engine.continuous import Needs

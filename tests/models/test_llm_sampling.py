@@ -9,7 +9,8 @@ import torch
 
 from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.llm.interface.noise import add_noise
-from slurmgpu.llm.interface.sampling import Kinds, Rules, choose, log_probabilities, mix, perturb, restrict
+from slurmgpu.llm.interface.sampling import choose, log_probabilities, mix, perturb, restrict
+from slurmgpu.llm.interface.sampling_rules import Kinds, Rules
 
 N_TOKENS = 40
 

@@ -11,8 +11,9 @@ import torch
 
 from slurmgpu.llm.interface import sampling
 from slurmgpu.llm.interface.engine import Sampling
-from slurmgpu.llm.interface.sampling import Rules, choose, leave_next
+from slurmgpu.llm.interface.sampling import choose, leave_next
 from slurmgpu.llm.interface.sampling_kernels import NAMES, SOURCE, Kernels, options
+from slurmgpu.llm.interface.sampling_rules import Rules
 
 COMPILER = os.environ.get("CXX", "g++")
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)

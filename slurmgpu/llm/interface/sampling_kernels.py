@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.cuda_kernels import Kernel, compile_kernels
+from slurmgpu.llm.interface.sampling_rules import Rules
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from slurmgpu.llm.interface.sampling import Rules
 
 SOURCE = Path(__file__).with_name("sampling.cu")
 NAMES = ("scan", "settle")

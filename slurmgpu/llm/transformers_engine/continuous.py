@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.engine import EngineOptions, Place
-from slurmgpu.llm.interface.sampling import Kinds, prepare_kernels
+from slurmgpu.llm.interface.sampling import prepare_kernels
+from slurmgpu.llm.interface.sampling_rules import Kinds
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.sampling import Kinds, Rules, leave_next, restrict
+from slurmgpu.llm.interface.sampling import leave_next, restrict
+from slurmgpu.llm.interface.sampling_rules import Kinds, Rules
 from slurmgpu.llm.prompts.codec import Encoded
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher, unpack
 

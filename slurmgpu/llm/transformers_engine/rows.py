@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from slurmgpu.llm.interface.engine import FinishReason
 from slurmgpu.llm.interface.host_copies import HostCopies
-from slurmgpu.llm.interface.sampling import Rules, choose, log_probabilities
+from slurmgpu.llm.interface.sampling import choose, log_probabilities
+from slurmgpu.llm.interface.sampling_rules import Rules
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.llm.interface.sampling import Rules, perturb, restrict
+from slurmgpu.llm.interface.sampling import perturb, restrict
+from slurmgpu.llm.interface.sampling_rules import Rules
 from slurmgpu.llm.prompts.codec import Encoded, Finished
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 
