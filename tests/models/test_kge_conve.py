@@ -8,7 +8,7 @@ from torch.nn import functional
 
 pykeen_models = pytest.importorskip("pykeen.models")
 
-from slurmgpu.workloads.tracin.kge import conve_gradients  # noqa: E402
+from slurmgpu.workloads.tracin.kge import conve  # noqa: E402
 from slurmgpu.workloads.tracin.kge.checkpoints import load_checkpoint, read_layout  # noqa: E402
 from slurmgpu.workloads.tracin.kge.conve import ConvE  # noqa: E402
 from slurmgpu.workloads.tracin.kge.differentiable import TriplesModel  # noqa: E402
@@ -101,7 +101,7 @@ def test_both_directions_add_up(loss):
 @pytest.mark.parametrize("n_blocks", [1, 2, 5])
 def test_blocks_of_the_feature_maps_change_nothing(n_blocks, monkeypatch):
     model = a_model(kernel=(2, 3))
-    monkeypatch.setattr(conve_gradients, "_rows_of_block", lambda model: -(-model.positions[0] // n_blocks))
+    monkeypatch.setattr(conve, "_rows_of_block", lambda model: -(-model.positions[0] // n_blocks))
     check(triples_model(model), some_triples())
 
 
@@ -124,7 +124,7 @@ def test_only_wanted_parameters_are_computed(monkeypatch):
         shape = model.parameters_by_name()[name].shape
         assert torch.equal(term[name].dense(shape), everything[name].dense(shape))
     # The last layers need no way back through the convolution.
-    monkeypatch.setattr(conve_gradients, "_channels_last", None)
+    monkeypatch.setattr(conve, "_channels_last", None)
     model.gradients(some_triples(), "train", ["fc.weight", "fc.bias", "bn2.weight", "bn2.bias", "bias"])
     with pytest.raises(TypeError):
         model.gradients(some_triples(), "train", ["relation"])
@@ -195,8 +195,8 @@ def test_memory_is_what_is_said_at_most(loss):
     known = Known(triples, 4)
     made: Loss = find_loss(loss, n_entities=n, known=lambda: known, label_smoothing=0.1, seed=3)
     model = TriplesModel(module, {"train": made, "test": Positive()}, torch.arange(4))
-    conve_gradients._channels_last(module)  # kept with the model
-    conve_gradients._OF_THREAD.__dict__.clear()
+    conve._channels_last(module)  # kept with the model
+    conve._OF_THREAD.__dict__.clear()
     with torch.profiler.profile(profile_memory=True) as profile:
         found = model.gradients(triples, "train", list(model.groups))
     result = n * model.bytes_of_result("train")

@@ -5,6 +5,7 @@ Tasks, the merge and exports read that from the plan, and need no model to know 
 
 from __future__ import annotations
 
+import functools
 import glob
 import math
 import re
@@ -103,6 +104,20 @@ def plan(settings: TracinSettings) -> Planned:
         {**known.digests, **file_digests([*paths, *own_files(settings)])},
         not_built,
     )
+
+
+class PlannedSettings(TracinSettings):
+    """The settings of a run, with the facts about its files."""
+
+    @functools.cached_property
+    def facts(self) -> Planned:
+        """The facts about the files, from the plan if there is one, else from the files."""
+        return plan(self) if self.planned is None else Planned(**self.planned)
+
+    @property
+    def n_listed(self) -> int:
+        """The length of each list: `top_k`, or the number of training triples if that is less."""
+        return self.top_k and min(self.top_k, self.facts.n_train)
 
 
 def checkpoint_paths(model: str | Sequence[str]) -> list[str]:

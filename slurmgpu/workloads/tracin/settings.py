@@ -86,6 +86,11 @@ class TracinSettings:
         return self.memory_mb or (GPU_MEMORY_MB if is_gpu else CPU_MEMORY_MB)
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether the precision causes errors, which are then measured."""
+        return self.precision in ("tf32", "bf16", "fp16") and bool(self.top_k or self.full)
+
+    @property
     def number_dtype(self) -> str:
         """The dtype of influences as they are stored."""
         return "float64" if self.precision == "fp64" else "float32"

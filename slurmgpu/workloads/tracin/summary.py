@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.tracin.kge.graph import read_graph
-from slurmgpu.workloads.tracin.planning import check_unchanged
+from slurmgpu.workloads.tracin.planning import PlannedSettings, check_unchanged
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
-    from slurmgpu.workloads.tracin.workload import Tracin
 
 log = logging.getLogger(__name__)
 
@@ -33,24 +32,24 @@ FEW_IN_COMMON = 0.9
 """Below this mean overlap of the ten strongest, the summary hints at the reduced precision."""
 
 
-def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
+def summarize(settings: PlannedSettings, merged: Merged) -> dict[str, Any]:
     """Count tests, the influence of each parameter group, and the training triples that are listed most often."""
     good = ~merged.failed
     own = np.asarray(merged["self_influence"][:], np.float64)[good]
     summary: dict[str, Any] = {
         "n_tests": int(good.sum()),
         "n_failed": int(merged.failed.sum()),
-        "n_training_triples": workload.facts.n_train,
-        "n_checkpoints": len(workload.facts.checkpoints),
+        "n_training_triples": settings.facts.n_train,
+        "n_checkpoints": len(settings.facts.checkpoints),
         "median_self_influence": float(np.median(own)) if len(own) else None,
     }
     hints: list[str] = []
-    if workload.n_hops is not None and "n_counted" in merged.columns and len(own):
-        summary |= _counted(np.asarray(merged["n_counted"][:])[good], workload.n_listed, hints)
-    if workload.is_reduced and len(own):
-        summary |= _precision(merged, good, workload.precision, hints)
-    if workload.top_k:
-        summary |= _lists(workload, merged)
+    if settings.n_hops is not None and "n_counted" in merged.columns and len(own):
+        summary |= _counted(np.asarray(merged["n_counted"][:])[good], settings.n_listed, hints)
+    if settings.is_reduced and len(own):
+        summary |= _precision(merged, good, settings.precision, hints)
+    if settings.top_k:
+        summary |= _lists(settings, merged)
     return {**summary, "hint": " ".join(hints)} if hints else summary
 
 
@@ -79,10 +78,10 @@ def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: l
     return found
 
 
-def _lists(workload: Tracin, merged: Merged) -> dict[str, Any]:
-    groups = workload.facts.groups
+def _lists(settings: PlannedSettings, merged: Merged) -> dict[str, Any]:
+    groups = settings.facts.groups
     shares = np.zeros(len(groups))
-    counts = {side: np.zeros(workload.facts.n_train, np.int64) for side in ("proponent", "opponent")}
+    counts = {side: np.zeros(settings.facts.n_train, np.int64) for side in ("proponent", "opponent")}
     for side, count in counts.items():
         for lines, split in _blocks(merged, side):
             count += np.bincount(lines[lines >= 0], minlength=len(count))
@@ -93,7 +92,7 @@ def _lists(workload: Tracin, merged: Merged) -> dict[str, Any]:
     most = np.lexsort((np.arange(len(total)), -total))[:N_LISTED]
     listed = {
         name: {"n_tests": int(total[line]), **{f"as_{side}": int(count[line]) for side, count in counts.items()}}
-        for line, name in zip(most.tolist(), _names(workload, most), strict=True)
+        for line, name in zip(most.tolist(), _names(settings, most), strict=True)
         if total[line]
     }
     return {"group_share": by_group, "listed_most_often": listed}
@@ -106,11 +105,11 @@ def _blocks(merged: Merged, side: str) -> Iterator[tuple[NDArray[np.int64], NDAr
         yield merged[f"{side}s"][rows][good], merged[f"{side}_shares"][rows][good]
 
 
-def _names(workload: Tracin, lines: NDArray[np.int64]) -> list[str]:
+def _names(settings: PlannedSettings, lines: NDArray[np.int64]) -> list[str]:
     """Training triples in words with their line, from 0; the line alone if the files are gone."""
     try:
-        graph = read_graph(workload.train, workload.entities, workload.relations)
-        check_unchanged(workload.facts, graph.digests, only=graph.digests)
+        graph = read_graph(settings.train, settings.entities, settings.relations)
+        check_unchanged(settings.facts, graph.digests, only=graph.digests)
     except SlurmGPUError as error:
         log.warning("training triples have no names in the summary: %s", error)
         return [f"train[{line}]" for line in lines.tolist()]

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.amounts import count_of
 from slurmgpu.workloads.tracin.kge.graph import Graph, label_of, read_edge_map, read_graph, read_names
-from slurmgpu.workloads.tracin.planning import check_unchanged
+from slurmgpu.workloads.tracin.planning import PlannedSettings, check_unchanged
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
-    from slurmgpu.workloads.tracin.workload import Tracin
 
 HEADER = (
     *("TestHead", "TestHead_label", "TestRel", "TestRel_label", "TestTail", "TestTail_label"),
@@ -46,12 +45,12 @@ class Labels:
     relation_labels: Mapping[int, str]
 
     @classmethod
-    def of(cls, workload: Tracin, graph: Graph) -> Labels:
+    def of(cls, settings: PlannedSettings, graph: Graph) -> Labels:
         """The labels from the dictionaries, and from `names` and `edge_map` if they are set."""
         entities, relations = graph.entities.names, graph.relations.names
         with _as_planned():
-            meanings = {} if workload.edge_map is None else read_edge_map(workload.edge_map)
-            labels = {} if workload.names is None else read_names(workload.names)
+            meanings = {} if settings.edge_map is None else read_edge_map(settings.edge_map)
+            labels = {} if settings.names is None else read_names(settings.names)
         by_relation = {number: meanings[name] for number, name in relations.items() if name in meanings}
         return cls(entities, relations, labels, by_relation)
 
@@ -76,15 +75,15 @@ class Labels:
         return found | {f"{key}_name": label for key, label, there in named if there}
 
 
-def write_csv(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
+def write_csv(settings: PlannedSettings, merged: Merged, file: IO[bytes]) -> str:
     """Write a record for each pair of a test triple and a listed training triple."""
-    graph = _graph(workload)
-    labels = Labels.of(workload, graph)
+    graph = _graph(settings)
+    labels = Labels.of(settings, graph)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(HEADER)
     n_tests = n_lines = 0
-    for test in _tests(workload, merged):
+    for test in _tests(settings, merged):
         n_tests, n_lines = n_tests + 1, n_lines + len(test.lines)
         before = labels.cells(test.triple)
         for line, value in zip(test.lines.tolist(), test.values.tolist(), strict=True):
@@ -93,21 +92,21 @@ def write_csv(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
     return f"{count_of(n_tests, 'test triple')}, {count_of(n_lines, 'line')} below the header"
 
 
-def write_json(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
+def write_json(settings: PlannedSettings, merged: Merged, file: IO[bytes]) -> str:
     """Write one object, with a result for each test triple."""
-    graph = _graph(workload)
-    labels = Labels.of(workload, graph)
-    rates = workload.facts.learning_rates
+    graph = _graph(settings)
+    labels = Labels.of(settings, graph)
+    rates = settings.facts.learning_rates
     head = {
         "num_test_triples": int((~merged.failed).sum()),
         "num_training_triples": len(graph.train),
-        "top_k": None if _is_whole(workload) else workload.top_k,
+        "top_k": None if _is_whole(settings) else settings.top_k,
         "learning_rate": rates[0] if len(rates) == 1 else rates,
     }
     file.write(json.dumps(head)[:-1].encode() + b', "results": [')
     separator = b"\n"
     n_tests = n_listed = 0
-    for test in _tests(workload, merged):
+    for test in _tests(settings, merged):
         result = {"test_index": test.line, **labels.fields(test.triple, "test"), "self_influence": test.self_influence}
         result["top_influences"] = [
             {**labels.fields(graph.train[line], "train"), "influence": value}
@@ -144,10 +143,10 @@ class _Test:
     values: NDArray[Any]
 
 
-def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
+def _tests(settings: PlannedSettings, merged: Merged) -> Iterator[_Test]:
     names = ["proponents", "proponent_values", "opponents", "opponent_values"]
-    if _is_whole(workload):
-        names += ["influence", *(["influence_scale"] if workload.full == "float16" else [])]
+    if _is_whole(settings):
+        names += ["influence", *(["influence_scale"] if settings.full == "float16" else [])]
     row_bytes = sum(merged[name][:1].nbytes for name in names)
     n_rows = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(0, len(merged), n_rows):
@@ -156,7 +155,7 @@ def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
         own = zip(merged["line"][rows], merged["triple"][rows], merged["self_influence"][rows], strict=True)
         for row, ((line, triple, self_influence), failed) in enumerate(zip(own, merged.failed[rows], strict=True)):
             if not failed:
-                lines, values = _by_size([column[row] for column in listed], workload.top_k)
+                lines, values = _by_size([column[row] for column in listed], settings.top_k)
                 yield _Test(int(line), triple, float(self_influence), lines, values)
 
 
@@ -177,14 +176,14 @@ def _by_size(columns: list[NDArray[Any]], top_k: int) -> tuple[NDArray[np.int64]
     return np.concatenate([lines, rest]), np.concatenate([values, others[rest]])
 
 
-def _is_whole(workload: Tracin) -> bool:
-    return bool(workload.full) and workload.n_hops is None
+def _is_whole(settings: PlannedSettings) -> bool:
+    return bool(settings.full) and settings.n_hops is None
 
 
-def _graph(workload: Tracin) -> Graph:
+def _graph(settings: PlannedSettings) -> Graph:
     with _as_planned():
-        graph = read_graph(workload.train, workload.entities, workload.relations)
-        check_unchanged(workload.facts, graph.digests, only=graph.digests)
+        graph = read_graph(settings.train, settings.entities, settings.relations)
+        check_unchanged(settings.facts, graph.digests, only=graph.digests)
     return graph
 
 

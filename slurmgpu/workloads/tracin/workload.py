@@ -28,8 +28,8 @@ from slurmgpu.workloads.tracin import planning, tiepin
 from slurmgpu.workloads.tracin.from_args import translate
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
 from slurmgpu.workloads.tracin.kge.hop_filter import HopFilter, HopFilterOptions
-from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line, zero_rates_line
-from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
+from slurmgpu.workloads.tracin.planning import PlannedSettings, own_files, rates_line, zero_rates_line
+from slurmgpu.workloads.tracin.settings import FILTER
 from slurmgpu.workloads.tracin.summary import summarize
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ STATISTICS = {
 """Columns about the whole row of influences, with their names in `Results`."""
 
 
-class Tracin(TracinSettings):
+class Tracin(PlannedSettings):
     """The training triples with the largest influences, of either sign, on a model's prediction of each test triple.
 
     `train`, `entities` and `relations` are the graph's files, `model` one or several checkpoints of one training.
@@ -73,11 +73,6 @@ class Tracin(TracinSettings):
         files={name: Path(__file__).with_name("example") / name for name in ("train.txt", "test.txt")},
         first="python3 -m slurmgpu.workloads.tracin.kge.train train.txt --dim 16 --epochs 100 -o model",
     )
-
-    @functools.cached_property
-    def facts(self) -> Planned:
-        """The facts about the files, from the plan if there is one, else from the files."""
-        return planning.plan(self) if self.planned is None else Planned(**self.planned)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
@@ -106,19 +101,9 @@ class Tracin(TracinSettings):
         return columns
 
     @property
-    def n_listed(self) -> int:
-        """The length of each list: `top_k`, or the number of training triples if that is less."""
-        return self.top_k and min(self.top_k, self.facts.n_train)
-
-    @property
     def list_bytes(self) -> int:
         """The bytes of both lists of a test triple."""
         return 2 * self.n_listed * (8 + np.dtype(self.number_dtype).itemsize * (1 + len(self.facts.groups)))
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the precision causes errors, which are then measured."""
-        return self.precision in ("tf32", "bf16", "fp16") and bool(self.top_k or self.full)
 
     @property
     def paths(self) -> list[Path]:
