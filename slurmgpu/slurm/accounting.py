@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 20.0
 """sacct lags behind a job's end. The merge waits this long for the ends that attempts did not record themselves."""
+MIN_ROUNDS = 3
+"""How often a merge asks at least, as a command of Slurm's that does not answer takes as long."""
 
 DAY_S = 86_400.0
 DISABLED = "accounting storage is disabled"
@@ -28,11 +30,12 @@ def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
     """The lives of the run's tasks by accounting; None without an answer, which costs detail only.
 
     An end that accounting lacks is asked of slurmctld: a cancelled run would look like a preempted one, which is
-    submitted again. With `settled` both are asked again, for up to 20 s, until they have the end of each attempt that
-    recorded none, or does not know who ended it.
+    submitted again. With `settled` both are asked again, for up to 20 s and three times at least, until they have the
+    end of each attempt that recorded none, or does not know who ended it.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline, n_rounds = time.monotonic() + PATIENCE_S, 0
     while True:
+        n_rounds += 1
         lives, failure = None, None
         try:
             lives = _ask(run, commands.accounting)
@@ -42,7 +45,8 @@ def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
             lives = _filled(lives or {}, told)
             jobs = _unsettled(run, lives)
         is_there = failure is None or not (failure.is_absent or DISABLED in str(failure))
-        if not (settled and is_there and jobs and time.monotonic() < deadline):
+        may_settle = n_rounds < MIN_ROUNDS or time.monotonic() < deadline
+        if not (settled and is_there and jobs and may_settle):
             if failure is not None:
                 log.warning("the report does without Slurm's accounting: %s", failure)
             return lives
@@ -53,15 +57,20 @@ Asked = Callable[[Sequence[str], Mapping[str, float]], Mapping[str, Sequence[Lif
 
 
 def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Lives | None:
-    """The answer on the run's array jobs of this cluster, or on those `among` them; None if there are none."""
+    """The answer on the run's array jobs of this cluster, or on those `among` them; None if there are none.
+
+    An array of one task is a plain job; a plain job that is an array of more is not told apart yet, and left out.
+    """
     lines = [line for line in run.submissions() if is_slurms(line) and "array_job" in line and not line.get("copied")]
     here = queue.own_cluster() if any(line.get("cluster") for line in lines) else None
-    ids = [line["array_job"] for line in lines if here is None or line.get("cluster", here) == here]
-    ids = [job for job in ids if among is None or job in among]
-    if not ids:
+    of_here = [line for line in lines if here is None or line.get("cluster", here) == here]
+    n_tasks = {line["array_job"]: line["n_tasks"] for line in of_here if among is None or line["array_job"] in among}
+    if not n_tasks:
         return None
     suffix = f"@{name}" if (name := abroad(lines, here or "")) else ""
-    return {f"{task}{suffix}": told for task, told in ask(ids, _begins(run, lines)).items()}
+    answer = ask(list(n_tasks), _begins(run, lines)).items()
+    tasks = {f"{job}_0" if n_tasks.get(job) == 1 else job: told for job, told in answer}
+    return {f"{task}{suffix}": told for task, told in tasks.items() if "_" in task}
 
 
 def _filled(lives: Lives, told: Lives) -> Lives:

@@ -215,7 +215,9 @@ def outside_job() -> Iterator[None]:
 
 
 def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Life]]:
-    """The lives by sacct: for each array task ("1234_7") its lives in order, one for each restart.
+    """The lives by sacct: for each array task ("1234_7") or plain job its lives in order, one for each restart.
+
+    For two or three seconds sacct may show of an array its last task alone, as a plain job (measured with 22.05).
 
     `since` is when a job cannot have ended yet, in seconds since the epoch: what ended before was another job with its
     id. Ids begin again where slurmctld has lost its state, and behind MaxJobId.
@@ -228,7 +230,6 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         task, is_step, step = job_id.partition(".")
         if (ended := epoch(end)) is not None and ended < since.get(array_of(task), 0.0):
             continue
-        task = task if "_" in task else f"{task}_0"  # Submitit submits an array of one as a plain job
         if not is_step:
             gpus = re.search(r"gres/gpu=(\d+)", tres)
             n_gpus = int(gpus[1]) if gpus else 0
@@ -259,7 +260,7 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         for line in text.splitlines():
             # Behind it come the user's words, which may look like Slurm's.
             told = dict(re.findall(r"(?<!\S)(\w+)=(\S+)", line.partition(" Command=")[0]))
-            state, index = told.get("JobState", ""), told.get("ArrayTaskId", "0")
+            state, index = told.get("JobState", ""), told.get("ArrayTaskId")
             ended = epoch(told.get("EndTime", ""))
             if state == "FAILED" or class_of_job(state) is None or (ended or 0.0) < since.get(job_id, 0.0):
                 continue
@@ -267,7 +268,7 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             elapsed_s, n_gpus = int(seconds_of(told.get("RunTime", "")) or 0), int(gpus[1]) if gpus else 0
             life = Life(state, class_of_job(state), True, elapsed_s, n_gpus, told.get("NodeList", ""))
             before = [Life("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
-            lives[f"{job_id}_{index}"] = [*before, life]
+            lives[job_id if index is None else f"{job_id}_{index}"] = [*before, life]
     return lives
 
 

@@ -248,6 +248,32 @@ def test_a_merge_asks_an_accounting_again_that_is_away_for_a_moment(pretending, 
     assert [attempt["failure"] for attempt in attempts_of(run, lives)] == [verdict]
 
 
+def test_an_array_that_accounting_shows_as_a_plain_job_at_first_is_asked_for_again(pretending, tmp_path):
+    """sacct's answers of 22.05.8, 0.3 and 2.4 s after one of two tasks was cancelled, and the other had ended well."""
+    run = pretend_run(tmp_path / "run", 300, n_tasks=2)
+    change(run, "4711_0.0", state="ended", ended=run.attempts()[0]["updated"], failure="preempted", message="SIGTERM")
+    pretending(
+        "sacct",
+        f"if [ -e {tmp_path}/asked ]; then echo '4711_0|CANCELLED by 0|300|gres/gpu=1|gpu1|0:0|Unknown'; "
+        f"echo '4711_1|COMPLETED|300|gres/gpu=1|gpu1|0:0|Unknown'; "
+        f"else touch {tmp_path}/asked; echo '4711|COMPLETED|300|gres/gpu=1|gpu1|0:0|Unknown'; fi",
+    )
+    pretending("scontrol", "exit 1")
+    lives = accounting.lives_of(run, settled=True)
+    assert attempts_of(run, lives)[0]["failure"] == "cancelled"
+
+
+def test_a_merge_asks_again_when_its_first_look_took_all_the_time(pretending, tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    change(run, "4711_0.0", state="ended", ended=run.attempts()[0]["updated"], failure="preempted", message="SIGTERM")
+    monkeypatch.setattr(accounting, "PATIENCE_S", 0.0)
+    pretending(
+        "sacct", f"echo >> {tmp_path}/asked; [ $(wc -l < {tmp_path}/asked) = 3 ] && echo '4711|CANCELLED||||0:0|'"
+    )
+    pretending("scontrol", "exit 1")
+    assert attempts_of(run, accounting.lives_of(run, settled=True))[0]["failure"] == "cancelled"
+
+
 @pytest.mark.slurm
 @pytest.mark.parametrize("sacct", ["exec false", "exec echo '4711_0|RUNNING|9|gres/gpu=1|gpu1|0:0|Unknown'"])
 def test_slurmctld_knows_who_ended_a_task_while_accounting_does_not(pretending, tmp_path, sacct):
@@ -308,7 +334,7 @@ def test_a_task_whose_prolog_failed_never_began(pretending):
     ]
     pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
     found = commands.accounting(["6", "7", "11", "12"], {})
-    began = {"6_0": False, "7_0": True, "11_0": True, "12_0": True}
+    began = {"6_0": False, "7": True, "11_0": True, "12": True}
     assert {task: life.began for task, [life] in found.items()} == began
 
 
