@@ -9,7 +9,7 @@ import contextlib
 import errno
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slurmgpu.util import early_signals, standard_streams
@@ -43,21 +43,12 @@ def main() -> None:
     from slurmgpu.cli.console import complain
     from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
-    from slurmgpu.util.shared_files import TRANSIENT, UnusableFileError
+    from slurmgpu.util.shared_files import UnusableFileError
 
     prepare_streams(unread=_unread(sys.argv[1:]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
-        try:
-            app()
-        except SystemExit:
-            with contextlib.suppress(SystemExit):  # a closed pipe does not change the exit code
-                sys.stdout.flush()
-            raise
-        except BaseException:
-            with contextlib.suppress(SystemExit, OSError):  # nor does it hide the error
-                sys.stdout.flush()
-            raise
+        _flushing_stdout(app)
     except SlurmGPUError as error:
         complain(str(error))
         sys.exit(2)
@@ -67,16 +58,36 @@ def main() -> None:
         complain(f"{error.filename}: {error.strerror}. Remove it, or restore the file that was there.")
         sys.exit(2)
     except OSError as error:
-        to_do = {**dict.fromkeys(TRANSIENT, AGAIN), **TO_DO}.get(error.errno or 0)
-        if error.errno == errno.EACCES and error.filename is None:  # of a file that was open
-            to_do = EXPIRED
-        where = error.filename or {ROOM: "A file that it writes", EXPIRED: "A file", AGAIN: "A file"}.get(to_do or "")
-        if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():
-            where, to_do = "The working directory", "It was removed: go to one that exists."
-        if where is None or to_do is None:
+        if (advice := _advice(error)) is None:
             raise
-        complain(f"{where}: {error.strerror}. {to_do}")
+        complain(advice)
         sys.exit(2)
+
+
+def _flushing_stdout(app: Callable[[], object]) -> None:
+    try:
+        app()
+    except SystemExit:
+        with contextlib.suppress(SystemExit):  # a closed pipe does not change the exit code
+            sys.stdout.flush()
+        raise
+    except BaseException:
+        with contextlib.suppress(SystemExit, OSError):  # nor does it hide the error
+            sys.stdout.flush()
+        raise
+
+
+def _advice(error: OSError) -> str | None:
+    """What to do about an error of a file system; None if it is a bug."""
+    from slurmgpu.util.shared_files import TRANSIENT
+
+    to_do = {**dict.fromkeys(TRANSIENT, AGAIN), **TO_DO}.get(error.errno or 0)
+    if error.filename is None and error.errno == errno.EACCES:  # of a file that was open
+        to_do = EXPIRED
+    if error.filename is None and error.errno == errno.ENOENT and _is_nowhere():
+        return f"The working directory: {error.strerror}. It was removed: go to one that exists."
+    where = error.filename or {ROOM: "A file that it writes", EXPIRED: "A file", AGAIN: "A file"}.get(to_do or "")
+    return f"{where}: {error.strerror}. {to_do}" if where and to_do else None
 
 
 def _is_nowhere() -> bool:

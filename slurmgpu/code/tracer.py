@@ -400,26 +400,31 @@ class Tracer:
         self.notes.look_for_slurm(shown, text)
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
-            path = script.parent / name
-            if path.suffix in PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
-                self.add_script(path.resolve())
-            elif path.suffix in CONFIGURATIONS:
-                self.add_read(path)
+            self._follow_beside(script.parent / name)
         for name in sorted(names.here):
-            path = self._base / name
-            if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
-                self._run_by_shell.append(path)
-            elif path.suffix in CONFIGURATIONS | PROGRAMS and self.add_read(path):
-                with contextlib.suppress(OSError):
-                    content = retried(path.read_bytes, BRIEF_PATIENCE_S)
-                    if names_in_shell.is_shell(content, path.suffix) and path.resolve() not in self._shells:
-                        self._shells.add(path.resolve())
-                        self._follow_shell(path, content)
+            self._follow_here(self._base / name)
         for name in sorted(names.modules):
             path = self._base.joinpath(*name.split("."))
-            for file in (path.with_suffix(".py"), path / "__main__.py"):
-                if is_file(file, BRIEF_PATIENCE_S):
-                    self._run_by_shell.append(file)
+            programs = (path.with_suffix(".py"), path / "__main__.py")
+            self._run_by_shell += [program for program in programs if is_file(program, BRIEF_PATIENCE_S)]
+
+    def _follow_beside(self, path: Path) -> None:
+        """Add a file that a shell script names in its own folder, which is in the snapshot as well."""
+        if path.suffix in PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
+            self.add_script(path.resolve())
+        elif path.suffix in CONFIGURATIONS:
+            self.add_read(path)
+
+    def _follow_here(self, path: Path) -> None:
+        """Add a file that a shell script names in the folder in which it runs, where the file is read or run."""
+        if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
+            self._run_by_shell.append(path)
+        elif path.suffix in CONFIGURATIONS | PROGRAMS and self.add_read(path):
+            with contextlib.suppress(OSError):
+                content = retried(path.read_bytes, BRIEF_PATIENCE_S)
+                if names_in_shell.is_shell(content, path.suffix) and path.resolve() not in self._shells:
+                    self._shells.add(path.resolve())
+                    self._follow_shell(path, content)
 
     def _files_of(self, programs: Iterable[Path]) -> dict[str, ReadFile]:
         """Programs of Python's that run where they lie, with the files that they import and read."""

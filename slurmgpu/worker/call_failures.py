@@ -89,26 +89,11 @@ def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: 
         return [], of_item(error)
     except Retry as error:
         return [], may_pass(error)
-    except WorkerBrokenError:
-        raise
-    except INTERRUPTS:
+    except (WorkerBrokenError, *INTERRUPTS):
         raise
     except BaseException as error:  # also a panic of a library in Rust, and asyncio's CancelledError
         check_debugger_left(error)
-        kind = class_of(error, ITEM)
-        if isinstance(error, NodeError | GPUFaultError | WorkloadError):
-            return [], Failure(kind, message_of(error))
-        if POLICIES[kind].node_at_fault:
-            return [], _failure(error, kind, folder)
-        if logged := POLICIES[kind].logged:
-            return [], _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
-        if is_broken(error):
-            raise WorkerBrokenError(described(error)) from error
-        of_files = class_of(error, FILES)
-        if resumes and POLICIES[of_files].ends_task:
-            kind = of_files
-        failure = replace(_failure(error, kind, folder), is_of_process=says_used_up(error))
-        return [], replace(failure, retry_after=0.0) if is_of_network(error) else failure
+        return [], _of_exception(error, n_items, folder, resumes=resumes)
 
 
 def check_debugger_left(error: BaseException) -> None:
@@ -136,6 +121,24 @@ def may_pass(error: BaseException) -> Failure:
     after = error.after if isinstance(error, Retry) and isinstance(error.after, int | float) else 0.0
     message = message_of(error) or type(error).__name__
     return Failure("item_error", message, ("retry", message), retry_after=max(0.0, after))
+
+
+def _of_exception(error: BaseException, n_items: int, folder: str, *, resumes: bool) -> Failure:
+    """The failure by the class of an exception; WorkerBrokenError if the process cannot go on after it."""
+    kind = class_of(error, ITEM)
+    if isinstance(error, NodeError | GPUFaultError | WorkloadError):
+        return Failure(kind, message_of(error))
+    if POLICIES[kind].node_at_fault:
+        return _failure(error, kind, folder)
+    if logged := POLICIES[kind].logged:
+        return _too_large(error, kind, f"{logged} of {n_items}", is_alone=n_items == 1)
+    if is_broken(error):
+        raise WorkerBrokenError(described(error)) from error
+    of_files = class_of(error, FILES)
+    if resumes and POLICIES[of_files].ends_task:
+        kind = of_files
+    failure = replace(_failure(error, kind, folder), is_of_process=says_used_up(error))
+    return replace(failure, retry_after=0.0) if is_of_network(error) else failure
 
 
 def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:

@@ -219,6 +219,16 @@ def is_at_rest(run: Run) -> bool:
     return is_over(lines) if lines else live_tasks.alive(run) is None
 
 
+def _refuse_contradiction(asked: Sequence[str], *, follow: bool, has_lines: bool) -> None:
+    """Raise SlurmGPUError if these arguments, each of which asks for logs, do not go together, or with the others."""
+    if len(asked) > 1:
+        raise SlurmGPUError(f"{' and '.join(asked)} exclude each other: give one of them.")
+    if follow and asked and asked[0] not in ("TASK", "--merge"):
+        raise SlurmGPUError(f"--follow does not work with {asked[0]}: use it with TASK, with --merge or alone.")
+    if has_lines and "--json" in asked:
+        raise SlurmGPUError("--lines and --json exclude each other: give one of them.")
+
+
 def show_logs(
     run: Run,
     task: str | None,
@@ -232,14 +242,10 @@ def show_logs(
     as_json: bool,
 ) -> None:
     """Print what the command's arguments ask for; without any, the index."""
-    asked = [name for name, value in {"TASK": task, "--item": item, "--class": failure}.items() if value is not None]
+    given = {"TASK": task, "--item": item, "--class": failure}
+    asked = [name for name, value in given.items() if value is not None]
     asked += ["--failed"] * failed + ["--merge"] * merge + ["--json"] * as_json
-    if len(asked) > 1:
-        raise SlurmGPUError(f"{' and '.join(asked)} exclude each other: give one of them.")
-    if follow and asked and asked[0] not in ("TASK", "--merge"):
-        raise SlurmGPUError(f"--follow does not work with {asked[0]}: use it with TASK, with --merge or alone.")
-    if as_json and n_lines is not None:
-        raise SlurmGPUError("--lines and --json exclude each other: give one of them.")
+    _refuse_contradiction(asked, follow=follow, has_lines=n_lines is not None)
     if not as_json and item is None:
         refuse_unsubmitted(run, waits=follow)
     if as_json:

@@ -57,6 +57,26 @@ OTHER_RUN = "after a change of the settings or the input, which a run keeps: sub
 def show_status(status: Status, max_rows: int | None = None) -> None:
     """Print a run's progress, pace, attempts and queued jobs; at most `max_rows` attempts, omitting ended ones."""
     console = wide_console()
+    _show_progress(console, status)
+    attempts = in_task_order(status["attempts"])
+    if max_rows is not None and len(attempts) > max_rows:
+        attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
+    if attempts:
+        _show_living(console, attempts)
+    _more(len(status["attempts"]), "status --json lists them", len(attempts))
+    _show_failures(console, attempts)
+    _show_unrecorded(status)
+    lines = list(filter(None, (_job_words(job, status["time"]) for job in status["queue"] or ())))
+    for line in lines[:MAX_LISTED]:
+        result(line)
+    _more(len(lines), "status --json lists them")
+    if status["state"] == "incomplete" and not status["attempts"]:
+        say(NONE_BEGAN.format(shlex.quote(status["run_dir"])))
+    if command := _next(status):
+        say(f"next: {command}")
+
+
+def _show_progress(console: Console, status: Status) -> None:
     done, total = status["n_items_done"], status["n_items"]
     state = status["state"]
     if state == "complete" and status["n_errors"] == total:
@@ -73,13 +93,10 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
         result(f"code: {in_words_of(versions)}")
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
-    attempts = in_task_order(status["attempts"])
-    if max_rows is not None and len(attempts) > max_rows:
-        attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
-    if attempts:
-        _show_living(console, attempts)
-    _more(len(status["attempts"]), "status --json lists them", len(attempts))
-    _show_failures(console, attempts)
+
+
+def _show_unrecorded(status: Status) -> None:
+    """Print the failures of attempts without a record, and records that cannot be used."""
     unseen = Counter(status["failures"]) - Counter(a["failure"] or "" for a in status["attempts"])
     if unseen:
         counts = ", ".join(f"{n:,} {plain(kind)}" for kind, n in unseen.items())
@@ -88,15 +105,6 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
         result(f"record damaged: {name}")
     for name in status["unreadable_records"]:
         result(f"record cannot be read at present: {name}")
-    told_of_jobs = [_job_words(job, status["time"]) for job in status["queue"] or ()]
-    lines = [line for line in told_of_jobs if line]
-    for line in lines[:MAX_LISTED]:
-        result(line)
-    _more(len(lines), "status --json lists them")
-    if status["state"] == "incomplete" and not status["attempts"]:
-        say(NONE_BEGAN.format(shlex.quote(status["run_dir"])))
-    if command := _next(status):
-        say(f"next: {command}")
 
 
 def _job_words(job: Job, now: float) -> str:
@@ -162,6 +170,20 @@ def show_report(report: Report) -> None:
         f"[bold]{name}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
         f"{report['n_errors']:,} of them failed, {report['gpu_hours']:.2f} GPU-hours"
     )
+    _show_origin(report)
+    _show_ledger(report["ledger"])
+    show_summary(console, report["summary"])
+    _show_holes(console, report)
+    _show_errors(console, report)
+    _show_attempts(console, report)
+    _show_damage(report)
+    for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
+        result(f"\n{trace.rstrip()}")
+    _show_next(report)
+
+
+def _show_origin(report: Report) -> None:
+    """Print where the rows are, and what computed them."""
     if report["merged"]:
         result(f"merged: {report['merged']}")
     if faults := faults_of(report):
@@ -177,11 +199,10 @@ def show_report(report: Report) -> None:
     if n_retried := sum(a["n_retried"] for a in report["attempts"]):
         waited_s = sum(a["waited_s"] for a in report["attempts"])
         result(f"tried again: {count_of(n_retried, 'item')}, after waiting {waited_s:,.0f} s")
-    _show_ledger(report["ledger"])
-    show_summary(console, report["summary"])
-    _show_holes(console, report)
-    _show_errors(console, report)
-    _show_attempts(console, report)
+
+
+def _show_damage(report: Report) -> None:
+    """Print the revisions and records that cannot be used."""
     for name, why in report["damaged_revisions"].items():
         result(f"damaged: shards/{plain(name)}, of items that were computed again: {plain(why)}")
         result("  Their rows are those of before, unless merged.h5 had the new ones.")
@@ -189,9 +210,6 @@ def show_report(report: Report) -> None:
         result(f"record damaged: tasks/{name}.json; the work of attempt {name} is unknown")
     for name in report["unreadable_records"]:
         result(f"record could not be read: tasks/{name}.json; run `slurmgpu merge` once it can be read")
-    for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
-        result(f"\n{trace.rstrip()}")
-    _show_next(report)
 
 
 def _show_next(report: Report) -> None:
