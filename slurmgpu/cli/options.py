@@ -63,50 +63,10 @@ def _number_of_gpus(text: str) -> int | str:
     return int(text)
 
 
-GpusOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus",
-        metavar="N",
-        parser=_number_of_gpus,
-        help="GPUs that the run may use at once; 0 runs on CPUs; all: this machine's.",
-    ),
-]
-ArrayOption = Annotated[bool | None, typer.Option("--array/--no-array", help="Spread the GPUs over array tasks.")]
-PerTaskOption = Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")]
-NodesOption = Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes of each task (1).")]
-TypeOption = Annotated[str | None, typer.Option("--gpu-type", help="The GPU type by Slurm's name, such as a100.")]
-ProcessesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--processes",
-        help="one: a process for all GPUs of a task; per-gpu: one for each.",
-        autocompletion=completion.words("one", "per-gpu"),
-    ),
-]
-TasksOption = Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if more than run at once.")]
 DeviceOption = Annotated[
     str | None,
     typer.Option("--device", help="auto (the allocated GPUs) or cpu.", autocompletion=completion.words("auto", "cpu")),
 ]
-SlurmOption = Annotated[list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An sbatch option.")]
-MailOption = Annotated[
-    str | None, typer.Option("--mail-user", metavar="ADDRESS", help="Let Slurm send a mail when the run ends.")
-]
-InjectOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--inject",
-        metavar="FAULTS",
-        help="Inject faults: crash@17,oom@40,kill@60,timeout.",
-        autocompletion=completion.complete_fault,
-    ),
-]
-ExecutorOption = Annotated[
-    str | None, typer.Option("--executor", help=_executors(), autocompletion=completion.complete_executor)
-]
-ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
-RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -128,15 +88,6 @@ TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run code that others can write in the run directory, as you.")
 ]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")]
-AfterOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
-    ),
-]
-ProbeOption = Annotated[
-    int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
-]
 ColumnsOption = Annotated[
     str | None, typer.Option("--columns", metavar="A,B", help="Only these columns, in this order.")
 ]
@@ -144,57 +95,87 @@ WhereOption = Annotated[
     str | None, typer.Option("--where", metavar="CONDITION", help="Only these rows, such as 'score > 0.5'.")
 ]
 WithItemsOption = Annotated[bool, typer.Option("--with-items", help="Also the items of the input.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Compute only the first N items.")]
-ItemsOption = Annotated[
-    str | None, typer.Option("--items", metavar="RANGES", help="Compute only these items: 10:20,35.")
-]
-ExtendOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--extend",
-        metavar="RUN",
-        help="Compute only what the input has more than that run.",
-        autocompletion=completion.complete_run,
-    ),
-]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")]
 DEFAULT_RUN_FILE = Path("slurmgpu.toml")
 DEFAULTS = dict.fromkeys(("dry_run", "yes", "wait", "as_json"), False)
 
 
 PLACES: dict[str, Any] = {
-    "gpus": GpusOption,
-    "array": ArrayOption,
-    "gpus_per_task": PerTaskOption,
-    "nodes_per_task": NodesOption,
-    "gpu_type": TypeOption,
-    "processes": ProcessesOption,
-    "tasks": TasksOption,
-    "executor": ExecutorOption,
+    "gpus": Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            parser=_number_of_gpus,
+            help="GPUs that the run may use at once; 0 runs on CPUs; all: this machine's.",
+        ),
+    ],
+    "array": Annotated[bool | None, typer.Option("--array/--no-array", help="Spread the GPUs over array tasks.")],
+    "gpus_per_task": Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")],
+    "nodes_per_task": Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes of each task (1).")],
+    "gpu_type": Annotated[str | None, typer.Option("--gpu-type", help="The GPU type by Slurm's name, such as a100.")],
+    "processes": Annotated[
+        str | None,
+        typer.Option(
+            "--processes",
+            help="one: a process for all GPUs of a task; per-gpu: one for each.",
+            autocompletion=completion.words("one", "per-gpu"),
+        ),
+    ],
+    "tasks": Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if more than run at once.")],
+    "executor": Annotated[
+        str | None, typer.Option("--executor", help=_executors(), autocompletion=completion.complete_executor)
+    ],
     "device": DeviceOption,
 }
 """Options that are keys of [resources]."""
-KEYS = {
+KEYS: dict[str, Any] = {
     "settings": SetOption,
     "profile": ProfileOption,
-    "image": ImageOption,
-    "slurm": SlurmOption,
-    "mail_user": MailOption,
+    "image": Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)],
+    "slurm": Annotated[list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An sbatch option.")],
+    "mail_user": Annotated[
+        str | None, typer.Option("--mail-user", metavar="ADDRESS", help="Let Slurm send a mail when the run ends.")
+    ],
 }
 """Options that set other keys of the run file."""
-SUBMITTING = {
-    "limit": LimitOption,
-    "items": ItemsOption,
-    "extend": ExtendOption,
-    "run_dir": RunDirOption,
-    "after": AfterOption,
+SUBMITTING: dict[str, Any] = {
+    "limit": Annotated[int | None, typer.Option("--limit", metavar="N", help="Compute only the first N items.")],
+    "items": Annotated[
+        str | None, typer.Option("--items", metavar="RANGES", help="Compute only these items: 10:20,35.")
+    ],
+    "extend": Annotated[
+        Path | None,
+        typer.Option(
+            "--extend",
+            metavar="RUN",
+            help="Compute only what the input has more than that run.",
+            autocompletion=completion.complete_run,
+        ),
+    ],
+    "run_dir": Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")],
+    "after": Annotated[
+        Path | None,
+        typer.Option(
+            "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
+        ),
+    ],
     "dry_run": DryRunOption,
-    "probe": ProbeOption,
-    "yes": YesOption,
-    "inject": InjectOption,
+    "probe": Annotated[
+        int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
+    ],
+    "yes": Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")],
+    "inject": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inject",
+            metavar="FAULTS",
+            help="Inject faults: crash@17,oom@40,kill@60,timeout.",
+            autocompletion=completion.complete_fault,
+        ),
+    ],
     "wait": WaitOption,
     "as_json": JsonOption,
 }
