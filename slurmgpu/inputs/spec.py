@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.frozen_plan import FileRecord, InputRecord
 from slurmgpu.util.item_ranges import n_to_ends, spans_within
 
 PROMISED = -1
@@ -82,19 +82,23 @@ class InputSpec:
         ranges = [(0, self.n_items)] if self.ranges is None else self.ranges
         return spans_within(ranges, n_to_ends(ranges), start, stop)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> InputRecord:
         """The spec as JSON values, for run.json."""
-        value: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        value: InputRecord = json.loads(json.dumps(asdict(self)))
         return value
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> InputSpec:
+    def from_json(cls, value: InputRecord) -> InputSpec:
         """The spec from `to_json`; SlurmGPUError if its numbers of items do not agree, as after an edit."""
-        files = tuple(_input_file(file) for file in value["files"])
-        columns = None if value["columns"] is None else tuple(value["columns"])
-        ranges = None if value["ranges"] is None else tuple((start, stop) for start, stop in value["ranges"])
         spec = cls(
-            **{**value, "files": files, "columns": columns, "ranges": ranges, "folders": tuple(value["folders"])}
+            value["format"],
+            tuple(map(_input_file, value["files"])),
+            value["n_items"],
+            value["stride"],
+            None if value["columns"] is None else tuple(value["columns"]),
+            None if value["ranges"] is None else tuple((start, stop) for start, stop in value["ranges"]),
+            tuple(value["folders"]),
+            value["repacked"],
         )
         spec._check_counts()
         return spec
@@ -111,6 +115,6 @@ class InputSpec:
             )
 
 
-def _input_file(value: Mapping[str, Any]) -> InputFile:
-    source = value["source"]
-    return InputFile(**{**value, "source": None if source is None else Source(**source)})
+def _input_file(value: FileRecord) -> InputFile:
+    source = None if value["source"] is None else Source(**value["source"])
+    return InputFile(value["path"], value["size_bytes"], value["mtime_ns"], value["sha256"], value["n_items"], source)

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
-from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSION, Plan
+from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSION, FileRecord, InputRecord, Plan
 from slurmgpu.run.lock import hold
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
@@ -154,10 +154,11 @@ class Run:
         return self.folder / "input.idx"
 
     @property
-    def input(self) -> dict[str, Any]:
+    def input(self) -> InputRecord:
         """The plan's input, with the current paths of files in the run directory."""
-        files = [{**file, "path": str(self.folder / file["path"])} for file in self.plan.input["files"]]
-        return {**self.plan.input, "files": files}
+        of_plan = self.plan.input
+        files: list[FileRecord] = [{**file, "path": str(self.folder / file["path"])} for file in of_plan["files"]]
+        return {**of_plan, "files": files}
 
     def computing(self, submission: int) -> Run:
         """The run for the tasks of a submission: what it computes again counts as not published."""

@@ -27,23 +27,27 @@ _BOUNDS = 2
 """A range has a start and a stop."""
 
 
-class _SourceRecord(TypedDict):
+class SourceRecord(TypedDict):
+    """A source of items, as in `inputs.Source`."""
+
     path: str
     size_bytes: int
     mtime_ns: int
     sha256: str
 
 
-class _FileRecord(_SourceRecord):
+class FileRecord(SourceRecord):
+    """A file of an input, as in `inputs.InputFile`."""
+
     n_items: int
-    source: _SourceRecord | None
+    source: SourceRecord | None
 
 
 class InputRecord(TypedDict):
     """An input as run.json has it; inputs.InputSpec says what it means."""
 
     format: str
-    files: list[_FileRecord]
+    files: list[FileRecord]
     n_items: int
     stride: int
     columns: list[str] | None
@@ -74,7 +78,7 @@ class Plan:
     """
 
     name: str
-    input: Mapping[str, Any]
+    input: InputRecord
     input_digest: str
     n_items: int
     workload: str
@@ -129,10 +133,10 @@ class Plan:
         """Whether this is a probe."""
         return self.look == "probe"
 
-    @property
+    @cached_property
     def ranges(self) -> Sequence[tuple[int, int]]:
         """The indices of the run's items in the input, as (start, stop)."""
-        return self.input["ranges"] if self.look else [(0, self.n_items)]
+        return [(start, stop) for start, stop in self.input["ranges"] or ()] if self.look else [(0, self.n_items)]
 
     @cached_property
     def _ends(self) -> list[int]:
