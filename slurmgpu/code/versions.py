@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from slurmgpu.code.snapshots import short
+from slurmgpu.shards.made_by import LaterMaker, MadeBy
 
 
 class RowsByCode(TypedDict):
@@ -25,13 +26,13 @@ class Stretch(NamedTuple):
     digest: str | None
 
 
-def stretches_of(made_by: Mapping[str, Any], start: int, stop: int) -> list[Stretch]:
+def stretches_of(made_by: MadeBy, start: int, stop: int) -> list[Stretch]:
     """The stretches of a shard, from its file's record of its makers."""
     whole = Stretch(start, stop, made_by.get("code"))
-    if not made_by.get("revisions"):
+    if not (revisions := made_by.get("revisions")):
         return [whole]
     rows = [whole.digest] * (stop - start)
-    for later in made_by["revisions"]:
+    for later in revisions:
         for first, end in later["items"]:
             first, end = max(first, start), min(end, stop)
             rows[first - start : end - start] = [later.get("code")] * (end - first)
@@ -55,13 +56,13 @@ def within(stretches: Iterable[Stretch], start: int, stop: int) -> list[Stretch]
     return [each for each in cut if each.start < each.stop]
 
 
-def makers_of(stretches: Sequence[Stretch]) -> dict[str, Any]:
+def makers_of(stretches: Sequence[Stretch]) -> MadeBy:
     """The record of makers from which `stretches_of` returns these stretches."""
     digests = {each.digest for each in stretches}
     if len(digests) == 1:
         return {"code": digests.pop()}
     by = sorted(stretches, key=lambda each: each.digest or "")
-    later = [
+    later: list[LaterMaker] = [
         {"code": digest, "items": [[each.start, each.stop] for each in group]}
         for digest, group in groupby(by, key=lambda each: each.digest)
     ]

@@ -34,6 +34,7 @@ from slurmgpu.run.lock import checked
 from slurmgpu.run.recompute import Again, Recompute, spans_of
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.shards.columns import Column, columns_from_json
+from slurmgpu.shards.made_by import MadeBy, Maker
 from slurmgpu.shards.shard_file import examine, read_directory, read_errors, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError, Reader
 from slurmgpu.util.atomic_files import write_bytes, write_json
@@ -181,7 +182,7 @@ class _Sources:
             self.check()
             _set_aside(self.run.revision_path(shard, 0), damage)
         log.warning("shard %d is %s; its rows are taken from merged.h5", shard, what)
-        publish_rows(self.run, shard, 0, self.columns, rows, {}, {**_maker(), **_with_maker(former.code(shard))})
+        publish_rows(self.run, shard, 0, self.columns, rows, {}, _made_by(former.code(shard)))
         return True
 
     def _replace(self, former: FormerRows, shard: int, damaged: Mapping[Path, str]) -> Source | None:
@@ -238,14 +239,15 @@ class _Sources:
         return former.are_of(shard, directory)
 
 
-def _maker() -> dict[str, Any]:
+def _maker() -> Maker:
     """The maker of rows that a merge took from an earlier merged.h5."""
     return {"attempt": "merge", "started": time.time(), "seconds": 0.0}
 
 
-def _with_maker(code: Sequence[Stretch]) -> dict[str, Any]:
+def _made_by(code: Sequence[Stretch]) -> MadeBy:
+    """The makers of rows that a merge took from an earlier merged.h5, which were computed with this code."""
     found = makers_of(code)
-    return found | {"revisions": [{**_maker(), **each} for each in found.get("revisions", ())]}
+    return {**_maker(), **found, "revisions": [{**_maker(), **each} for each in found.get("revisions", ())]}
 
 
 def _partials(run: Run) -> dict[str, tuple[int, int]]:

@@ -17,6 +17,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record
 from slurmgpu.run.submissions import SubmissionLine, abroad, job_here
+from slurmgpu.shards.made_by import Maker
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.env_info import Surroundings
 
@@ -198,8 +199,9 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
             directory = read_directory(run.revision_path(shard, revision))
             if directory.fingerprint in run.plan.extends:
                 continue  # made by an attempt of another run, which may have the name of one of this
-            by, n_items = directory.made_by, directory.stop - directory.start
-            for later in by.get("revisions", ()):
+            by: Maker = directory.made_by
+            n_items = directory.stop - directory.start
+            for later in directory.made_by.get("revisions", ()):
                 by = later if any(start <= (item or 0) < stop for start, stop in later["items"]) else by
             times = round(float(by["started"]), 3), round(float(by["seconds"]), 3)
             found.append(Making(shard, str(by["attempt"]), *times, n_items, directory.n_errors))

@@ -16,6 +16,7 @@ from slurmgpu.errors import ItemError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
 from slurmgpu.shards.columns import Column
+from slurmgpu.shards.made_by import LaterMaker, MadeBy, Maker
 from slurmgpu.shards.shard_file import DamagedShardError, publish, read_rows, write_shard
 from slurmgpu.util.atomic_files import partial_path
 from slurmgpu.util.shared_files import remove
@@ -29,7 +30,7 @@ class Former:
 
     rows: Sequence[Row]
     notes: Mapping[str, Any]
-    made_by: Mapping[str, Any]
+    made_by: MadeBy
 
 
 def former_rows(run: Run, shard: int, before: int, columns: Mapping[str, Column]) -> Former:
@@ -66,12 +67,12 @@ def put_over(former: Sequence[Row], rows: Mapping[int, Row], start: int) -> list
     return combined
 
 
-def made_again(former: Mapping[str, Any], made_by: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
+def made_again(former: MadeBy, made_by: Maker, indices: Sequence[int]) -> MadeBy:
     """The makers of a revision: those of the former file, and in `revisions` also the maker of `indices`.
 
     A row was made by the last revision that names its item, else by the maker of the shard.
     """
-    entry = {**made_by, "items": [list(span) for span in spans_of(sorted(indices))]}
+    entry: LaterMaker = {**made_by, "items": [list(span) for span in spans_of(sorted(indices))]}
     return {**former, "revisions": [*former.get("revisions", ()), entry]}
 
 
@@ -82,15 +83,23 @@ def publish_rows(
     columns: Mapping[str, Column],
     rows: Sequence[Row],
     notes: Mapping[str, Any],
-    made_by: Mapping[str, Any],
+    made_by: MadeBy,
 ) -> Path:
     """Publish rows as a revision of a shard; its path, also if another attempt published it first."""
     target = run.revision_path(shard, revision)
     partial = partial_path(target)
     start, stop = run.plan.bounds(shard)
-    about: dict[str, Any] = {"fingerprint": run.plan.fingerprint, "notes": notes, "made_by": made_by}
     try:
-        write_shard(partial, columns, start=start, rows=rows, indices=run.plan.indices(start, stop), **about)
+        write_shard(
+            partial,
+            columns,
+            start=start,
+            indices=run.plan.indices(start, stop),
+            rows=rows,
+            fingerprint=run.plan.fingerprint,
+            notes=notes,
+            made_by=made_by,
+        )
         publish(partial, target)
     finally:
         remove(partial)

@@ -18,6 +18,7 @@ import numpy as np
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column, stored_columns
 from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, file_attributes, make_skeleton, unplaced_regions
+from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import (
     SHARD,
@@ -73,7 +74,7 @@ class Directory:
     file_size: int
     rest_crc32: int
     notes: dict[str, Any]
-    made_by: dict[str, Any]
+    made_by: MadeBy
 
     def n_values(self, offsets: str) -> int:
         """The number of values that the dataset `offsets` (NAME/offsets) points into."""
@@ -95,7 +96,7 @@ def write_shard(
     rows: Sequence[Mapping[str, Any] | ItemError],
     fingerprint: str,
     notes: Mapping[str, Any],
-    made_by: Mapping[str, Any],
+    made_by: MadeBy,
     indices: Sequence[int] | None = None,
 ) -> None:
     """Write the rows of the items from `start` on to `path`, closed and fsynced; their index is that in `indices`.
@@ -112,7 +113,7 @@ def write_shard(
     # Reserve space for the largest numbers: they are known once the values are written.
     largest = {name: [len(rows)] * 2 for name, column in columns.items() if column.dtype.kind in "fc"}
     notes = {**notes, "not_finite": largest}
-    directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=dict(made_by))
+    directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=made_by)
     directory["n_errors"] = sum(isinstance(row, ItemError) for row in rows)
     size = userblock_size(directory)
     skeleton = make_skeleton(regions, attributes, size)

@@ -17,6 +17,7 @@ from slurmgpu.run.failures import FILES, class_of
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
 from slurmgpu.run.worker_events import Report
 from slurmgpu.shards.columns import Column
+from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.names import partial_name
 from slurmgpu.shards.shard_file import publish, sync_names, write_shard
 from slurmgpu.util.atomic_files import once_more_if_full
@@ -135,13 +136,13 @@ class Publisher:
         except FileNotFoundError as error:  # removed by a merge that took this task for dead
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
-    def _contents(self, one: ComputedShard) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
+    def _contents(self, one: ComputedShard) -> tuple[list[Row], dict[str, Any], MadeBy]:
         places = (place for span in self.run.items_of(one.shard) for place in range(*span))
         computed = (
             row.to_row(one.computed.kept.get(index, {})) if isinstance(row, Failure) else row
             for index, row in one.computed.rows.items()
         )
-        made_by: dict[str, Any] = {
+        made_by: MadeBy = {
             "attempt": self.assignment.attempt,
             "started": one.started,
             "seconds": one.seconds,

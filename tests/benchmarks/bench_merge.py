@@ -25,6 +25,7 @@ import numpy as np
 
 from slurmgpu.merge.join import Source, join, verify_joined
 from slurmgpu.shards.columns import Array, Column, Text, convert_row
+from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.shard_file import write_shard
 from tests.benchmarks import judge, print_table
@@ -187,7 +188,7 @@ def small_rows() -> list[dict[str, Any]]:
 
 def write_part(folder: Path, columns: Columns, shard: int, rows: Sequence[Mapping[str, Any]]) -> Part:
     path, start, stop = folder / shard_name(shard), shard * len(rows), (shard + 1) * len(rows)
-    made_by = {"host": "node17", "task": "1234_5"}
+    made_by: MadeBy = {"attempt": "1234_5.0", "started": 1.8e9, "seconds": 60.0, "code": None}
     write_shard(path, columns, start=start, rows=rows, fingerprint=FINGERPRINT, notes={}, made_by=made_by)
     return shard, path, start, stop
 
