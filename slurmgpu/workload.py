@@ -41,7 +41,7 @@ class Item:
         _set_run_seed(self, run_seed)
 
     def __setstate__(self, state: Sequence[Mapping[str, Any] | None]) -> None:
-        # Of a copy or a pickle: what is in __dict__, for classes of users, and what is in slots.
+        # A copy or a pickle has two parts: the __dict__ of a user's subclass, and the slots.
         for values in state:
             for name, value in (values or {}).items():
                 object.__setattr__(self, name, value)

@@ -50,9 +50,9 @@ def json_alone(command: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def stdout_for_json(as_json: bool) -> Iterator[None]:
-    """With `as_json`, let in the block what the user's modules print go to stderr, and `result_json` alone to stdout.
+    """With `as_json`, send what the user's modules print in the block to stderr; only `result_json` writes to stdout.
 
-    They print when planning imports them, and with the executor debug while they compute.
+    The modules print when planning imports them, and with the executor debug while they compute.
     """
     if not as_json or _stdout:
         yield

@@ -96,9 +96,9 @@ def _handle_all(param: Any, handle: Callable[..., Any], ctx: Any, opts: dict[str
 
 
 def _one_of(names: Sequence[str], given: Sequence[Any]) -> Any:
-    """The one value that the values of an option make; of most the last, as of Slurm's, so that a script's gives way.
+    """The value of an option that was given several times: usually the last, as in Slurm, so it overrides a script's.
 
-    SlurmGPUError for different ones of an option of which each would be meant.
+    SlurmGPUError if the values differ and the user would expect each of them to count.
     """
     values = list(dict.fromkeys(given))
     if len(values) == 1:

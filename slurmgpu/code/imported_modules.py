@@ -61,7 +61,7 @@ def has_imported() -> bool:
 
 
 def watch_imports() -> None:
-    """From now on keep the time and size that each source file has as it is imported, for `note_imported`."""
+    """From now on, record the time and size of each source file when it is imported, for `note_imported`."""
     plain = SourceFileLoader.path_stats
     if getattr(plain, "is_watch", False):
         return

@@ -293,7 +293,7 @@ def outside(folder: Path) -> list[str]:
         for name, path in files_of_modules().items()
         if name != "__main__"
         and path.endswith(".py")
-        and not path.startswith(own)  # which lies below `folder` for who runs in its clone
+        and not path.startswith(own)  # which lies below `folder` if the run file is in a clone of slurmgpu
         and (path.startswith(here) or not (is_in_image or path.startswith(python)))
         and not INSTALLED.intersection(Path(path).parts)
     }

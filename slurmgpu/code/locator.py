@@ -99,7 +99,7 @@ class Locator:
         return self._places[name]
 
     def look(self, top: str) -> Place | None:
-        """As `locate`, for a name that any text may have: what is not the user's is not counted as requested."""
+        """Like `locate`, for a name in any text: a package that is not the user's does not count as requested."""
         if top in self._places or top in self._looked_for:
             return self._places.get(top)
         is_elsewhere = top in self.elsewhere

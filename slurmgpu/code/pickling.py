@@ -88,7 +88,7 @@ def dumps(value: Any) -> Pickled:
 
 
 def reducer() -> Callable[[Any], Any]:
-    """A function that says how an object which is no plain value is pickled: as `__reduce__`, or its global name."""
+    """A function that tells how an object, if no plain value, is pickled: as `__reduce__` does, or its global name."""
     pickler = _pickler(io.BytesIO(), _Seen([], set(), {}))
 
     def take_apart(obj: Any) -> Any:

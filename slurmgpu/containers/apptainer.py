@@ -88,7 +88,7 @@ class Apptainer(Runtime):
         return f'{self.title} takes no {what} with a colon in its path for home = "private". {to_do}'
 
     def if_served(self, identity: Identity, how: str) -> str:
-        """To unpack a SIF, which squashfuse serves."""
+        """Advise unpacking a SIF, which squashfuse serves."""
         is_served = how != "unpack" and identity["kind"] == "sif"
         return 'Set stage = "unpack" in [container], which needs no such process.' if is_served else ""
 

@@ -38,7 +38,7 @@ class Here(Executor):
         gpu_ids(submission)
 
     def describe(self, container: ContainerRecord | None) -> str:
-        """That it needs no Slurm."""
+        """A sentence that says that no Slurm is needed."""
         return f"{self.name}: no Slurm is needed"
 
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Slurm(Executor):
         return [f"Slurm jobs {', '.join(jobs)}"]
 
     def drop_waiting(self, job: str) -> None:
-        """So that what waits for the array goes on."""
+        """Cancel the pending tasks, so that jobs that wait for the array can start."""
         try:
             commands.cancel("--state=PENDING", job)
         except commands.SlurmUnavailableError as error:
@@ -189,7 +189,7 @@ class Slurm(Executor):
             log.info("job %s waits for %s now", job, renamed)
 
     def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
-        """By srun."""
+        """The command behind srun."""
         from slurmgpu.executors import slurm_jobs
 
         return slurm_jobs.check_command(config, command)

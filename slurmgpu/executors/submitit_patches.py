@@ -89,7 +89,7 @@ def _sbatchs_line(executor: Any) -> Callable[[str | bytes], str]:
 
 
 def _telling(copy: Callable[..., None]) -> Callable[..., None]:
-    """As Submitit's, which drops what a command that succeeds says on stderr: log it once, such as sbatch's warning."""
+    """Like Submitit's, but logs once what a successful command says on stderr, such as a warning of sbatch."""
     told: set[str] = set()
 
     def copied(process: Any, stdout: Any, stderr: Any, verbose: bool = False) -> None:
@@ -108,7 +108,7 @@ def _retrying(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _saving(filepath: Path | str) -> Iterator[Path]:
-    """As Submitit's: a temporary name, which is renamed."""
+    """Like Submitit's: a temporary name, which is renamed."""
     path = Path(filepath)
     partial = path.with_suffix(f"{path.suffix}.save_tmp")
     yield partial
@@ -116,7 +116,7 @@ def _saving(filepath: Path | str) -> Iterator[Path]:
 
 
 def _move(paths: utils.JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
-    """As Submitit's. Called after sbatch, or the start of the process: a retry of the caller would start it twice."""
+    """Like Submitit's. Called after sbatch, or the start of the process: a retry of the caller would start it twice."""
     source, target = Path(tmp_path), Path(getattr(paths, name))
     try:
         replace(source, target)

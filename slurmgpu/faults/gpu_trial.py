@@ -152,7 +152,7 @@ def _same_bytes(whole: Run, faulty: Run) -> Verdict:
 
 
 def _is_free_again(found: _Faulty, before: list[int], n_gpus: int) -> Verdict:
-    """By NVML after the run, and by each worker before it computes a shard, beside its own context."""
+    """Compare the free memory before and after the run, by NVML, and before each shard, as its worker saw it."""
     try:
         after = free_bytes(n_gpus)
         totals = [gpu.memory_bytes for gpu in gpus.probe(n_gpus)]

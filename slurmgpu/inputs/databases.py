@@ -139,7 +139,7 @@ def _pack_duckdb(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
             reader = rows.to_arrow_reader(_BATCH_ROWS)
             columns = _checked_columns(query, reader.schema.names)
             with RowGroups(path, reader.schema) as groups:
-                for table in even(pa.Table.from_batches([batch]) for batch in reader):
+                for table in even(reader):
                     groups.add(table.replace_schema_metadata(None))
                 return columns, _finished(query, groups)
     except (duckdb.Error, pa.ArrowException) as error:

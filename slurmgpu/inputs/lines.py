@@ -61,7 +61,7 @@ class Lines(Format):
         return found if found.is_empty else self._preview_records(self._first_records(file, found), found)
 
     def preview_stream(self, stream: BinaryIO, found: Preview) -> Preview:
-        """As `preview`, for a file that can only be read from its beginning; `end` is beyond the first items."""
+        """Like `preview`, for a file that can only be read from its beginning; `end` is beyond the first items."""
         head, size = b"", len(_BOM) + _HEAD_BYTES
         while True:
             head += stream.read(size + 1 - len(head))
@@ -218,7 +218,7 @@ class LineParser:
             return ItemError(f"{self.path}, {place} {item + 1}: {error}")
 
     def check(self, item: int, record: bytes) -> Mapping[str, Any]:
-        """As `parse`, but a malformed record is a SlurmGPUError, for planning."""
+        """Like `parse`, but a malformed record is a SlurmGPUError, for planning."""
         data = self.parse(item, record)
         if isinstance(data, ItemError):
             raise _refused(str(data))

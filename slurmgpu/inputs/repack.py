@@ -152,7 +152,7 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
                     f"df[{field.name!r}] = df[{field.name!r}].astype(str), or give df.to_dict('records') of that."
                 )
         with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
-            for piece in even(pa.Table.from_batches([batch]) for batch in reader):
+            for piece in even(reader):
                 groups.add(piece.replace_schema_metadata(None))
             if not groups.n_items:
                 raise SlurmGPUError("The table has no rows: expected at least one item.")
@@ -329,13 +329,14 @@ def _line_schema() -> Any:
     return pa.schema([pa.field("line", pa.binary(), nullable=False)])
 
 
-def even(tables: Iterable[Any]) -> Iterator[Any]:
-    """The rows of Arrow tables in pieces of equal numbers, however the tables are cut."""
+def even(batches: Iterable[Any]) -> Iterator[Any]:
+    """The rows of Arrow batches as tables of equal numbers of rows, however the batches are cut."""
     import pyarrow as pa
 
     pending: list[Any] = []
     missing = _STEP
-    for table in tables:
+    for batch in batches:
+        table = pa.Table.from_batches([batch])
         while table.num_rows:
             head = table.slice(0, missing)
             pending.append(head)

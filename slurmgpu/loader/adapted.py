@@ -14,7 +14,7 @@ from types import CodeType
 from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.loader.members import is_a, is_collection_of, is_mapping_to, read_member, takes
+from slurmgpu.loader.members import is_collection_of, is_mapping_to, is_positive, read_member, takes
 from slurmgpu.loader.names import title_of
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 
@@ -71,7 +71,7 @@ class Adapted:
     def batch_size(self) -> int | None:
         """The largest number of items in a call."""
         expected = "a whole number of at least 1. Set it in the class or in [workload]"
-        found: int | None = self._read("batch_size", expected, lambda size: is_a(int, size) and size > 0)
+        found: int | None = self._read("batch_size", expected, is_positive)
         return found
 
     @cached_property
@@ -88,7 +88,7 @@ class Adapted:
     def most_parts(self) -> int:
         """Into how many parts `task.divide` can cut one item, at most, where there are fewer items than tasks."""
         expected = "a whole number of at least 1"
-        return self._read("most_parts", expected, lambda parts: is_a(int, parts) and parts > 0) or 1
+        return self._read("most_parts", expected, is_positive) or 1
 
     @cached_property
     def processes(self) -> str:

@@ -30,9 +30,9 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def is_a(kind: type, value: Any) -> bool:
-    """Like isinstance, but True and False are not numbers."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+def is_positive(value: Any) -> bool:
+    """Whether it is a whole number above 0, and not True."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_many(value: Any, kinds: tuple[type, ...]) -> bool:

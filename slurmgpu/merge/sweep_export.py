@@ -37,7 +37,7 @@ OF_SWEEP = "sweep."
 
 @dataclass(frozen=True)
 class SweepExported(Exported):
-    """As `Exported`, of a sweep: items without a row by the names of runs that lack some, and runs that were not made.
+    """An `Exported` of a sweep, with the number of items without a row by run, and the runs that were not made.
 
     `n_missing` is of the runs that were made: how many items the others have is not known.
     """

@@ -70,7 +70,7 @@ def compared(op: ast.cmpop, one: Operand, other: Operand) -> Any:
     one, other = _rounded(one, other), _rounded(other, one)
     if (kind := _common(one, other)) is not None:
         return by_arrow(_cast(one, kind), _cast(other, kind))
-    # No type of Arrow holds both. Of floats and what they leave, the former decide, else the latter.
+    # No type of Arrow holds both: the nearest floats are compared, and if these are equal, what they leave.
     (near, rest), (its_near, its_rest) = _split(one), _split(other)
     is_tie = pc.equal(near, its_near)
     if isinstance(op, ast.Eq | ast.NotEq):

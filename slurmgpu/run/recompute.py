@@ -50,7 +50,7 @@ class Again:
 
     @classmethod
     def from_json(cls, revision: int, text: str) -> Again:
-        """As it is in the file; ValueError if it is not one."""
+        """Read an entry of the file; ValueError if it is not one."""
         found = cls(revision, [_span(part) for part in text.split(",")])
         if revision < 1 or found.n_items < 1:
             raise ValueError("a shard in it has no revision or no items")

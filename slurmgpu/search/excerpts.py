@@ -86,7 +86,7 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
     if record is None or not files:
         return None
     ended = record["ended"]
-    lines = _tail(files, record, LOOK_LINES, None if ended is None else ended + MARGIN_S)
+    lines = _tail(files, record, None if ended is None else ended + MARGIN_S)
     lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
     # The last line with the failure class says most, unless it is about an item.
     verdict = record["failure"]
@@ -99,7 +99,7 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
 def excerpt_of_death(run: Run, record: Record, death: Death, max_lines: int = N_LINES) -> Excerpt | None:
     """The last lines of a worker before its death, and its task's lines on that; None without logs."""
     files, at = files_of(run, record), float(death["at"])
-    words = _tail(workers_of(files), record, LOOK_LINES, at)
+    words = _tail(workers_of(files), record, at)
     begun = [place for place, line in enumerate(words) if WORKER_BEGINS in line.text]
     words = words[begun[-1] :] if begun else words
     tasks = [file for file in files if not file.is_worker]
@@ -131,11 +131,11 @@ def workers_of(files: Iterable[LogFile]) -> list[LogFile]:
     return [file for file in files if file.is_worker]
 
 
-def _tail(files: list[LogFile], record: Record, n_lines: int, until: float | None) -> list[Line]:
+def _tail(files: list[LogFile], record: Record, until: float | None) -> list[Line]:
     since = record["started"]
     stops = {} if until is None else {file.path: time_start(file.path, until + 0.001, since=since) for file in files}
-    starts = {file.path: tail_start(file.path, n_lines, stops.get(file.path)) for file in files}
-    return list(deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines))
+    starts = {file.path: tail_start(file.path, LOOK_LINES, stops.get(file.path)) for file in files}
+    return list(deque(merged(files, since=since, starts=starts, stops=stops), maxlen=LOOK_LINES))
 
 
 def part_between(file: LogFile, record: Record, since: float, until: float) -> tuple[int, int]:

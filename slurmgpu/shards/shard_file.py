@@ -206,7 +206,7 @@ def read_errors(reader: Reader, directory: Directory) -> list[tuple[int, str]]:
 
 
 def errors_in(contents: Mapping[str, bytes | memoryview], directory: Directory) -> list[tuple[int, str]]:
-    """As `read_errors`, from the bytes of the datasets by name."""
+    """Like `read_errors`, from the bytes of the datasets by name."""
     if not directory.n_errors:
         return []
     texts, offsets = bytes(contents["error/values"]), np.frombuffer(contents["error/offsets"], OFFSET_DTYPE)

@@ -76,9 +76,9 @@ _known: ContextVar[dict[tuple[str, ...], str | SlurmUnavailableError] | None] = 
 
 @contextlib.contextmanager
 def settings_asked_once() -> Iterator[None]:
-    """In the block, keep what Slurm answers on settings of the cluster: the runs of a sweep all ask for the same.
+    """Within the block, keep Slurm's answers about settings of the cluster: the runs of a sweep ask for the same.
 
-    Also that accounting does not answer, for which each waits up to TIMEOUT_S.
+    A failure of accounting to answer is kept as well: each run would wait up to TIMEOUT_S for it.
     """
     token = _known.set({})
     try:

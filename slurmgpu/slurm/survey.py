@@ -65,7 +65,7 @@ def survey() -> Survey:
 
 
 def _partitions(rows: Sequence[Sequence[str]]) -> list[Partition]:
-    """From sinfo, which has a line for each kind of node in a partition."""
+    """The partitions in the output of sinfo, which has a line for each kind of node in a partition."""
     found: dict[str, Partition] = {}
     for name, available, limit, nodes, gres in rows:
         if available.strip() != "up":

@@ -60,7 +60,7 @@ def end_by_exception() -> None:
 
 @contextlib.contextmanager
 def ended_by_exception(*, then_killed: bool = False) -> Iterator[None]:
-    """In the block, the first SIGTERM or SIGHUP raises EndedBySignalError, unless it is ignored or has a handler.
+    """Within the block, the first SIGTERM or SIGHUP raises EndedBySignalError, unless it is ignored or has a handler.
 
     Those that follow are ignored in the block, or kill the process if `then_killed`: so where the block runs code of a
     user's, which may catch the exception. Only the main thread gets signals: in others this does nothing.

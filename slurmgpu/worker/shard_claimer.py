@@ -132,7 +132,10 @@ class Claimer:
         self.run.claims.release(shard, self.claim)
 
     def look(self) -> str:
-        """Without claiming: "work", "complete" or "others". For a task, before it loads a model."""
+        """Tell, without claiming a shard, whether there is "work"; else "complete" or "others".
+
+        A task asks before it loads a model.
+        """
         while True:
             free, taken = self._survey()
             states = [] if free else self._states(taken)

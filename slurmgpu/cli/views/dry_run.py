@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slurmgpu.slurm.facts import Trial
 
 DIGESTS = ("planned", "model_files", "adapter_files")
-"""Settings that planning writes, of which people need nothing."""
+"""Settings that planning writes and that say nothing to a reader."""
 MAX_CONFIGURATIONS = 8
 """The most configurations of a sweep that are printed; the JSON has all."""
 SECRETS = f"values that look like secrets are shown as {HIDDEN}; --json and the submission have them"
