@@ -28,12 +28,12 @@ class Stepper:
         model: nn.Module,
         settings: TrainingSettings,
         step_plan: StepPlan,
-        first: StepPlan | None = None,
+        first: StepPlan,
     ) -> None:
         device = next(model.parameters()).device.type
         self.optimizer = make_optimizer(user, model, settings)
         self._settings = settings
-        self._step_plan, self._first = step_plan, first or step_plan
+        self._step_plan, self._first = step_plan, first
         self._n_scheduled = 0
         make_scheduler = getattr(user, "scheduler", None)
         self._scheduler: Any = make_scheduler(self.optimizer, self._first.n_steps()) if make_scheduler else None
@@ -117,15 +117,14 @@ def lr_factor(
     step_plan: StepPlan,
     at: Position,
     done: int,
-    largest: float | None = None,
-    first: StepPlan | None = None,
+    largest: float,
+    first: StepPlan,
 ) -> float:
-    """The learning rate at a position as a share of `largest`, by default the settings' `lr`.
+    """The learning rate at a position as a share of `largest`.
 
     It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end. The steps of the warm-up
-    are those of `first`, by default of `step_plan`.
+    are those of `first`.
     """
-    first = first or step_plan
     share, step = step_plan.share_done(at, done), first.share_of(1)
     warmup = first.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio
     if share < warmup:
@@ -134,7 +133,6 @@ def lr_factor(
         return 1.0
     rest = min(1.0, (share - warmup) / (1 - warmup)) if warmup < 1 else 1.0
     falling = 1 - rest if settings.schedule == "linear" else (1 + math.cos(math.pi * rest)) / 2
-    largest = settings.lr if largest is None else largest
     least = min(1.0, settings.min_lr / largest) if largest else 0.0
     return least + (1 - least) * falling
 

@@ -256,10 +256,6 @@ def _describe(loss: Any) -> str:
 def _check(settings: TrainingSettings, place: Place, sharded: bool) -> None:
     if settings.sync_batchnorm and place.world_size > 1 and torch.device(place.device).type != "cuda":
         raise SlurmGPUError("sync_batchnorm: PyTorch supports it only on GPUs; leave it out on CPUs.")
-    if sharded and settings.precision == "fp16":
-        raise SlurmGPUError(
-            'strategy "fsdp" does not support precision "fp16"; use "bf16", which needs no loss scaling.'
-        )
     if settings.strategy == "fsdp" and not sharded:
         log.info('strategy "fsdp" has no effect on one process')
 

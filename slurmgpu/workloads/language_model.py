@@ -89,7 +89,7 @@ class LanguageModelWorkload:
         """
         check_engine(settings)
         refuse_beyond(settings, beyond)
-        self._model, self._max_tokens = (model, dict(settings)), max_tokens
+        self._model, self._settings, self._max_tokens = model, dict(settings), max_tokens
         if "images" in settings:
             self.batch_size = min(self.batch_size, IMAGE_ITEMS)
         if (choice := choice_of(settings)) is not None:
@@ -99,7 +99,7 @@ class LanguageModelWorkload:
     @functools.cached_property
     def options(self) -> EngineOptions:
         """The model and the engine's settings; SlurmGPUError if there is no such model."""
-        return engine_options(*self._model)
+        return engine_options(self._model, self._settings)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class LanguageModelWorkload:
     @property
     def _image_folders(self) -> list[Path]:
         """The folder at which relative paths of images start, if it is set."""
-        folder = self._model[1].get("image_folder")
+        folder = self._settings.get("image_folder")
         return [] if folder is None else [expanded(folder).absolute()]
 
     def place(self, share: Share) -> Placement:
@@ -214,9 +214,9 @@ class LanguageModelWorkload:
 
     def check_files(self) -> None:
         """Refuse a model whose files changed since the run was planned."""
-        if planned := self._model[1].get("model_files"):
+        if planned := self._settings.get("model_files"):
             check_unchanged(self.options.model, planned)
-        for name, planned in self._model[1].get("adapter_files", {}).items():
+        for name, planned in self._settings.get("adapter_files", {}).items():
             check_unchanged(self.options.adapters.sources[name], planned)
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:

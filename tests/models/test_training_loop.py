@@ -397,21 +397,23 @@ def test_the_learning_rate_rises_in_the_warm_up_and_falls_to_its_least(schedule,
     expected = [least + (1 - least) * f if number > 2 and least else f for number, f in enumerate(factors)]
     position, found = Position(), []
     for done, step in enumerate(step_plan.remaining()):
-        found.append(lr_factor(settings, step_plan, position, done))
+        found.append(lr_factor(settings, step_plan, position, done, settings.lr, step_plan))
         position = step.after
     assert found == pytest.approx(expected)
 
 
 def test_the_learning_rate_is_that_of_the_position_whatever_a_step_is():
     settings = TrainingSettings(epochs=4, schedule="cosine")
-    factors = [lr_factor(settings, StepPlan(40, size, 5, epochs=4), Position(2, 20), 7) for size in (5, 10, 20)]
+    plans = [StepPlan(40, size, 5, epochs=4) for size in (5, 10, 20)]
+    factors = [lr_factor(settings, plan, Position(2, 20), 7, settings.lr, plan) for plan in plans]
     assert len(set(factors)) == 1
 
 
 def test_a_warm_up_of_steps_is_of_those_that_the_training_began_with():
     settings, first = TrainingSettings(epochs=4, schedule="linear", warmup_steps=8), StepPlan(40, 10, 5, epochs=4)
-    at, sizes = Position(1, 20), (5, 10, 20)
-    factors = [lr_factor(settings, StepPlan(40, size, 5, epochs=4), at, 60 // size, None, first) for size in sizes]
+    plans = {size: StepPlan(40, size, 5, epochs=4) for size in (5, 10, 20)}
+    at = Position(1, 20)
+    factors = [lr_factor(settings, plan, at, 60 // size, settings.lr, first) for size, plan in plans.items()]
     assert factors == pytest.approx(3 * [7 / 9])
 
 

@@ -204,7 +204,8 @@ def test_a_class_may_use_pytorchs_newer_interface_of_precision(path):
 
 def stepper(user, **given):
     model = user.model()
-    return Stepper(user, model, TrainingSettings(**{"epochs": 10} | given), StepPlan(8, 4, 4, epochs=10))
+    step_plan = StepPlan(8, 4, 4, epochs=10)
+    return Stepper(user, model, TrainingSettings(**{"epochs": 10} | given), step_plan, step_plan)
 
 
 def test_a_scheduler_that_waits_for_evaluations_gets_them():

@@ -17,25 +17,14 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.heads.head import Head, HeadInput
 from slurmgpu.llm.heads.inputs import EncodedInput, HeadCodec
 from slurmgpu.llm.heads.own_classes import own_class
-from slurmgpu.llm.interface.batching import (
-    CPU_PADDING,
-    GPU_PADDING,
-    budget_of,
-    of_like_length,
-)
+from slurmgpu.llm.interface.batching import CPU_PADDING, GPU_PADDING, budget_of, of_like_length
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.prompts.codec import PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
-from slurmgpu.llm.transformers_engine.loading import (
-    Loaded,
-    check_whole,
-    from_pretrained,
-    log_loaded,
-    prepare,
-    where_on,
-)
+from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, prepare, where_on
+from slurmgpu.llm.transformers_engine.prefill import EXACT, ROUNDED
 from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:
@@ -45,9 +34,6 @@ log = logging.getLogger(__name__)
 
 PROBES = ("It was not so at all, they said, and went on.", "It is so.")
 """Texts of two lengths, of which the outputs alone are compared with those in one batch when a model is loaded."""
-
-EXACT, ROUNDED = 1e-3, 0.05
-"""The relative difference of an output alone and in a batch that is rounding, in fp32 and in fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +125,6 @@ class HeadEngine:
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
         found: npt.NDArray[np.float64] = logits[0].double().cpu().numpy()
         return found
-
-    def close(self) -> None:
-        """Free memory."""
-        free_memory()
 
     def _read(self, batch: Sequence[EncodedInput]) -> list[npt.NDArray[np.float64]]:
         import torch

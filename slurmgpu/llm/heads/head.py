@@ -11,7 +11,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.heads.own_classes import PROCESS_REWARD, REWARD, STEP_ENDS
 from slurmgpu.llm.interface.engine import EngineOptions, HeadMemory, Prompt
 from slurmgpu.llm.models.decoders import GENERATES, check_takes_images, check_tokenizer
-from slurmgpu.llm.models.sizes import ITEM_BYTES, text_config
+from slurmgpu.llm.models.sizes import ITEM_BYTES, inner_size, text_config
 from slurmgpu.llm.models.source import ModelSource, read_json
 from slurmgpu.llm.placement.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, look_at, row_tokens, usable
 from slurmgpu.llm.placement.place import refuse_missing
@@ -161,10 +161,9 @@ def head_memory(options: EngineOptions) -> HeadMemory:
     check_tokenizer(options.model)
     config = text_config(options.model.config)
     hidden = int(config.get("hidden_size") or config.get("dim") or config.get("d_model") or USUAL_WIDTH)
-    inner = config.get("intermediate_size") or 4 * hidden
-    inner = int(max(inner) if isinstance(inner, list) else inner)
     # As `batching.default_tokens` counts a token, without keys and values.
-    activations = math.ceil(_n_tokens(options) * (6 * hidden + 3 * inner) * ITEM_BYTES[options.precision])
+    widths = 6 * hidden + 3 * inner_size(config, hidden)
+    activations = math.ceil(_n_tokens(options) * widths * ITEM_BYTES[options.precision])
     return HeadMemory(options.model.name, model.memory.weights, float(activations), model.memory.layers)
 
 

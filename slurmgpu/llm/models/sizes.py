@@ -170,6 +170,12 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
     return n_heads, n_kv, width
 
 
+def inner_size(config: Mapping[str, Any], hidden: int) -> int:
+    """The width of the MLP in a layer, the greatest of all layers, of a model that is `hidden` wide."""
+    found = config.get("intermediate_size") or 4 * hidden
+    return int(max(found) if isinstance(found, list) else found)  # a list by layer in Gemma 3n
+
+
 def experts_of(config: Mapping[str, Any]) -> int:
     """The number of experts in a layer; 0 for a model without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -259,8 +265,7 @@ def _estimate(config: Mapping[str, Any]) -> Weights:
     hidden, vocabulary = _hidden(config), int(config.get("vocab_size") or 0)
     n_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     n_heads, n_kv, width = heads_of(config)
-    inner = config.get("intermediate_size") or 4 * hidden
-    inner = int(max(inner) if isinstance(inner, list) else inner)  # a list by layer in Gemma 3n
+    inner = inner_size(config, hidden)
     n_experts = experts_of(config)
     attention = 2 * hidden * (n_heads + n_kv) * width
     expert = 3 * hidden * int(config.get("moe_intermediate_size") or inner)

@@ -125,19 +125,20 @@ def _without_memory(model: Model, offer: Offer, choice: Choice) -> str:
 
 def _on_gpus(model: Model, offer: Offer, choice: Choice) -> str:
     gpu_memory = offer.gpu_memory or 0
-    weights, cache = model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     needed = model.memory.needed_on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     how, by = _how(model, offer.gpus, choice)
     return (
-        f"{how} of {gb(gpu_memory)}{by}: {gb(weights)} of weights and {gb(cache)} of cache"
-        f"{_and_beside(model, offer.gpus)} of the {gb(usable(gpu_memory))} that can be used on each; "
+        f"{how} of {gb(gpu_memory)}{by}: {_on_each(model, offer, choice)} of the {gb(usable(gpu_memory))} that can be "
+        f"used on each; "
         f"{gb(usable(gpu_memory) - needed)} are left."
     )
 
 
-def _and_beside(model: Model, n_gpus: int) -> str:
-    other = model.memory.beside
-    return "" if other is None else f", and {gb(other.on_each(n_gpus))} of {other.name},"
+def _on_each(model: Model, offer: Offer, choice: Choice) -> str:
+    """The bytes of weights and cache on each GPU, and those of the other model if there is one, up to a comma."""
+    weights, cache = model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
+    found, other = f"{gb(weights)} of weights and {gb(cache)} of cache", model.memory.beside
+    return found if other is None else f"{found}, and {gb(other.on_each(offer.gpus))} of {other.name},"
 
 
 def refuse_missing(model: Model) -> None:
@@ -169,12 +170,10 @@ def _unquantised(model: Model) -> SlurmGPUError:
 
 def _too_large(model: Model, offer: Offer, choice: Choice) -> SlurmGPUError:
     gpu_memory = offer.gpu_memory or 0
-    weights, cache = model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     options = "; or ".join(what_fits(model, offer)) or "nothing that is known here"
     gpus = f"{offer.gpus} GPUs" if offer.gpus > 1 else "one GPU"
     return SlurmGPUError(
         f"{_describe(model)} That does not fit {gpus} of {gb(gpu_memory)}: on each, "
-        f"{gb(weights)} of weights and {gb(cache)} of cache{_and_beside(model, offer.gpus) or ','} and "
-        f"{gb(usable(gpu_memory))} can be "
-        f"used. What fits: {options}."
+        f"{_on_each(model, offer, choice).removesuffix(',')}, and {gb(usable(gpu_memory))} can be used. What fits: "
+        f"{options}."
     )

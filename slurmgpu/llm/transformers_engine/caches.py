@@ -153,17 +153,20 @@ def drop(cache: Any, going_on: Sequence[int], device: Any) -> list[int]:
     """Keep these rows, given in ascending order, and move as few as possible; returns their new order."""
     import torch
 
-    n_rows = len(going_on)
-    kept = set(going_on)
-    holes = [row for row in range(n_rows) if row not in kept]
-    movers = [row for row in going_on if row >= n_rows]
-    moved = dict(zip(holes, movers, strict=True))
-    sources, targets = (torch.tensor(each, dtype=torch.int64, device=device) for each in (movers, holes))
+    n_rows, moved = len(going_on), moves(going_on)
+    targets, sources = (torch.tensor([*each], dtype=torch.int64, device=device) for each in (moved, moved.values()))
     for layer in cache.layers:
         if layer.is_initialized:
             here = layer.keys.device
             layer.move_rows(sources.to(here), targets.to(here), n_rows)
     return [moved.get(row, row) for row in range(n_rows)]
+
+
+def moves(going_on: Sequence[int]) -> dict[int, int]:
+    """The row that moves to each place of an ended row, so that the rows that go on are the first."""
+    n_rows, kept = len(going_on), set(going_on)
+    holes = (row for row in range(n_rows) if row not in kept)
+    return dict(zip(holes, (row for row in going_on if row >= n_rows), strict=True))
 
 
 def trim(cache: Any, mask: Tensor) -> Tensor:

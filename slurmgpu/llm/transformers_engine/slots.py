@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Load
+from slurmgpu.llm.transformers_engine.caches import moves
 from slurmgpu.llm.transformers_engine.prefill import Prefill, Prefilled
 from slurmgpu.llm.transformers_engine.selfcheck import Agreement, agreement
 from slurmgpu.util.exceptions import described
@@ -235,10 +236,7 @@ class SlotRows:
         """Keep these rows, given in ascending order; returns their new order."""
         import torch
 
-        n_rows = len(going_on)
-        kept = set(going_on)
-        holes = [row for row in range(n_rows) if row not in kept]
-        moved = dict(zip(holes, [row for row in going_on if row >= n_rows], strict=True))
+        n_rows, moved = len(going_on), moves(going_on)
         order = [moved.get(row, row) for row in range(n_rows)]
         frame = self._slots.frame(row_size(len(self._ends)), self._n_columns)
         if moved:
