@@ -84,7 +84,7 @@ class PromptedSettings(SamplingSettings, PromptSettings, total=False):
 
 
 def prompts_of(
-    settings: Mapping[str, Any],
+    settings: PromptSettings,
     prompt: str | None,
     messages: str | None,
     system: str | None,
@@ -206,7 +206,7 @@ def sampling_names() -> set[str]:
     return set(get_type_hints(SamplingSettings)) - set(get_type_hints(ModelSettings))
 
 
-def check_scored(settings: Mapping[str, Any], others: Collection[str] = ()) -> None:
+def check_scored(settings: SamplingSettings, others: Collection[str] = ()) -> None:
     """Refuse settings of free answers with method = "score": those of sampling, and the set ones in `others`."""
     if wrong := [*others, *sorted(sampling_names() & settings.keys())]:
         raise SlurmGPUError(
@@ -215,9 +215,10 @@ def check_scored(settings: Mapping[str, Any], others: Collection[str] = ()) -> N
         )
 
 
-def sampling(settings: Mapping[str, Any], **defaults: Any) -> Sampling:
+def sampling(settings: SamplingSettings, **defaults: Any) -> Sampling:
     """The sampling from settings; SlurmGPUError for a wrong value."""
-    found = {**defaults, **{name: settings[name] for name in sampling_names() if name in settings}}
+    own = {name: value for name, value in settings.items() if name in sampling_names()}
+    found: dict[str, Any] = {**defaults, **own}
     check_range("max_tokens", found.get("max_tokens", 1), 1, None)
     check_range("temperature", found.get("temperature", 0), 0, None)
     check_range("top_p", found.get("top_p", 1), 0, 1, low_is_in=False)

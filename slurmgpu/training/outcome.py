@@ -44,7 +44,7 @@ class Outcome:
     tokens_per_s: float
     mfu: float
     peak_memory_bytes: int
-    """The maximum over processes: of the GPU, or the resident set of a CPU process, which may have trained other
+    """The maximum over processes: GPU memory, or the resident memory of a CPU process, which may have trained other
     configurations before."""
     world_size: int
     batch_size: int

@@ -18,7 +18,7 @@ AUTO = "auto"
 class TrainingSettings:
     """How to train a model, with PyTorch's names and defaults where it has them. One of `epochs` and `steps` is given.
 
-    A step is one of the optimizer: of `global_batch_size` samples, or batch_size × processes × accumulation.
+    A step of the optimizer takes `global_batch_size` samples, or batch_size × processes × accumulation.
     """
 
     epochs: int | None = None

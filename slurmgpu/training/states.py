@@ -72,8 +72,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def model_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> dict[str, Any]:
     """Parameters, buffers and optimizer state, under the names in the user's own model.
 
-    Not sharded: plain state dicts, complete on each rank. Sharded: of DTensors, for `Checkpoints.save(sharded=…)` and
-    `Checkpoint.load_sharded`. Tensors are not copied.
+    Not sharded: plain state dicts, complete on each rank. Sharded: state dicts of DTensors, for
+    `Checkpoints.save(sharded=…)` and `Checkpoint.load_sharded`. Tensors are not copied.
     """
     if sharded:
         from slurmgpu.training import sharded_states

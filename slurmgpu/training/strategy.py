@@ -148,7 +148,7 @@ class Strategy:
                     module.reshard()
 
     def peak_memory(self, before: int) -> int:
-        """The largest GPU memory, or a CPU's resident set, of any process, and of `before`; called by all ranks."""
+        """The most GPU memory, or resident memory on CPUs, of any process and of `before`; called by all ranks."""
         if self.device.type == "cuda":
             own = torch.cuda.max_memory_allocated(self.device)
         else:

@@ -114,7 +114,7 @@ class Throughput:
                 self._since = time.perf_counter()
 
     def summary(self, *, together: bool = False) -> Rates:
-        """The rates so far; if `together`, of all processes, which all call this."""
+        """The rates so far, of this process; if `together`, those of all processes, which all call this."""
         total = self._total(together)
         waited = total.waited_s / total.n_waited * total.steps if total.n_waited else math.nan
         return Rates(
@@ -132,7 +132,7 @@ class Throughput:
         )
 
     def state(self, *, together: bool = False) -> dict[str, float]:
-        """The state for a checkpoint; if `together`, of all processes, as in `summary`."""
+        """The state for a checkpoint, of this process; if `together`, that of all processes, as in `summary`."""
         return dict(vars(self._total(together)))
 
     def load(self, state: Mapping[str, float]) -> None:
@@ -225,7 +225,7 @@ def _ratio(count: float, of: float) -> float:
 
 
 class _Part:
-    """A context that measures seconds: of this process, or between events in the GPU's stream."""
+    """A context that measures seconds, by this process's clock or between events in the GPU's stream."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.seconds = 0.0

@@ -55,10 +55,10 @@ VOTED: Mapping[str, Column] = {
 class Samples:
     """The texts in the field `each` of an item, which a workload computes one by one.
 
-    With a `checker` their final answers are voted on. A text that was cut has none, and is wrong, as in `collect`; of
-    an item of `generate`, `finish_reason` says which were. Another is right by the checker if `reference` is set, else
-    by `correct` of its entry, as `collect` has it, else by `right`, which takes its row. `is_raw` says that scores may
-    be negative, so that votes weigh by their exponentials.
+    With a `checker` their final answers are voted on. A text that was cut has none, and is wrong, as in `collect`; in
+    an item of `generate`, `finish_reason` says which were cut. Whether another text is right is said by the checker if
+    `reference` is set, else by `correct` of its entry, as `collect` has it, else by `right`, which takes its row.
+    `is_raw` says that scores may be negative, so that votes weigh by their exponentials.
     """
 
     each: str
@@ -235,7 +235,7 @@ def _is_cut(part: Item, each: str, number: int, n: int) -> bool:
 
 
 def _joined(column: Column) -> Column:
-    """The column of all texts' values: numbers one behind the other, all else as a list."""
+    """The column of all texts' values: numbers concatenated, all else as a list."""
     return Ragged(column.dtype) if isinstance(column, Array) else Json()
 
 

@@ -27,7 +27,7 @@ CPU_S = 10
 WALL_FACTOR = 30
 """After so many times that, the process is ended though it has hardly computed."""
 N_TRIES = 2
-"""Tries of a question: whoever killed the process may have meant another."""
+"""Tries of a question: a kill of the process may have been meant for another."""
 ENDED_BY_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 """The exit codes of a process that took too long, alone and in bubblewrap."""
 HEEDLESS = ("/bin/sh", "-c", "trap '' INT TERM HUP USR1 USR2; exec \"$@\"", "sh")

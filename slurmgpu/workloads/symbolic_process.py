@@ -46,7 +46,7 @@ def answer_to(wanted: str, *texts: str) -> Any:
 
 
 def _simplest(expression: Any) -> str:
-    """A text that is equal for most equal expressions: of an equation such as x = 3 the right side."""
+    """A text that is equal for most equal expressions; for an equation such as x = 3 it is the right side."""
     import sympy
 
     if isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):

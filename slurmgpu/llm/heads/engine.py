@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBES = ("It was not so at all, they said, and went on.", "It is so.")
-"""Texts of two lengths, of which the outputs alone are compared with those in one batch when a model is loaded."""
+"""Texts of two lengths: when a model is loaded, their outputs alone are compared with those in one batch."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ MOST_ROWS = 256
 CPU_PADDING, GPU_PADDING = 128, 2048
 """The most padding tokens in a forward pass over prompts; with more, another pass is faster."""
 PACK_TOKENS = 2048
-"""The most tokens of texts that are read one behind the other, without padding: more are hardly faster."""
+"""The most tokens of texts that are read one after the other, without padding: more are hardly faster."""
 SHARE_OF_FREE = 0.8
 PATIENCE = 20
 """Successful batches before a larger one is tried again."""
@@ -181,7 +181,7 @@ def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:
 
 
 def n_in_pack(lengths: Iterable[int], most: int = PACK_TOKENS) -> int:
-    """How many texts of so many tokens are read one behind the other, at least one; `most` bounds their tokens."""
+    """How many texts of so many tokens are read one after the other, at least one; `most` bounds their tokens."""
     return max(1, sum(1 for total in accumulate(lengths) if total <= min(most, PACK_TOKENS)))
 
 

@@ -50,7 +50,7 @@ class Composed(str):
 
     @classmethod
     def joined(cls, parts: Iterable[str]) -> Composed:
-        """The parts one behind the other, with their quotes; a part that is no `Composed` is the item's."""
+        """The parts joined, with their quotes; a part that is no `Composed` is the item's."""
         quoted: list[tuple[int, int]] = []
         length = 0
         for part in (parts := [*parts]):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Kinds:
     """The kinds of sampling in a batch, known without reading a tensor.
 
-    A row is `greedy`, or `free` of top_k and top_p, or has a top_k, of which `top_k` is the greatest, or top_p alone
-    (`nucleus`). Beside that, rows may have a min_p, and be `scaled` by a temperature that is not 1.
+    A row is `greedy`, or `free` of top_k and top_p, or has a top_k, or has top_p alone (`nucleus`); `top_k` is the
+    greatest of all rows. Rows may also have a min_p, and be `scaled` by a temperature that is not 1.
     """
 
     greedy: bool = False

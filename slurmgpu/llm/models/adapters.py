@@ -41,7 +41,7 @@ class AdapterField:
 
 @dataclass(frozen=True)
 class Adapters:
-    """A model's adapters: one for all items, named "", or those of which the items' `choice` is one."""
+    """A model's adapters: one for all items, named "", or several, from which the items choose by `choice`."""
 
     sources: Mapping[str, ModelSource] = field(default_factory=dict)
     choice: AdapterField | None = None

@@ -92,7 +92,7 @@ def _misfits(source: ModelSource) -> Iterator[None]:
 
 
 def _check_weights(wrapped: Any, source: ModelSource, name: str) -> None:
-    """Refuse an adapter whose weights are not all of the layers that it names, of which peft only warns."""
+    """Refuse an adapter that lacks weights of a layer that it names; peft only warns."""
     from peft.utils import get_peft_model_state_dict, load_peft_weights
 
     stored = set(load_peft_weights(str(source.folder), device="cpu"))

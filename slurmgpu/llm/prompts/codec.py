@@ -71,7 +71,7 @@ class FullContextError(PromptError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request with the tokens of its prompt, of which the last `n_begun` are those of an answer so far.
+    """A request with the tokens of its prompt; the last `n_begun` are those of an answer so far.
 
     `n_truncated` tokens of the prompt were cut off.
     """

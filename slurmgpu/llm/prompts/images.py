@@ -46,7 +46,7 @@ def check_pillow() -> None:
 
 
 def sources_of(field: str, value: Any, folder: str = "") -> tuple[ImageSource, ...]:
-    """The images in an item's field, of which relative paths start at `folder`; ItemError unless there is one."""
+    """The images in an item's field; relative paths start at `folder`. ItemError unless there is one."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
     if is_list and not value:
         raise ItemError(f"field {field!r} is an empty list; expected at least one image")
@@ -80,7 +80,7 @@ def place_of_images(roles: Sequence[str], *, behind_examples: bool) -> int:
 
 
 def open_image(source: ImageSource) -> Image:
-    """The image in RGB, upright as its EXIF says; of several frames the first. ItemError if it cannot be read."""
+    """The image, or its first frame, in RGB and upright as its EXIF says; ItemError if it cannot be read."""
     return _opened(source)[0]
 
 

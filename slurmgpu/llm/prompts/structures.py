@@ -76,7 +76,7 @@ def structure_of(
     regex: str | None = None,
     grammar: str | None = None,
 ) -> Structure | None:
-    """The structure of the settings, of which at most one may be given; SlurmGPUError for a wrong one."""
+    """The structure of the settings, at most one of which may be given; SlurmGPUError for a wrong one."""
     given = {"schema": schema, "choices": choices, "regex": regex, "grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:

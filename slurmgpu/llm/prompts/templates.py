@@ -110,7 +110,7 @@ class Prompts:
     ) -> None:
         """Check the settings; `given` are values in templates beside the items' fields.
 
-        The field `images` holds an item's images, of which relative paths start at `image_folder`.
+        The field `images` holds an item's images; relative paths start at `image_folder`.
         """
         if (prompt is None) == (messages is None):
             found = "neither is set" if prompt is None else "both are set"
@@ -190,7 +190,7 @@ class Prompts:
         return self._after_examples(self._prompt.render(data, self._given), system or "", seed, own)
 
     def _after_examples(self, text: str, system: str, seed: int, own: Sequence[str] = ()) -> Prompt:
-        """The prompt of a text, with examples before it, of which it is none itself, nor in its `own` other forms."""
+        """The prompt of a text, after the examples that differ from it and from its `own` other forms."""
         if self._fewshot is None:
             return Prompt(text, system=system)
         examples, number = self._examples, self._fewshot.number

@@ -52,7 +52,7 @@ N_TRIES = 3
 N_STARTS = 3
 """How often a server is started that ends before it has completed a prompt."""
 MOST_ENDS = 2 * N_TRIES
-"""How often it may end without an answer between: two items, one behind the other, may be what ends it."""
+"""How often it may end without an answer in between: two items in a row may each be what ends it."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 MOST_SILENCE_S = 120.0
 """How long a server of ours may give no sign of life, or not answer when it has lost a connection, before it is ended

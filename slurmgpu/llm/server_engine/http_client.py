@@ -17,7 +17,7 @@ CONNECT_S = 30.0
 GET_S = 30.0
 """How long a GET may be without a byte: the kernel takes connections for a process that is stopped or hangs."""
 LOOK_S = 30.0
-"""How often it is looked whether a server is still there that has not answered a POST."""
+"""How often to look whether a server that has not answered a POST is still there."""
 MOST_ERROR_CHARACTERS = 500
 
 
@@ -56,9 +56,9 @@ class _UnixConnection(http.client.HTTPConnection):
 class Client:
     """Requests to the server at `url`: http://…, https://… or unix:/path. Threads may share it.
 
-    Each request has its own connection: one that was kept may have been closed by the server meanwhile, and a
-    completion takes longer than a connection. A POST has no time limit for its answer, but it is looked now and then
-    whether the server is there; a GET has GET_S. A lost answer is a ConnectionError.
+    Each request has its own connection: the server may have closed one that was kept, and a completion takes longer
+    than a connection. A GET waits GET_S for its answer. A POST waits without a limit, and looks every LOOK_S whether
+    the server is there. A lost answer is a ConnectionError.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:

@@ -57,7 +57,7 @@ class _InPlace:
         self.values[n_rows:] = other.values
 
     def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Take tensors of which the first `n_columns` are in use, and the others are room; returns those in use."""
+        """Take tensors whose first `n_columns` are in use and whose others are room; returns those in use."""
         self._rooms = keys, values
         self._show(len(keys), 0, n_columns)
         return self.keys, self.values
@@ -118,7 +118,7 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
         return self._slide()
 
     def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Take tensors with room; returns the columns in use, of which the last are kept."""
+        """Take tensors with room, and keep the last columns; returns all that are in use."""
         super().adopt(keys, values, n_columns)
         self.cumulative_length = n_columns
         return self._slide()

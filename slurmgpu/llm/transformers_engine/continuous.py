@@ -245,7 +245,7 @@ class Continuous:
         """Each request's answer, in the order in which they finish."""
         # The manager's log-probabilities include our noise and masks: they are right for free greedy requests only.
         ours = [each for each in requests if not (each.request.sampling.logprobs and _is_changed(each))]
-        # A batch has requests of all lengths; of one that ends, a token more may be computed.
+        # A batch has requests of all lengths, and may compute a token more than a request needs.
         ours = [each for each in ours if _length(each) < self._lengths.border]
         given_up = self.given_up
         if ours:

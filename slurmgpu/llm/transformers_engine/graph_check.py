@@ -42,7 +42,7 @@ N_STEPS = 6
 N_LONGER = 8
 """By so many tokens a row is longer, beside which rows are read once more."""
 N_ROUNDS, N_TIMED = 3, 3
-"""Rounds of timed steps, of which the best counts, and the steps of each."""
+"""Rounds of timed steps, the best of which counts, and the steps of each."""
 N_MORE = 2 * N_STEPS + N_ROUNDS * N_TIMED
 REPLAYED = 1e-3
 """How far a replay's scores may be from those of a call, as a share of their range."""
@@ -264,9 +264,9 @@ def _prompts(n_rows: int, longest: int, n_words: int) -> list[Tokens]:
 
 
 def _compare(theirs: Decoding, ours: Decoding, halves: _Halves, latest: Tensor) -> tuple[float, float, Tensor]:
-    """The greatest difference over steps in which both get the same tokens, at first of all rows; and of the halves.
+    """The greatest differences from the other rows and from the halves, and the last tokens.
 
-    Behind both are the last tokens.
+    Both get the same tokens in each step, at first with all rows, then with some.
     """
     import torch
 

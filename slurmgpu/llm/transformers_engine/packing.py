@@ -26,7 +26,7 @@ ATTENTION = "slurmgpu_packed"
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens, of which the first may be shared, and branches that go on from their end."""
+    """Tokens, which may begin with shared ones, and branches that go on from their end."""
 
     tokens: Tokens
     branches: tuple[Tokens, ...] = ()

@@ -127,7 +127,7 @@ class Prefill:
         )
 
     def packs(self, longest: Tokens) -> bool:
-        """Whether texts are read one behind the other in one row, of which `longest` is the longest."""
+        """Whether texts, `longest` among them, are read one after the other in one row."""
         return self._can_pack and (self._window is None or len(longest) <= self._window)
 
     def read(self, prompts: Sequence[Tokens], longest: int, shared: Tokens = ()) -> Prefilled:
@@ -182,7 +182,7 @@ class Prefill:
             return self.forward(pack.ids, None, pack.positions, pack.cache, kept, pack=pack)[0]
 
     def pack(self, texts: Sequence[Text], shared: Tokens = (), cache: Any = None) -> Pack:
-        """Texts, of which all begin with `shared`, as a pack."""
+        """Texts, all of which begin with `shared`, as a pack."""
         before = self._read_shared(shared) if shared else None
         return Pack(texts, self._loaded.model, cache, n_shared=len(shared), shared=before)
 

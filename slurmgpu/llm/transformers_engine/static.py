@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class _Batch:
     """Rows that are generated together.
 
-    `latest` (row,) has the last tokens, `counts` (row,) the numbers of tokens in the answers. `ahead` has tokens that
-    the rows have not taken yet, of a step that was begun before those of the step before were known.
+    `latest` (row,) has the last tokens, `counts` (row,) the numbers of tokens in the answers. `ahead` has the tokens of
+    a step that was begun before the tokens of the last step were known; the rows have not taken them yet.
     """
 
     rows: list[Row]
@@ -255,5 +255,5 @@ class StaticBatches:
 
 
 def _length(row: Row) -> int:
-    """The tokens of a row, of which the last is not read yet."""
+    """The number of tokens in a row; the last one is not read yet."""
     return len(row.encoded.tokens) + len(row.tokens)

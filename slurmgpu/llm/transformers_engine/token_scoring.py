@@ -64,7 +64,7 @@ class TokenScorer:
         return of_like_length(rows, self._prefill.padding)  # at the right, where no token sees it
 
     def _most_tokens(self) -> int:
-        """The most tokens of a batch; of a model that is not read in parts, as many as may have logits at once."""
+        """The most tokens of a batch: without reading in parts, no more than may have logits at once."""
         most = self._budget.tokens
         return most if self._in_parts else min(most, self._most_logits // self._width)
 

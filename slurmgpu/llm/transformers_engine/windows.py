@@ -19,7 +19,7 @@ from slurmgpu.llm.prompts.codec import Codec, PromptError
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of which the last `n_scored` are scored; the very last one is not read."""
+    """The tokens of a window. The last `n_scored` are scored; the very last one is not read."""
 
     tokens: Tokens
     n_scored: int
@@ -62,7 +62,7 @@ def likelihoods(
 
 @dataclass
 class _Asked:
-    """A passage's tokens, of which `n_before` are not scored, the numbers of its windows, and what was read of them."""
+    """A passage's tokens, the first `n_before` of which are not scored, and what was read of its windows by number."""
 
     id: int
     tokens: Tokens

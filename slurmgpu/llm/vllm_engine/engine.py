@@ -201,8 +201,8 @@ class VllmEngine:
     def _images_of(self, prompt: Prompt) -> tuple[Images, int]:
         """The prompt's images, and the number of its tokens with theirs; nothing and 0 without images.
 
-        PromptError if the model cannot be shown them: of a call with a prompt that is too long vLLM 0.32 refuses all,
-        and then hangs, so that the model's processor counts the tokens before.
+        PromptError if the model cannot be shown them. The model's processor counts the tokens here, since vLLM 0.32
+        refuses all prompts of a call if one is too long, and then hangs.
         """
         if self._prompts is None or not prompt.images:
             return [], 0

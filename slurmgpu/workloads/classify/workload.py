@@ -271,7 +271,7 @@ class Classify(LanguageModelWorkload):
         return {"n_groups": len(by_group), "by_group": accuracy, "label_by_group": rates}
 
 
-def _check_calibrated(prompt: str | None, settings: Mapping[str, Any]) -> None:
+def _check_calibrated(prompt: str | None, settings: PromptedSettings) -> None:
     """Refuse settings by which the prompt without an item is not one prompt that can be scored."""
     if prompt is None:
         raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
@@ -292,7 +292,7 @@ def _check_calibrated(prompt: str | None, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
+def _check_method(method: Method, given: Sequence[str], settings: PromptedSettings) -> None:
     if method == "score":
         check_scored(settings, [name for name in FOR_ANSWERS if name in given])
     elif wrong := [name for name in ("length_normalize", "calibrate") if name in given]:

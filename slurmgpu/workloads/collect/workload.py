@@ -54,7 +54,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """A wanted completion: of a search, from a node, and its number there."""
+    """A wanted completion in a search: the node where it starts, and its number there."""
 
     search: Search
     node: int

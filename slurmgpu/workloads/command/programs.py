@@ -121,9 +121,9 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
 def check_script(texts: Mapping[int, str]) -> None:
     """SlurmGPUError where the script that an interpreter or a launcher runs is not there.
 
-    It is the first argument with the suffix of a script; what `-c`, `-lc`, `-e` and `-m` run is another's to know. The
-    launcher is the program, or what `env` and its like start: of another program, arguments may be named like one, and
-    its files be those of an image or of another machine.
+    The script is the first argument with the suffix of one; what `-c`, `-lc`, `-e` and `-m` run is not checked. The
+    launcher is the program, or what `env` and the like start. The arguments of another program may only look like a
+    script, or name files of an image or another machine.
     """
     launcher = next((number for number in sorted(texts) if _LAUNCHER.fullmatch(Path(texts[number]).name)), None)
     if launcher is None or not _keeps_place([texts.get(number) for number in range(launcher)]):

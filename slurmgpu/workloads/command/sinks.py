@@ -54,7 +54,7 @@ class Sink(Protocol):
 class ToLog:
     """Passes lines on to the log, behind a `mark` that names their items, and keeps what errors have of them.
 
-    That is the end, and the last lines that end a traceback: of any, about memory, about that of a GPU, about GPUs.
+    That is the end, and the last line that ends a traceback, of each kind: any, about memory, GPU memory, GPUs.
     `names` are what stands for the paths of temporary files in what is kept: errors are to have the same bytes.
     """
 

@@ -76,7 +76,7 @@ FILES = {"input": "reads its items from is {in:jsonl}", "output": "writes its ro
 """By names that may be fields, and are elsewhere those of files."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
-"""Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
+"""The most items of a batch by mode; for a stream, the most requests without an answer."""
 
 
 class EditedError(Exception):

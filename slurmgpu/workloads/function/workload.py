@@ -145,7 +145,7 @@ def as_row(value: Any) -> Row:
 
 
 def rows_of(columns: Any, n_items: int) -> list[Row]:
-    """The rows of a mapping of columns, as a function for `datasets.map` returns it, of a data frame or Arrow table."""
+    """The rows of columns: a mapping, as a function for `datasets.map` returns it, a data frame or an Arrow table."""
     names = columns if isinstance(columns, Mapping) else getattr(columns, "column_names", columns.columns)
     found = {name: _values(name, columns[name]) for name in names}
     for name, values in found.items():

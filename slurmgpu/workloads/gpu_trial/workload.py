@@ -23,7 +23,7 @@ from slurmgpu.workload import Item, Row, TaskContext
 HELD_SHARE = 0.3
 """The share of the GPU's memory that an item holds: OOM_BATCH of them fit, twice as many do not."""
 KERNEL_CYCLES = 20_000_000_000
-"""About ten seconds of a GPU, of which the worker is killed in the first."""
+"""About ten seconds of a GPU; the worker is killed in the first of them."""
 BROKEN = "CUDA error: {} (this is a CPU, which pretends it)"
 
 STRAY_STORE = b"""

@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Composed, Question, Request, Structure
 from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.llm.prompts.jinja_templates import TemplateFormat
 from slurmgpu.llm.prompts.templates import take
-from slurmgpu.llm.settings import check_range, check_scored, check_temperature, prompts_of, sampling
+from slurmgpu.llm.settings import PromptedSettings, check_range, check_scored, check_temperature, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.item_errors import compute_good, value_of, value_or_error
@@ -44,7 +45,7 @@ class ByRubric(LanguageModelWorkload):
         structure: Structure | None,
         retries: int | None,
         retry_temperature: float | None,
-        settings: Mapping[str, Any],
+        settings: PromptedSettings,
         *,
         named: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         has_truth: bool,
@@ -54,9 +55,9 @@ class ByRubric(LanguageModelWorkload):
         self.rubric, self._reader = rubric, Reader(rubric)
         if structure is not None and structure.kind == "choices":
             check_choices(json.loads(structure.text), self._reader, rubric)
-        written = {**settings, "template_format": rubric.template_format}
+        written: PromptedSettings = {**settings, "template_format": cast(TemplateFormat, rubric.template_format)}
         self.prompts = prompts_of(written, rubric.prompt, None, rubric.system or None, None, named=named)
-        self.sampling = sampling({"max_tokens": rubric.max_tokens, **settings}, structure=structure)
+        self.sampling = sampling(settings, max_tokens=rubric.max_tokens, structure=structure)
         if settings.get("engine") == "server" and rubric.method == "parse":
             self.rubric = dataclasses.replace(rubric, fallback=False)
         self._repeat(retries, retry_temperature, settings)
@@ -66,7 +67,7 @@ class ByRubric(LanguageModelWorkload):
         max_tokens = self.sampling.max_tokens if rubric.method == "parse" else 0
         self.use_model(model, settings, max_tokens=max_tokens, beyond=beyond)
 
-    def _repeat(self, retries: int | None, temperature: float | None, settings: Mapping[str, Any]) -> None:
+    def _repeat(self, retries: int | None, temperature: float | None, settings: PromptedSettings) -> None:
         """Take the settings of retries; SlurmGPUError for wrong ones."""
         retries = RETRIES if retries is None else retries
         temperature = RETRY_TEMPERATURE if temperature is None else temperature

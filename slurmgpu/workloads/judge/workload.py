@@ -121,7 +121,7 @@ class Judge:
             self.samples = Samples(each, self.columns, self.checker, reference, self.judging.is_raw, self.judging.right)
             self.columns = self.samples.columns
 
-    def _by_rubric(self, given: Mapping[str, Any], settings: Mapping[str, Any]) -> ByRubric:
+    def _by_rubric(self, given: Mapping[str, Any], settings: PromptedSettings) -> ByRubric:
         """The judge that follows a rubric, by its `given` settings and those of the engine and the prompts."""
         if "model" not in given:
             raise SlurmGPUError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Sequence
+from typing import get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.settings import PromptSettings
+from slurmgpu.llm.settings import PromptedModelSettings, PromptSettings
 
 TAKEN = (
     *("revision", "model_files", "trust_remote_code", "engine", "precision", "batch_tokens", "max_context", "chat"),
@@ -16,7 +16,7 @@ TAKEN = (
 """The settings of models and engines that mean something to a head."""
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: PromptedModelSettings) -> None:
     """Refuse settings of engines that mean nothing to a head."""
     engine = settings.get("engine", "transformers")
     if engine != "transformers":
@@ -58,7 +58,7 @@ def check_parts(
         raise SlurmGPUError(f"choices is {list(choices)}; expected at least two different texts, the good one first.")
 
 
-def check_pair(pair: Sequence[str], cut: bool, settings: Mapping[str, Any]) -> None:
+def check_pair(pair: Sequence[str], cut: bool, settings: PromptedModelSettings) -> None:
     """Refuse examples before a pair, and two ways to shorten a text."""
     if pair and "fewshot" in settings:
         raise SlurmGPUError("fewshot and pair are both set; examples stand before a prompt. Remove one of them.")

@@ -52,7 +52,7 @@ def scorer_table(scorer: str | ScorerSettings) -> dict[str, Any]:
 
 
 def open_scorer(scorer: str | ScorerSettings, defaults: Mapping[str, Any], kind: type[ScoreT]) -> ScoreT:
-    """The workload `score`, or a `kind` of it, of a scorer; `defaults` are for settings that it does not have."""
+    """A scorer as the workload `score`, or as a `kind` of it; `defaults` are for settings that the scorer lacks."""
     try:
         found = kind(**cast(Any, {**defaults, **scorer_table(scorer)}))
     except SlurmGPUError as error:

@@ -158,7 +158,7 @@ class Sampled(Loss):
 
 @dataclass(frozen=True)
 class OneToAll(Loss):
-    """mean_k BCE(s_k, y_k) with y_k = ε/N + (1-ε)[k = t]: 1-N scoring, of one triple at a time."""
+    """mean_k BCE(s_k, y_k) with y_k = ε/N + (1-ε)[k = t]: 1-N scoring for one triple at a time."""
 
     label_smoothing: float
     reaches_all = True
