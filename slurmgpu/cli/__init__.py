@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.util import early_signals, standard_streams
 
 ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
@@ -51,17 +52,17 @@ def main() -> None:
         _flushing_stdout(app)
     except SlurmGPUError as error:
         complain(str(error))
-        sys.exit(2)
+        sys.exit(EXIT_BAD_USAGE)
     except KeyboardInterrupt:
         sys.exit(130)
     except UnusableFileError as error:
         complain(f"{error.filename}: {error.strerror}. Remove it, or restore the file that was there.")
-        sys.exit(2)
+        sys.exit(EXIT_BAD_USAGE)
     except OSError as error:
         if (advice := _advice(error)) is None:
             raise
         complain(advice)
-        sys.exit(2)
+        sys.exit(EXIT_BAD_USAGE)
 
 
 def _flushing_stdout(app: Callable[[], object]) -> None:
@@ -101,8 +102,8 @@ def _is_nowhere() -> bool:
 def _unread(argv: Sequence[str]) -> int | None:
     """The exit code of a command whose output is no longer read; None for one that continues.
 
-    `status --watch` has not seen the end of the run then, so it exits with 3.
+    `status --watch` has not seen the end of the run then, so it exits as of an incomplete run.
     """
     if not SHOWING & set(argv[:1]):
         return None
-    return 3 if argv[0] == "status" and WATCHING & set(argv) else 0
+    return EXIT_INCOMPLETE if argv[0] == "status" and WATCHING & set(argv) else EXIT_COMPLETE

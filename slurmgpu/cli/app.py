@@ -11,6 +11,7 @@ from slurmgpu import __version__
 from slurmgpu.cli import completion, options
 from slurmgpu.cli.commands import inspection, run, track
 from slurmgpu.cli.commands.image import image_app
+from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_FAILED, EXIT_INCOMPLETE
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.errors import SlurmGPUError
 
@@ -269,7 +270,7 @@ def merge(
             complain(problem)
         if not problems:
             result(f"{run.merged} is whole.")
-        raise typer.Exit(1 if problems else 0)
+        raise typer.Exit(EXIT_FAILED if problems else EXIT_COMPLETE)
     if wait:
         log_to_stderr(force=True)
     with stdout_for_json(as_json):
@@ -278,7 +279,7 @@ def merge(
         result_json(value)
     else:
         show_report(value)
-    raise typer.Exit(0 if value["complete"] else 3)
+    raise typer.Exit(EXIT_COMPLETE if value["complete"] else EXIT_INCOMPLETE)
 
 
 @app.command("show")
@@ -347,7 +348,7 @@ def compare(
         result_json(found.to_json())
     else:
         show_comparison(found)
-    raise typer.Exit(0 if found.equal else 1)
+    raise typer.Exit(EXIT_COMPLETE if found.equal else EXIT_FAILED)
 
 
 @app.command()

@@ -81,6 +81,7 @@ def draft_run(
     run_file: RunFileSource,
     overrides: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
+    *,
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
     look: Look | None = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurmgpu.cli import completion, options
+from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def report(
         result_json(value)
     elif html is None:
         show_report(value)
-    raise typer.Exit(0 if value["complete"] else 3)
+    raise typer.Exit(EXIT_COMPLETE if value["complete"] else EXIT_INCOMPLETE)
 
 
 def _write_html(run: Run, report: Report, path: Path, task: str | None) -> None:
@@ -183,5 +184,14 @@ def logs(
     """  # noqa: D301
     from slurmgpu.cli.commands.logs import show_logs
 
-    run, ways = options.open_run(folder), {"failed": failed, "merge": merge, "follow": follow, "as_json": as_json}
-    show_logs(run, task, item, failure, n_lines=lines, **ways)
+    show_logs(
+        options.open_run(folder),
+        task,
+        item,
+        failure,
+        failed=failed,
+        merge=merge,
+        follow=follow,
+        n_lines=lines,
+        as_json=as_json,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from slurmgpu.cli.commands import sweep
 from slurmgpu.cli.commands.submitted import conclude, following, resubmit_followed
 from slurmgpu.cli.console import bar_console, json_alone, result, result_json, say
-from slurmgpu.cli.exit_codes import EXIT_INCOMPLETE
+from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views import probe as forecasts
 from slurmgpu.cli.views.dry_run import show_draft, show_resubmission
 from slurmgpu.errors import SlurmGPUError
@@ -22,7 +22,7 @@ from slurmgpu.operations.earlier_run import compare_earlier
 from slurmgpu.operations.probe import draft_probe, probe_draft
 from slurmgpu.operations.resubmit import Request, foresee
 from slurmgpu.operations.submit import plan_draft, submission_of, submit_draft
-from slurmgpu.plan.items import look_at
+from slurmgpu.plan.items import Look, look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import origins
@@ -74,7 +74,7 @@ def submit(
             as_json=as_json,
             inject=inject,
         )
-    with _drafted(run_file, overrides, run_dir, other, look, old) as draft:
+    with _drafted(run_file, overrides, run_dir, after=other, look=look, extends=old) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
@@ -87,7 +87,7 @@ def submit(
             if estimate["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
                 if as_json:
                     result_json({**estimate, "submitted": None})
-                return EXIT_INCOMPLETE if estimate["failure"] else 0
+                return EXIT_INCOMPLETE if estimate["failure"] else EXIT_COMPLETE
         with following(draft.run_dir, draft.plan.n_items) as follow:
             made = submit_draft(draft, other, follow.run, inject, tell=say)
     assert made.outcome is not None
@@ -144,7 +144,7 @@ def plan(
         _refuse_for_sweep({"--extend": extend})
         sweep.plan(run_file, variants, look, as_json=as_json)
         return
-    with _drafted(run_file, overrides, run_dir, None, look, old) as draft:
+    with _drafted(run_file, overrides, run_dir, look=look, extends=old) as draft:
         run, lines, notes = plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
@@ -168,16 +168,26 @@ def resubmit(run: Run, asked: Request, *, force: bool, dry_run: bool, wait: bool
 
 
 @contextlib.contextmanager
-def _drafted(run_file: Path, overrides: Overrides, run_dir: Path | None, *more: Any) -> Iterator[Draft]:
+def _drafted(
+    run_file: Path,
+    overrides: Overrides,
+    run_dir: Path | None,
+    *,
+    after: Run | None = None,
+    look: Look | None,
+    extends: Run | None,
+) -> Iterator[Draft]:
     """The draft of a run; the bar is gone once it is made, also where an input tells no progress, as a folder."""
     with contextlib.ExitStack() as open_ones:
         with _planning() as progress:
-            draft = open_ones.enter_context(draft_run(run_file, overrides, run_dir, progress, *more))
+            draft = open_ones.enter_context(
+                draft_run(run_file, overrides, run_dir, progress=progress, after=after, look=look, extends=extends)
+            )
         yield draft
 
 
 @contextlib.contextmanager
-def _planning() -> Iterator[Any]:
+def _planning() -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar for reading the input, on a terminal."""
     console = bar_console()
     if console is None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from slurmgpu.cli.console import bar_console, result, say
-from slurmgpu.cli.exit_codes import EXIT_FAILED, EXIT_INCOMPLETE
+from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_FAILED, EXIT_INCOMPLETE
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
@@ -48,7 +48,7 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
     if report is None:
         if not as_json:
             _say_submitted(run, outcome, to_stderr=False)
-        return 0, {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
+        return EXIT_COMPLETE, {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
     if not as_json:
         show_report(report)
     if n_left := _not_again(run):
@@ -61,7 +61,7 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
         say(verdict.text)
     if not all(verdict.kept for verdict in verdicts):
         return EXIT_FAILED, cast(dict[str, Any], report)
-    return 0 if report["complete"] else EXIT_INCOMPLETE, cast(dict[str, Any], report)
+    return EXIT_COMPLETE if report["complete"] else EXIT_INCOMPLETE, cast(dict[str, Any], report)
 
 
 def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:

@@ -225,7 +225,7 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
             result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
     for line in without:
         say(line)
-    return 0 if not without and all(each["complete"] for each in reports.values()) else EXIT_INCOMPLETE
+    return EXIT_COMPLETE if not without and all(each["complete"] for each in reports.values()) else EXIT_INCOMPLETE
 
 
 def status(folder: Path, runs: Sequence[Path], *, as_json: bool) -> None:

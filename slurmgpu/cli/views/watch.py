@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from slurmgpu.cli.console import json_text, result, say
+from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.status_poller import StatusPoller
@@ -45,8 +46,8 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
         say(f"the run continues. To see it: slurmgpu status --watch {run.typed}")
         raise
     if status is None:
-        return 3  # what is to follow the run's completion does not follow `q`
-    return 3 if status["state"] in ("incomplete", "ended") else 0
+        return EXIT_INCOMPLETE  # what is to follow the run's completion does not follow `q`
+    return EXIT_INCOMPLETE if status["state"] in ("incomplete", "ended") else EXIT_COMPLETE
 
 
 # On a terminal
