@@ -37,7 +37,6 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
     """
     source, n_gpus = options.model, max(1, n_gpus)
     config = text_config(source.config)
-    kind, method = str(config.get("model_type")), stored_method(source.config)
     if options.engine == "vllm":
         return "the engine vllm starts its processes itself" if n_gpus > 1 else None
     if options.images:
@@ -46,20 +45,27 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
         return f"{options.beside.name} computes beside it, in the same process"
     if options.adapters.sources:
         return "adapters are added to a model in one process"
-    if source.quantization == "4bit" or method == "bitsandbytes":
+    if source.quantization == "4bit" or stored_method(source.config) == "bitsandbytes":
         return "weights quantised by bitsandbytes have no split form"
-    if method and method not in SPLIT_AS_STORED and not is_asked:
-        return f"weights stored as {method} are not known to split"
-    if kind not in TENSOR_PARALLEL | EXPERT_PARALLEL and not is_asked:
-        return f"transformers is not known to have a tensor-parallel plan for models of type {kind}"
-    if not has_known_layers(config) and not is_asked:
-        return "its config.json does not say how many heads it has"
+    if not is_asked and (untested := _untested(source.config)) is not None:
+        return untested
     if (n_experts := experts_of(config)) % n_gpus:
         return f"its {n_experts} experts do not divide by {n_gpus}"
     n_heads, n_kv, _ = heads_of(config)
-    if kind not in EXPERT_PARALLEL and has_known_layers(config) and (n_kv % n_gpus or n_heads % n_gpus):
+    is_by_heads = config.get("model_type") not in EXPERT_PARALLEL and has_known_layers(config)
+    if is_by_heads and (n_kv % n_gpus or n_heads % n_gpus):
         return f"its {n_heads} heads and {n_kv} key-value heads do not divide by {n_gpus}"
     return None
+
+
+def _untested(config: Mapping[str, Any]) -> str | None:
+    """Why it is not known whether a model of this config.json can be split; None if it can."""
+    kind, method = str(text_config(config).get("model_type")), stored_method(config)
+    if method and method not in SPLIT_AS_STORED:
+        return f"weights stored as {method} are not known to split"
+    if kind not in TENSOR_PARALLEL | EXPERT_PARALLEL:
+        return f"transformers is not known to have a tensor-parallel plan for models of type {kind}"
+    return None if has_known_layers(text_config(config)) else "its config.json does not say how many heads it has"
 
 
 def check_vllm(options: EngineOptions, n_gpus: int, *, is_asked: bool) -> None:

@@ -83,7 +83,6 @@ def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
 
     With `grammars`, requests may have structures, in batches of at most `n_rows`. `kinds` is what they may ask for.
     """
-    import torch
     from transformers import LogitsProcessorList
     from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
@@ -111,21 +110,29 @@ def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
             return arg_storage
 
         def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
-            rules, positions = _unpack(logits_processor_args[:, : scores.shape[0]])
+            rules, positions = _unpack(logits_processor_args[:, : scores.shape[0]], kinds)
             allowed = scores if masks is None else masks.apply(scores)
             return leave_next(allowed, rules, positions)
 
-    def _pack(states: list[Any]) -> Tensor:
-        rows = [(state, state.logit_processor_kwargs.get(ARGUMENT, (0, 0, 0.0, 0, 1.0, 0.0))) for state in states]
-        keys = torch.tensor([row[0] for _, row in rows], dtype=torch.int64)
-        # position_offset is the number of known tokens, also after the request was evicted and restarted.
-        counts = torch.tensor([[state.position_offset - row[1], row[3]] for state, row in rows], dtype=torch.int32)
-        shares = torch.tensor([[row[2], row[4], row[5]] for _, row in rows], dtype=torch.float32)
-        return torch.cat([keys.view(torch.int32).view(-1, 2), counts, shares.view(torch.int32)], dim=1).T
-
-    def _unpack(lanes: Tensor) -> tuple[Rules, Tensor]:
-        keys = lanes[:2].T.contiguous().view(torch.int64)[:, 0]
-        temperature, top_p, min_p = (lanes[place].contiguous().view(torch.float32) for place in (4, 5, 6))
-        return Rules(kinds, keys, temperature, lanes[3].long(), top_p, min_p), lanes[2].long()
-
     return Sampler()
+
+
+def _pack(states: Sequence[Any]) -> Tensor:
+    """The arguments of the states' requests as lanes: (lane, request), int32."""
+    import torch
+
+    rows = [(state, state.logit_processor_kwargs.get(ARGUMENT, (0, 0, 0.0, 0, 1.0, 0.0))) for state in states]
+    keys = torch.tensor([row[0] for _, row in rows], dtype=torch.int64)
+    # position_offset is the number of known tokens, also after the request was evicted and restarted.
+    counts = torch.tensor([[state.position_offset - row[1], row[3]] for state, row in rows], dtype=torch.int32)
+    shares = torch.tensor([[row[2], row[4], row[5]] for _, row in rows], dtype=torch.float32)
+    return torch.cat([keys.view(torch.int32).view(-1, 2), counts, shares.view(torch.int32)], dim=1).T
+
+
+def _unpack(lanes: Tensor, kinds: Kinds) -> tuple[Rules, Tensor]:
+    """The rules of the requests, and the places of their next tokens: (request,)."""
+    import torch
+
+    keys = lanes[:2].T.contiguous().view(torch.int64)[:, 0]
+    temperature, top_p, min_p = (lanes[place].contiguous().view(torch.float32) for place in (4, 5, 6))
+    return Rules(kinds, keys, temperature, lanes[3].long(), top_p, min_p), lanes[2].long()

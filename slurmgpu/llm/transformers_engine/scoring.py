@@ -106,44 +106,45 @@ class Scorer:
     def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
         import torch
 
-        if self._prefill.lengths.crosses(*batch[0].n_read):
-            self._n_rows = 0
-            with torch.inference_mode():
-                return [self._score_apart(*batch)]
-        texts = _texts_of(batch)
-        if self._packs(texts, len(shared)):
-            self._n_rows = sum(len(text.branches) for text in texts)
-            with torch.inference_mode():
-                return self._score_pack(batch, texts, shared)
         self._n_rows = 0
         with torch.inference_mode():
-            read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
-            first = read.logits.float()
-            first -= first.logsumexp(-1, keepdim=True)
-            found = [
-                first[row, [choice[0] for choice in asked.choices]].double().cpu().numpy()
-                for row, asked in enumerate(batch)
-            ]
-            longer = [
-                (row, place)
-                for row, asked in enumerate(batch)
-                for place, choice in enumerate(asked.choices)
-                if len(choice) > 1
-            ]
-            longer.sort(key=lambda pair: -len(batch[pair[0]].choices[pair[1]]))
-            while longer:
-                longest = len(batch[longer[0][0]].choices[longer[0][1]])
-                some = longer[: self._n_together(longest, load, first.shape[-1])]
-                if not self._prefill.takes_padding:
-                    some = [pair for pair in some if len(batch[pair[0]].choices[pair[1]]) == longest]
-                longer, self._n_rows = longer[len(some) :], len(some)
-                choices = [batch[row].choices[place] for row, place in some]
-                if self._prefill.has_rows:
-                    sums = self._go_on(read, [row for row, _ in some], choices)
-                else:
-                    sums = self._reread([batch[row].prompt for row, _ in some], choices)
-                for (row, place), logprob in zip(some, sums, strict=True):
-                    found[row][place] += logprob
+            if self._prefill.lengths.crosses(*batch[0].n_read):
+                return [self._score_apart(*batch)]
+            texts = _texts_of(batch)
+            if self._packs(texts, len(shared)):
+                self._n_rows = sum(len(text.branches) for text in texts)
+                return self._score_pack(batch, texts, shared)
+            return self._score_rows(batch, load, shared)
+
+    def _score_rows(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
+        """Read the prompts as rows, which have the choices' first tokens, then as many longer choices as fit."""
+        read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
+        first = read.logits.float()
+        first -= first.logsumexp(-1, keepdim=True)
+        found = [
+            first[row, [choice[0] for choice in asked.choices]].double().cpu().numpy()
+            for row, asked in enumerate(batch)
+        ]
+        longer = [
+            (row, place, choice)
+            for row, asked in enumerate(batch)
+            for place, choice in enumerate(asked.choices)
+            if len(choice) > 1
+        ]
+        longer.sort(key=lambda each: -len(each[2]))
+        while longer:
+            longest = len(longer[0][2])
+            some = longer[: self._n_together(longest, load, first.shape[-1])]
+            if not self._prefill.takes_padding:
+                some = [each for each in some if len(each[2]) == longest]
+            longer, self._n_rows = longer[len(some) :], len(some)
+            rows, places, choices = zip(*some, strict=True)
+            if self._prefill.has_rows:
+                sums = self._go_on(read, rows, choices)
+            else:
+                sums = self._reread([batch[row].prompt for row in rows], choices)
+            for row, place, logprob in zip(rows, places, sums, strict=True):
+                found[row][place] += logprob
         return [scores_of(asked, logprobs) for asked, logprobs in zip(batch, found, strict=True)]
 
     def _packs(self, texts: Sequence[Text], n_shared: int) -> bool:

@@ -67,42 +67,21 @@ def plan(settings: TracinSettings) -> Planned:
     known = graph.read_graph(settings.train, settings.entities, settings.relations)
     paths = checkpoint_paths(settings.model)
     given = rates_for(settings, paths)
-    not_built: str | None = None
-    if settings.is_own_model:
-        contents = [peek_content(path) for path in paths]
-        _expect_one_training([told_in(content) for content in contents], paths)
-        _expect_dictionaries(settings, told_in(contents[0]), paths[0])
-        architecture, training_loss = settings.architecture, None
-        told = [learning_rate_in(content, path) for content, path in zip(contents, paths, strict=True)]
-        groups, n_parameters, not_built = _own_model(settings, contents[0], paths[0], known)
-    else:
-        layouts = [layout_of(settings, path, known) for path in paths]
-        layout = layouts[-1]
-        _expect_alike(layouts, paths)
-        _expect_dictionaries(settings, layouts[0].told, paths[0])
-        _expect_inverse(settings, layout, paths[-1])
-        for path in paths if settings.precondition == "adam" else ():
-            if (content := peek(path)) is not None:  # else tasks look: PyTorch reads it, which may be missing here
-                optimizer_of(content, path)
-        architecture, names = layout.architecture, trainable(layout)
-        wanted = wanted_parameters(settings.parameters, architecture, names)
-        groups = list(dict.fromkeys(group_of(name) for name in wanted))
-        n_parameters = sum(math.prod(layout.shapes[name]) for name in wanted)
-        told, training_loss = [layout.learning_rate for layout in layouts], layout.loss
-    rates = _rates(given, told, paths)
+    model = (_own_model if settings.is_own_model else _known_model)(settings, paths, known)
+    rates = _rates(given, model.rates, paths)
     return Planned(
-        architecture,
+        model.architecture,
         paths,
         [DEFAULT_RATE if rate is None else rate for rate in rates],
         None in rates,
-        groups,
+        list(dict.fromkeys(map(group_of, model.sizes))),
         len(known.train),
         known.entities.size,
         known.relations.size,
-        n_parameters,
-        training_loss,
+        sum(model.sizes.values()),
+        model.training_loss,
         {**known.digests, **file_digests([*paths, *own_files(settings)])},
-        not_built,
+        model.not_built,
     )
 
 
@@ -261,13 +240,41 @@ def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[
     return rates
 
 
-def _own_model(
-    settings: TracinSettings, content: Mapping[str, Any], path: str, known: graph.Graph
-) -> tuple[list[str], int, str | None]:
-    """The wanted groups of a user's model, how many numbers they have, and why its class was not built, if so."""
+@dataclass(frozen=True)
+class _Model:
+    """A model by its checkpoints: the sizes of the wanted parameters by name, and each checkpoint's learning rate."""
+
+    architecture: str
+    sizes: Mapping[str, int]
+    rates: Sequence[Rate]
+    training_loss: str | None = None
+    not_built: str | None = None
+
+
+def _known_model(settings: TracinSettings, paths: Sequence[str], known: graph.Graph) -> _Model:
+    """A model of a known architecture; SlurmGPUError if the checkpoints do not fit together, or with the settings."""
+    layouts = [layout_of(settings, path, known) for path in paths]
+    layout = layouts[-1]
+    _expect_alike(layouts, paths)
+    _expect_dictionaries(settings, layouts[0].told, paths[0])
+    _expect_inverse(settings, layout, paths[-1])
+    for path in paths if settings.precondition == "adam" else ():
+        if (content := peek(path)) is not None:  # else tasks look: PyTorch reads it, which may be missing here
+            optimizer_of(content, path)
+    wanted = wanted_parameters(settings.parameters, layout.architecture, trainable(layout))
+    sizes = {name: math.prod(layout.shapes[name]) for name in wanted}
+    return _Model(layout.architecture, sizes, [each.learning_rate for each in layouts], layout.loss)
+
+
+def _own_model(settings: TracinSettings, paths: Sequence[str], known: graph.Graph) -> _Model:
+    """A user's own model; `not_built` says why its class could not be built, if so."""
+    contents = [peek_content(path) for path in paths]
+    _expect_one_training([told_in(content) for content in contents], paths)
+    _expect_dictionaries(settings, told_in(contents[0]), paths[0])
+    rates = [learning_rate_in(content, path) for content, path in zip(contents, paths, strict=True)]
     for file in own_files(settings):
         _expect_file(file)
-    state = state_of(content, path)
+    state = state_of(contents[0], paths[0])
     found = own_parameters(settings.architecture, known.entities.size, known.relations.size)
     not_built = found if isinstance(found, str) else None
     parameters = _named_in(state) if isinstance(found, str) else found
@@ -278,8 +285,8 @@ def _own_model(
         )
     names = list(parameters.trainable)
     wanted = wanted_parameters(settings.parameters, settings.architecture, names, parameters.others)
-    n_parameters = sum(parameters.trainable[name] for name in wanted)
-    return list(dict.fromkeys(map(group_of, wanted))), n_parameters, not_built
+    sizes = {name: parameters.trainable[name] for name in wanted}
+    return _Model(settings.architecture, sizes, rates, not_built=not_built)
 
 
 def _named_in(state: Mapping[str, Any]) -> OwnParameters:

@@ -97,6 +97,20 @@ class TracinSettings:
 
 
 def _problems(settings: TracinSettings) -> Iterator[str]:
+    yield from _problems_of_architecture(settings)
+    if not settings.model:
+        yield "model is empty; expected the path of a checkpoint, several of them, or a glob."
+    for name in ("loss", "test_loss"):
+        value = getattr(settings, name)
+        if value is not None and value not in LOSSES and not re.fullmatch(r"ns:[1-9]\d*", value):
+            expected = f"expected one of {', '.join(LOSSES)}, or ns:K with K negatives, such as ns:64."
+            yield f"{name} is {value!r}; {expected}{'' if value.startswith('ns') else did_you_mean(value, LOSSES)}"
+    if not 0 <= settings.label_smoothing < 1:
+        yield f"label_smoothing is {settings.label_smoothing}; expected at least 0 and less than 1."
+    yield from _wrong_amounts(settings)
+
+
+def _problems_of_architecture(settings: TracinSettings) -> Iterator[str]:
     known, architecture = ("auto", *ARCHITECTURES), settings.architecture
     if settings.is_own_model:
         yield from _problems_of_own_model(settings)
@@ -113,16 +127,6 @@ def _problems(settings: TracinSettings) -> Iterator[str]:
         yield f"image is {settings.image}; expected [height, width] of one embedding, such as [10, 20]."
     if settings.inverse == "none" and settings.directions == "both":
         yield 'directions = "both" needs inverse relations, and inverse is "none"; set only one of them.'
-    if not settings.model:
-        yield "model is empty; expected the path of a checkpoint, several of them, or a glob."
-    for name in ("loss", "test_loss"):
-        value = getattr(settings, name)
-        if value is not None and value not in LOSSES and not re.fullmatch(r"ns:[1-9]\d*", value):
-            expected = f"expected one of {', '.join(LOSSES)}, or ns:K with K negatives, such as ns:64."
-            yield f"{name} is {value!r}; {expected}{'' if value.startswith('ns') else did_you_mean(value, LOSSES)}"
-    if not 0 <= settings.label_smoothing < 1:
-        yield f"label_smoothing is {settings.label_smoothing}; expected at least 0 and less than 1."
-    yield from _wrong_amounts(settings)
 
 
 def _problems_of_own_model(settings: TracinSettings) -> Iterator[str]:

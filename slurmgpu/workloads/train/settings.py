@@ -130,6 +130,19 @@ def _conflicts(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator
         yield f"epochs = {settings.epochs} and steps = {settings.steps} both set the training's length; remove one."
     if settings.global_batch_size is not None and settings.accumulation > 1:
         yield f"accumulation follows from global_batch_size; remove accumulation = {settings.accumulation}."
+    yield from _conflicts_of_optimizer(settings, given)
+    if settings.static_graph and settings.find_unused_parameters:
+        yield "static_graph finds unused parameters once, find_unused_parameters at every step; remove one."
+    if settings.strategy == "fsdp" and settings.precision == "fp16":
+        yield 'strategy = "fsdp" does not scale losses, as precision = "fp16" needs; set precision = "bf16".'
+    for name in OF_DDP if settings.strategy == "fsdp" else ():
+        if given.get(name):
+            yield f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.'
+    if settings.prefetch_factor is not None and settings.num_workers == 0:
+        yield "prefetch_factor needs loader workers: set num_workers, or remove prefetch_factor."
+
+
+def _conflicts_of_optimizer(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator[str]:
     if settings.optimizer == "sgd" and "betas" in given:
         yield 'betas are settings of Adam, and optimizer = "sgd" has momentum; remove betas.'
     if settings.optimizer != "sgd" and settings.momentum:
@@ -140,15 +153,6 @@ def _conflicts(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator
         yield f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; expected less."
     if settings.warmup_steps and settings.warmup_ratio:
         yield "warmup_steps and warmup_ratio both set the length of the warmup; remove one."
-    if settings.static_graph and settings.find_unused_parameters:
-        yield "static_graph finds unused parameters once, find_unused_parameters at every step; remove one."
-    if settings.strategy == "fsdp" and settings.precision == "fp16":
-        yield 'strategy = "fsdp" does not scale losses, as precision = "fp16" needs; set precision = "bf16".'
-    for name in OF_DDP if settings.strategy == "fsdp" else ():
-        if given.get(name):
-            yield f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.'
-    if settings.prefetch_factor is not None and settings.num_workers == 0:
-        yield "prefetch_factor needs loader workers: set num_workers, or remove prefetch_factor."
 
 
 def meant(name: str, arguments: Iterable[str]) -> str:
