@@ -12,7 +12,7 @@ from slurmgpu.report.queued import is_held, is_suspended, requeued
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.records import ALL_FAIL
 from slurmgpu.util.amounts import clock, count_of, rate_of, share_of, span_of
-from slurmgpu.util.ansi import without_escapes
+from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import array_of
 
 GRACE_S = 45.0
@@ -23,12 +23,6 @@ LINE_S, QUIET_S = 10.0, 300.0
 """The least time between two lines of a log, and the longest while a run is followed."""
 PERCENT = 5
 """The least progress that is news."""
-
-
-def plain(text: str) -> str:
-    """A text as one line without control characters."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in without_escapes(text))
-    return " ".join(printable.split())
 
 
 def state_of(attempt: StatusAttempt) -> str:

@@ -18,6 +18,7 @@ from slurmgpu.run.worker_events import Published
 from slurmgpu.task.worker_process import TaskEvent
 from slurmgpu.util import gpus
 from slurmgpu.util.amounts import count_of
+from slurmgpu.util.ansi import plain
 from slurmgpu.util.atomic_files import write_json_text
 from slurmgpu.util.env_info import Surroundings
 
@@ -216,9 +217,7 @@ class AttemptWriter:
         self._note_progress(f"waits {seconds:.0f} s to compute {count_of(n_items, 'item')} again")
 
     def _note_progress(self, text: str) -> None:
-        # It is shown on terminals, and may hold control characters.
-        printable = "".join(letter if letter.isprintable() else " " for letter in text)
-        self.record["progress"] = " ".join(printable.split())[:PROGRESS_LENGTH]
+        self.record["progress"] = plain(text)[:PROGRESS_LENGTH]
 
     def _keep(self) -> None:
         if self._in_hand:

@@ -30,11 +30,13 @@ class Deaths:
         self._run = run
         self._submission = submission
         self._in_flight: tuple[int, Sequence[int], bool] | None = None
-        self._ahead: Sequence[int] | None = None
+        self._ahead: tuple[int, int] | None = None
         self._broken: str | None = None
         self._n_in_a_row = 0
 
-    def take_up(self, shard: int, items: Sequence[int], is_isolated: bool, ahead: Sequence[int] | None = None) -> None:
+    def take_up(
+        self, shard: int, items: Sequence[int], is_isolated: bool, ahead: tuple[int, int] | None = None
+    ) -> None:
         """These items are in flight from now on; `ahead` are shard and first item of the batch that is prepared."""
         self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 

@@ -21,6 +21,12 @@ def without_escapes(text: str) -> str:
     return ESCAPES.sub("", text)
 
 
+def plain(text: str) -> str:
+    """A text as one line without escape sequences and control characters."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in without_escapes(text))
+    return " ".join(printable.split())
+
+
 def harmless(text: str) -> str:
     """A text that a terminal only shows: without escape sequences, and with a sign for control characters."""
     return CONTROLS.sub("\ufffd", without_escapes(text.replace("\r\n", "\n").replace("\r", "\n")))

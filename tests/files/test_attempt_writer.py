@@ -163,6 +163,11 @@ def test_what_a_workload_told_last_stands_until_there_is_more_of_it_or_its_worke
     assert attempt(*told, (5, "end"))["progress"] is None
 
 
+def test_what_a_workload_tells_stands_in_the_record_as_one_line_without_what_a_terminal_would_obey(attempt):
+    told = "\x1b[31mepoch 3\x1b[0m\n\tloss\x07 0.2"
+    assert attempt(claim(1), (2, "tell", {"text": told}))["progress"] == "epoch 3 loss 0.2"
+
+
 def test_a_record_of_many_shards_is_written_with_a_line_for_each_field(attempt, tmp_path):
     record = attempt(*(event for n in range(500) for event in (claim(2 * n, n), publishes(2 * n + 1, 2 * n, n))))
     assert len(record["published"]) == 500

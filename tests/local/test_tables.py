@@ -23,8 +23,8 @@ from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission
 from slurmgpu.report.build import judged_attempts, last_report, report_path
-from slurmgpu.report.state_words import plain
 from slurmgpu.report.status import read_status
+from slurmgpu.util.ansi import plain
 from tests.support.nightly import by_night
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
 

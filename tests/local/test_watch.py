@@ -21,9 +21,10 @@ from slurmgpu.cli.views import watch as watching
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.status_poller import Look, StatusPoller, last_line
-from slurmgpu.report.state_words import News, last_message, line_of, plain, state_of, tasks_of
+from slurmgpu.report.state_words import News, last_message, line_of, state_of, tasks_of
 from slurmgpu.report.status import StatusReader
 from slurmgpu.slurm import queue
+from slurmgpu.util.ansi import plain
 from slurmgpu.util.atomic_files import write_json
 from tests.support import pretend_runs
 from tests.support.command_line import ROOT

@@ -14,7 +14,6 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import attempts_with_logs, merge_files
 from slurmgpu.logs.lines import Line
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.state_words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
 from slurmgpu.search.cached_run import cached
@@ -23,6 +22,7 @@ from slurmgpu.search.excerpts import N_LINES, Excerpt
 from slurmgpu.search.index import FileRecord, read_index
 from slurmgpu.search.items import story_of_item
 from slurmgpu.util.amounts import count_of, size_of
+from slurmgpu.util.ansi import plain
 
 N_EXCERPTS = 3
 """Failures of a class that are shown with the lines around them."""

@@ -35,12 +35,12 @@ from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
 from slurmgpu.report.build import is_complete, last_report
-from slurmgpu.report.state_words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.run.sweep_file import said_not_submitted, was_submitted
 from slurmgpu.slurm.commands import settings_asked_once
 from slurmgpu.util.amounts import count_of
+from slurmgpu.util.ansi import plain
 from slurmgpu.util.redact import hidden
 
 MAX_VALUES = 8

@@ -11,10 +11,10 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from slurmgpu.report.attempts import AttemptRow
-from slurmgpu.report.state_words import plain
 from slurmgpu.report.status import StatusAttempt
 from slurmgpu.run.records import Usage
 from slurmgpu.util.amounts import rate_of
+from slurmgpu.util.ansi import plain
 
 if TYPE_CHECKING:
     from rich.table import Table

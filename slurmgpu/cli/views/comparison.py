@@ -14,10 +14,9 @@ from slurmgpu.cli.console import result, say, wide_console
 from slurmgpu.cli.views.columns import headed_table
 from slurmgpu.cli.views.rows import text_of
 from slurmgpu.merge.compare import Comparison
-from slurmgpu.report.state_words import plain
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.ansi import harmless
+from slurmgpu.util.ansi import harmless, plain
 
 MAX_VALUES = 40
 """The most values of summaries; `--json` has all."""

@@ -20,13 +20,13 @@ from slurmgpu.report.state_words import (
     pace_words,
     part_of,
     parting_words,
-    plain,
     queue_words,
     shard_of,
     state_of,
 )
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import clock, rate_of, share_of
+from slurmgpu.util.ansi import plain
 
 LEAST_MESSAGE = 12
 """The least width for messages; columns are dropped to leave it."""

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.report.queued import Job, Queue
-from slurmgpu.report.state_words import GRACE_S, plain
+from slurmgpu.report.state_words import GRACE_S
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
+from slurmgpu.util.ansi import plain
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.shared_files import open_file
 

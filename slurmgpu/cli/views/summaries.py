@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu.cli.console import result
-from slurmgpu.report.state_words import plain
 from slurmgpu.report.summaries import Table, summary_of
+from slurmgpu.util.ansi import plain
 
 MAX_ROWS = 30
 MAX_COLUMNS = 12

@@ -25,19 +25,11 @@ from slurmgpu.report.attempts import (
 from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.queued import Job, is_held, is_suspended
-from slurmgpu.report.state_words import (
-    if_words,
-    merge_words,
-    moment,
-    pace_words,
-    plain,
-    shard_of,
-    state_of,
-    unknown_words,
-)
+from slurmgpu.report.state_words import if_words, merge_words, moment, pace_words, shard_of, state_of, unknown_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_of, wide_clock
+from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import array_of
 
 MAX_LISTED = 20

@@ -22,9 +22,10 @@ from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.status_poller import StatusPoller
 from slurmgpu.cli.views.tables import show_status
-from slurmgpu.report.state_words import LINE_S, News, line_of, plain, tasks_of
+from slurmgpu.report.state_words import LINE_S, News, line_of, tasks_of
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
+from slurmgpu.util.ansi import plain
 
 WAIT_S = 5.0
 """A screen is redrawn at a key, a resize or a new status, and at least this often."""
