@@ -11,7 +11,7 @@ import os
 import platform
 from pathlib import Path
 
-from slurmgpu.containers.settings import ContainerError, Identity
+from slurmgpu.containers.settings import ContainerError, Identity, other_image
 from slurmgpu.containers.sif import Sif, read_sif
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_json
@@ -51,23 +51,23 @@ def same_image(path: Path, identity: Identity) -> None:
     """
     try:
         if path.is_dir() != (identity["kind"] == "sandbox"):
-            raise ContainerError(_another(path, f"it is no {identity['kind']}"))
+            raise other_image(path, f"it is no {identity['kind']}")
         if identity["kind"] == "sandbox":
             found = _sandbox(path)
             if found["sha256"] != identity["sha256"]:
-                raise ContainerError(_another(path, f"built {found['created']}, not {identity['created']}"))
+                raise other_image(path, f"built {found['created']}, not {identity['created']}")
             return
         status = path.stat()
         if status.st_size != identity["size_bytes"]:
             sizes = f"{status.st_size:,} bytes, not {identity['size_bytes']:,}"
-            raise ContainerError(_another(path, sizes))
+            raise other_image(path, sizes)
         sif = read_sif(path)
         if sif.uuid != identity["uuid"]:
-            raise ContainerError(_another(path, f"UUID {sif.uuid}, not {identity['uuid']}"))
+            raise other_image(path, f"UUID {sif.uuid}, not {identity['uuid']}")
         if status.st_mtime_ns != identity["mtime_ns"]:
             digest = digests(path, (sif.root_offset, sif.root_size))["sha256"]
             if digest != identity["sha256"]:
-                raise ContainerError(_another(path, f"digest {digest[:12]}…, not {identity['sha256'][:12]}…"))
+                raise other_image(path, f"digest {digest[:12]}…, not {identity['sha256'][:12]}…")
     except SlurmGPUError as error:
         raise ContainerError(str(error)) from error
     except OSError as error:
@@ -115,13 +115,6 @@ def _sandbox(path: Path) -> Identity:
         "labels": labels,
         "created": labels.get(BUILD_DATE),
     }
-
-
-def _another(path: Path, difference: str) -> str:
-    return (
-        f"the image {path} is not the one that this run was planned with: {difference}. "
-        f"Put the old one back, or plan a new run with this one"
-    )
 
 
 def _unreadable(path: Path, error: OSError, where: str = "") -> str:

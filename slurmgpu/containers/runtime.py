@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from slurmgpu.containers.complaints import INTERPRETER, find_complaint
 from slurmgpu.containers.folders import remove
-from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
+from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity, other_image
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.ansi import without_escapes
@@ -110,10 +110,7 @@ class Runtime(ABC):
         except SlurmGPUError as error:
             raise ContainerError(str(error)) from error
         if found["sha256"] != identity["sha256"]:
-            raise ContainerError(
-                f"the image {path} is not the one that this run was planned with: digest {found['sha256'][:12]}…, not "
-                f"{identity['sha256'][:12]}…. Put the old one back, or plan a new run with this one"
-            )
+            raise other_image(path, f"digest {found['sha256'][:12]}…, not {identity['sha256'][:12]}…")
 
     def stage(self, image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
         """The image to run on this node: `image`, or a copy of it in `folder`; `how` is one of `stages`.

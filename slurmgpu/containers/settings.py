@@ -31,6 +31,14 @@ class ContainerError(Exception):
         self.is_damage = is_damage
 
 
+def other_image(path: Path, difference: str) -> ContainerError:
+    """The error of an image that is not the one of the plan."""
+    return ContainerError(
+        f"the image {path} is not the one that this run was planned with: {difference}. "
+        f"Put the old one back, or plan a new run with this one"
+    )
+
+
 @dataclass(frozen=True)
 class Bind:
     """A file or folder of the node in the container; paths may hold `$VARIABLES` and `~` of the node."""

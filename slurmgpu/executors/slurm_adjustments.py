@@ -77,7 +77,7 @@ def _with_more_memory(
                 return dict(options), note
             # In whole megabytes: 1.5 times 1G is no whole number of G.
             megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
-            more = f"{-(-int(megabytes * MEMORY_FACTOR) // 1)}M"
+            more = f"{int(megabytes * MEMORY_FACTOR)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
     if not had:
         note = "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
