@@ -6,6 +6,7 @@ Exit codes: 0 all held, 1 something did not, 4 nothing was proven, as there is n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from tests.gpu import record
 from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, findings_of
 from tests.gpu.record import Row
 
-PARTS = {"core": 60, "influence": 20, "training": 100, "embedding": 80, "llm": 220}
+PARTS = {"core": 55, "influence": 10, "training": 90, "embedding": 100, "llm": 225}
 """The parts, and the seconds of each where all of them are asked for; what a part leaves of them, the next may use."""
 RESULTS = Path(__file__).with_name("results")
 HOME = Path(__file__).parents[2]
@@ -56,18 +58,21 @@ def main() -> int:
     rows: list[Row] = []
     written: Path | None = None
     claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
-    for part, seconds in ends_of(parts).items():
-        begun = time.monotonic()
-        limit = seconds * patience - (begun - started)
-        print(f"== {part} (at most {limit:.0f} s)", flush=True)
-        for row in run_part(part, parts[part], len(found), limit):
-            print(f"{marks[row.verdict]} {row.claim}: {row.figures} [{row.seconds:.1f} s]", flush=True)
-            if row.trace and row.figures not in [other.figures for other in rows]:
-                print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
-            rows.append(row)
-            if found:  # now, so that one who stops the rest has a record of these
-                written = record.write(RESULTS, found, rows, claims)
-        print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
+    with contextlib.ExitStack() as stack:
+        # All at once, while the first part has most of its time for processes: nothing that is timed runs beside them.
+        waiting = {part: stack.enter_context(process_of(part, len(found))) for part in parts}
+        for part, seconds in ends_of(parts).items():
+            begun = time.monotonic()
+            limit = seconds * patience - (begun - started)
+            print(f"== {part} (at most {limit:.0f} s)", flush=True)
+            for row in run_part(part, parts[part], len(found), limit, waiting[part]):
+                print(f"{marks[row.verdict]} {row.claim}: {row.figures} [{row.seconds:.1f} s]", flush=True)
+                if row.trace and row.figures not in [other.figures for other in rows]:
+                    print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
+                rows.append(row)
+                if found:  # now, so that one who stops the rest has a record of these
+                    written = record.write(RESULTS, found, rows, claims)
+            print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
     counts = record.count([row.verdict for row in rows], words)
     print(f"{counts}; {time.monotonic() - started:.0f} s", flush=True)
     if written is not None:
@@ -110,7 +115,40 @@ def ends_of(parts: Collection[str]) -> dict[str, float]:
     return dict(zip(parts, itertools.accumulate(seconds), strict=True))
 
 
-def run_part(part: str, findings: Sequence[Finding], n_gpus: int, limit_s: float) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Process:
+    """A process of a part, which prepares what needs no GPU, and then waits for the names of its findings."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+
+@contextlib.contextmanager
+def process_of(part: str, n_gpus: int) -> Iterator[Process]:
+    """A process of a part, which ends with the context, as does its folder."""
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-", ignore_cleanup_errors=True) as name:
+        work, log = Path(name) / "work", Path(name) / "log"
+        work.mkdir()
+        with open(log, "wb") as errors:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.part", part, str(work), str(n_gpus)],
+                cwd=HOME,
+                env=environ_of(n_gpus),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,  # else a line may wait in a buffer that select() does not see
+                start_new_session=True,
+            )
+        try:
+            yield Process(popen, log)
+        finally:
+            _end(popen)
+
+
+def run_part(
+    part: str, findings: Sequence[Finding], n_gpus: int, limit_s: float, first: Process | None = None
+) -> Iterator[Row]:
     """A row for each of these findings of a part, by as many processes as it takes, in so many seconds."""
     left = list(findings)
     end = time.monotonic() + limit_s
@@ -120,36 +158,27 @@ def run_part(part: str, findings: Sequence[Finding], n_gpus: int, limit_s: float
                 yield Row(part, each.claim, NOT_TO_BE_HAD, f"the {limit_s:.0f} s of the part are over", 0.0)
             return
         n_left = len(left)
-        with tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-", ignore_cleanup_errors=True) as folder:
-            for row in _run_process(part, left, n_gpus, Path(folder), time.monotonic() + remaining):
+        with contextlib.nullcontext(first) if first else process_of(part, n_gpus) as process:
+            for row in _run_process(part, left, n_gpus, process, time.monotonic() + remaining):
                 left = left[1:]
                 yield row
-        if len(left) == n_left:  # it died before its first finding
-            each, *left = left
-            yield Row(part, each.claim, NOT_HELD, "its process did not come to it", 0.0)
+            if len(left) == n_left:  # it died before its first finding
+                each, *left = left
+                yield Row(part, each.claim, NOT_HELD, "its process did not come to it", 0.0, _tail(process.log, 0))
+        first = None
 
 
-def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, end: float) -> Iterator[Row]:
-    command = [sys.executable, "-m", "tests.gpu.part", part, str(folder / "work"), str(n_gpus)]
-    (folder / "work").mkdir()
-    log = folder / "log"
-    with open(log, "wb") as errors:
-        process = subprocess.Popen(
-            [*command, *(each.name for each in left)],
-            cwd=HOME,
-            env=environ_of(n_gpus),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            bufsize=0,  # else a line may wait in a buffer that select() does not see
-            start_new_session=True,
-        )
+def _run_process(part: str, left: Sequence[Finding], n_gpus: int, begun: Process, end: float) -> Iterator[Row]:
+    process, log = begun.popen, begun.log
+    assert process.stdin is not None  # it is a pipe
+    with contextlib.suppress(BrokenPipeError):  # where it has ended, which is seen below
+        process.stdin.write(" ".join(each.name for each in left).encode() + b"\n")
     try:
         for each in left:
-            begun, own_s = time.monotonic(), each.limit_s * (1 if n_gpus else PATIENCE)
-            limit = min(end, begun + own_s)
+            began, own_s = time.monotonic(), each.limit_s * (1 if n_gpus else PATIENCE)
+            limit = min(end, began + own_s)
             begin, line = _hear(process, each.name, limit)
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - began
             said = begin["log_bytes"] if begin else 0
             if line is not None:
                 trace = line.get("trace", "")
@@ -163,7 +192,7 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, folder: Path, 
             _end(process)
             how = f"it was stopped after {seconds:.0f} s" if is_hanging else f"its process ended by {_code(process)}"
             verdict = NOT_HELD
-            if is_hanging and limit < begun + own_s:  # nothing is known of what it measures
+            if is_hanging and limit < began + own_s:  # nothing is known of what it measures
                 verdict, how = NOT_TO_BE_HAD, f"{how} of the {own_s:.0f} s that it may take, as the part's time is over"
             yield Row(part, each.claim, verdict, how, seconds, _tail(log, said))
             return

@@ -24,6 +24,14 @@ SMALL = (150, 12, 900, 40)
 TOY = (40, 3, 60, 4)
 
 
+def prepare(_: Machine) -> None:
+    """Import what takes seconds."""
+    import torch  # noqa: F401
+
+    import slurmgpu.influence.influences
+    import slurmgpu.workloads.tracin.kge.conve  # noqa: F401
+
+
 def _graph(sizes: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Training and test triples (n, 3) of so many entities, relations and triples, as skewed as FB15k-237's."""
     import numpy as np

@@ -1,7 +1,8 @@
-"""One part in a process of its own: `python -m tests.gpu.part PART FOLDER N_GPUS NAME…` runs these of its findings.
+"""One part in a process of its own: `python -m tests.gpu.part PART FOLDER N_GPUS` runs findings that it is told.
 
-It writes a JSON line when a finding begins and one when it ends, to the standard output that it was started with. A
-finding that breaks CUDA ends the process; who started it starts another one for the rest.
+It prepares what needs no GPU, as imports, while the part before it may still run; then it reads the names of its
+findings, on one line. It writes a JSON line when a finding begins and one when it ends, to the standard output that it
+was started with. A finding that breaks CUDA ends the process; who started it starts another one for the rest.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, Machine, 
 
 
 def main(argv: list[str]) -> None:
-    """Run the findings."""
-    part, folder, n_gpus, *names = argv
+    """Run the findings whose names come; none if who started it has ended."""
+    part, folder, n_gpus = argv
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output, too
     machine = Machine("cuda:0" if int(n_gpus) else "cpu", int(n_gpus), Path(folder))
-    for each in findings_of(importlib.import_module(f"tests.gpu.{part}")):
+    module = importlib.import_module(f"tests.gpu.{part}")
+    try:
+        getattr(module, "prepare", lambda _: None)(machine)
+    except Exception:  # findings that need it fail by the same, and have a row to say so
+        traceback.print_exc()
+    names = sys.stdin.readline().split()
+    for each in findings_of(module):
         if each.name in names:
             print(json.dumps({"begin": each.name, "log_bytes": os.lseek(2, 0, os.SEEK_END)}), file=told, flush=True)
             line, is_broken = run(each, machine)
