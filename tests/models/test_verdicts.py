@@ -108,15 +108,18 @@ def test_only_the_blank_row_of_a_merged_file_is_an_item_that_failed(data, failed
     assert has_failed(data, ["text", "kept", "more"]) is failed
 
 
+WORTH = {"a": 1.0, "tie": 0.5, "b": 0.0, None: np.nan}
+
+
 class Rows:
     """What a summary needs of a merged file."""
 
     def __init__(self, pairs):
         self.columns = {
-            "verdict": ["tie" if len({*pair}) > 1 else pair[0] or "" for pair in pairs],
+            "verdict": ["" if None in pair else "tie" if len({*pair}) > 1 else pair[0] for pair in pairs],
             "how": ["parsed"] * len(pairs),
             "finish_reason": ["stop"] * len(pairs),
-            "score": np.full(len(pairs), 0.5),
+            "score": np.array([np.mean([WORTH[verdict] for verdict in pair]) for pair in pairs]),
             "verdicts": [list(pair) for pair in pairs],
         }
         self.failed = np.zeros(len(pairs), bool)
@@ -134,3 +137,11 @@ def test_a_position_is_preferred_where_it_won_in_both_orders():
     summary = summarize(Rows(pairs), read_rubric("pairwise"), 9, with_truth=False)
     assert summary["preferred_position"] == {"first": 2, "second": 1}
     assert (summary["agreement_rate"], summary["position_bias_rate"]) == (2 / 7, 5 / 7)
+
+
+def test_a_win_rate_is_that_of_the_verdicts_counted_beside_it():
+    """Two orders that disagree are a tie, which counts half, though the mean of a win and a tie is worth more."""
+    pairs = [("a", "tie"), ("a", "tie"), ("a", "a"), ("b", None)]
+    summary = summarize(Rows(pairs), read_rubric("pairwise"), 9, with_truth=False)
+    assert summary["verdicts"] == {"a": 1, "b": 0, "tie": 2}
+    assert (summary["win_rate"], summary["parsed_win_rate"]) == (2 / 4, 2 / 3)

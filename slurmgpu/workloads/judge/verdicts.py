@@ -21,7 +21,8 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
     """The verdicts' counts, and the rubric's measure.
 
     Items that failed or have no verdict count as wrong in `accuracy`, and as lost in the win rate; `parsed_accuracy`,
-    `parsed_win_rate` and the mean leave them out.
+    `parsed_win_rate` and the mean leave them out. Accuracy and win rate are of the verdicts that are counted beside
+    them: of two orders that disagree a tie, whatever the mean of the two is worth.
     """
     verdicts = Counter[str](filter(None, good_values(merged, "verdict")))
     n, n_failed, n_parsed = len(merged), int(merged.failed.sum()), verdicts.total()
@@ -34,7 +35,7 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
         n_right = sum(count for name, count in verdicts.items() if rubric.values[name] == 1)
         summary |= {"n_right": n_right, **accuracy(n_right, n), **accuracy(n_right, n_parsed, "parsed_")}
     elif rubric.measure == "win_rate":
-        won = _sum_of_scores(merged)
+        won = sum(count * rubric.values[name] for name, count in verdicts.items())
         summary |= {"win_rate": ratio(won, n), "parsed_win_rate": ratio(won, n_parsed)}
     else:
         mean = ratio(_sum_of_scores(merged), n_parsed)
