@@ -18,6 +18,7 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
+from slurmgpu.plan.written_keys import edited_notes
 from slurmgpu.report.build import is_complete
 from slurmgpu.run import mapped_function
 from slurmgpu.run.directory import Run
@@ -115,6 +116,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     submission, notes = resubmission.next_submission(
         run, asked.resources, asked.slurm, asked.merge, n_again=len(again.shards)
     )
+    notes += edited_notes(run.plan)
     if container := submission.container or run.plan.container:
         container, changes = contain_again(
             container, Path(run.plan.provenance["run_file"]), run.plan.provenance.get("container", {})

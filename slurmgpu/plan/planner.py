@@ -36,6 +36,7 @@ from slurmgpu.plan.run_path import refuse_odd_path, run_path
 from slurmgpu.plan.shard_size import TARGET_SHARDS, ShardSize, shard_size
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.plan.sweep_keys import refuse_variants
+from slurmgpu.plan.written_keys import written_in
 from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.run.submissions import Git
@@ -296,6 +297,7 @@ def _provenance(run_file: Path, git: Git | None, container: Mapping[str, Any]) -
     versions |= {name: version_of(name) for name in ("numpy", "h5py", "submitit")}
     return {
         "run_file": str(run_file),
+        "written": written_in(run_file),
         "versions": versions,
         "git": git,
         "container": dict(container),

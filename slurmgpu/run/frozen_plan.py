@@ -57,9 +57,13 @@ class InputRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """The origin of a run. `container` are values over [container] of the run file."""
+    """The origin of a run. `container` are values over [container] of the run file.
+
+    `written` has a digest of each value in the run file that rows depend on, by its key.
+    """
 
     run_file: str
+    written: dict[str, str]
     versions: dict[str, str]
     git: Git | None
     container: dict[str, Any]

@@ -399,6 +399,21 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
     assert all(computed[item] == 1 for item in done_before)
 
 
+def test_resubmit_says_which_keys_of_the_run_file_have_been_edited_and_computes_by_the_plan(project, slurmgpu):
+    folder = project(24, settings={"item_s": 0.0})
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    run_file = folder / "slurmgpu.toml"
+    text = run_file.read_text()
+    run_file.write_text(text.replace("item_s = 0.0", "item_s = 0.001") + "\n[slurm]\ncomment = 'new'\n")
+    told = slurmgpu("resubmit", "run", "--executor", "debug", cwd=folder, expect=0).stderr
+    assert "slurmgpu.toml has changed since the run was planned: settings.item_s. The run keeps what was" in told
+    assert Run.open(folder / "run").plan.settings["item_s"] == 0.0
+    (folder / "run" / "shards" / "00000.h5").unlink()
+    run_file.write_text(text)
+    again = slurmgpu("resubmit", "run", "--executor", "debug", cwd=folder, expect=0)
+    assert "has changed" not in again.stderr
+
+
 def logs_of(folder):
     return b"".join(path.read_bytes() for path in (folder / "run" / "logs").iterdir())
 

@@ -11,7 +11,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers import parsing
 from slurmgpu.llm.interface.engine import Output, Scores
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from tests.support.runs import report
 from tests.support.tiny_models import make_llama, sentence
@@ -276,3 +276,13 @@ def test_a_run_with_true_labels_reports_metrics(project, slurmgpu, adder):
     confusion = lines.index(["confusion", "hate", "ok", "(none)"])
     assert lines[confusion + 1] == ["hate", *map(str, summary["confusion"]["hate"].values())]
     assert ["accuracy", f"{summary['accuracy']:.1%}"] in lines
+
+
+@pytest.mark.parametrize("prompt", ["{labels}: {text}", "{text}"])
+def test_a_plan_says_that_no_prompt_shows_the_descriptions_of_labels(nothing, prompt):
+    described, names = {"hate": "attacks people", "ok": "anything else"}, {"hate": "", "ok": ""}
+    lines = Classify(model=nothing, labels=described, prompt=prompt).place(Share(0)).lines
+    assert ("not shown the descriptions" in lines[-1]) == ("{labels}" not in prompt)
+    for labels in (names, list(names)):
+        lines = Classify(model=nothing, labels=labels, prompt=prompt).place(Share(0)).lines
+        assert "descriptions" not in lines[-1]

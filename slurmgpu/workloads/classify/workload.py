@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,7 +24,7 @@ from slurmgpu.llm.prompts.templates import Last, take, text_of
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, check_scored, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Column, Text
-from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.item_errors import compute_good, value_of, value_or_error
 from slurmgpu.workloads.language_model import (
     SCORES_NOTHING,
@@ -107,6 +108,8 @@ class Classify(LanguageModelWorkload):
         # An answer that is kept to a choice is that choice.
         self._by_choice = {} if kept_to is None else dict(zip(kept_to, self.labels, strict=True))
         self.prompts = prompts_of(settings, prompt, messages, system, last, {"labels": _described(labels)})
+        is_described = isinstance(labels, dict) and any(labels.values())
+        self._hides_descriptions = is_described and messages is None and "labels" not in f"{prompt} {system}"
         if calibrate:
             _check_calibrated(prompt, settings)
         self.sampling = sampling(settings, structure=structure)
@@ -218,6 +221,16 @@ class Classify(LanguageModelWorkload):
             found = search_last(self._pattern, text)
             return None if found is None else self._finder.exactly(found) or self._finder.within(found)
         return self._finder.within(text)
+
+    def place(self, share: Share) -> Placement:
+        """As of the base class, with a line on descriptions of labels that no prompt shows."""
+        found = super().place(share)
+        if not self._hides_descriptions:
+            return found
+        unseen = (
+            "The model is not shown the descriptions of the labels: the prompt has no {labels}, which stands for them."
+        )
+        return replace(found, lines=(*found.lines, unseen))
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count the labels; with true labels add metrics."""

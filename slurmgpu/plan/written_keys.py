@@ -1,0 +1,46 @@
+"""What a run file said when its run was planned, to notice a later edit: the run keeps what was planned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import read_toml
+from slurmgpu.run.frozen_plan import Plan
+
+
+def written_in(run_file: Path) -> dict[str, str]:
+    """A digest of each value in a run file that rows depend on, by its key; empty if there is no such file."""
+    try:
+        tables = read_toml(run_file)
+    except (FileNotFoundError, SlurmGPUError):
+        return {}
+    texts = ((key, json.dumps(value, sort_keys=True, default=str)) for key, value in _of_rows(tables))
+    return {key: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for key, text in texts}
+
+
+def edited_notes(plan: Plan) -> list[str]:
+    """A note on the keys that the run file gives other values than when the run was planned; none without such keys."""
+    then, run_file = plan.provenance.get("written", {}), Path(plan.provenance["run_file"])
+    now = written_in(run_file) if then else {}
+    if not now:
+        return []
+    changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+    if not changed:
+        return []
+    return [
+        f"{run_file.name} has changed since the run was planned: {', '.join(changed)}. The run keeps what was planned, "
+        f"and computes by that; for rows by the new values submit again, with another --run-dir."
+    ]
+
+
+def _of_rows(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys with their values; [sweep] makes the items of a run without an input, and of others several runs."""
+    yield from ((key, tables[key]) for key in ("input", "keep", "key", "seed") if key in tables)
+    for name in ("workload", "settings", *(() if "input" in tables else ("sweep",))):
+        if isinstance(table := tables.get(name), dict):
+            yield from ((f"{name}.{key}", value) for key, value in table.items())
