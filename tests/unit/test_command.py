@@ -656,6 +656,8 @@ def test_a_kill_for_lack_of_host_memory_is_the_workers_if_an_item_is_alone(one, 
         one("import os; os.kill(os.getpid(), 9)")(items("a"))
     with pytest.raises(MemoryError, match="out of host memory"):
         score("os.kill(os.getpid(), 9)")(items("a", "b"))
+    with pytest.raises(WorkerBrokenError, match=r"out of host memory: .* exited with code 1: rank 0 was killed"):
+        one("import sys; sys.exit('rank 0 was killed')")(items("a"))
 
 
 def test_a_gpu_that_is_lost_is_no_items_error(one, monkeypatch):

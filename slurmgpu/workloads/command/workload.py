@@ -318,6 +318,7 @@ class Command:
         """
         weight = 0.0
         while True:
+            self._n_oom_kills = cgroups.oom_kills()
             try:
                 return call()
             except CallFailedError as error:
@@ -336,11 +337,10 @@ class Command:
             raise Retry(said) from error
         if self._n_gpus and error.says(OF_GPUS):
             gpus.check_again(self._n_gpus)
-        if isinstance(error, DiedError) and error.signal == signal.SIGKILL:
-            before, self._n_oom_kills = self._n_oom_kills, cgroups.oom_kills()
-            if self._n_oom_kills > before:
-                short = f"out of host memory: {said}"
-                raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
+        # Not by SIGKILL alone: the kernel may kill a process that the program has started, as a rank of torchrun.
+        if isinstance(error, DiedError) and cgroups.oom_kills() > self._n_oom_kills:
+            short = f"out of host memory: {said}"
+            raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
         if not (is_alone and self._mode == ONE) and error.says(MEMORY_TEXTS):
             raise (OutOfMemoryError if error.says(GPU_TEXTS) else MemoryError)(said) from error
 
