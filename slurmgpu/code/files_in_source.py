@@ -23,15 +23,28 @@ _FOR_WRITING = re.compile(r"[wax][bt+]*|r[bt]?\+[bt]?")
 _MOVES = frozenset({"replace", "rename", "move", "copy", "copy2", "copyfile"})
 _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
-_NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "FileHandler", "basicConfig"})
+_NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "makedirs", "FileHandler", "basicConfig"})
 """Calls that get no name of a file, or that of a log, to which all may write."""
+_MAKES_FOLDERS = frozenset({"mkdir", "makedirs"})
 OUTPUT_FOLDERS = frozenset(
     {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
 )
 """Arguments and options for a folder into which a script writes; of transformers, Lightning and their like."""
 _APPENDS = frozenset({"a", "ab", "at", "a+"})
 _FILE = re.compile(r"(?!/dev/)[^\s*?]*[^\s*?/.]\.[A-Za-z]\w{0,9}")
-_WRITES = ("write", "save", "dump", "to_csv", "to_json", "to_yaml", "mkdir", "touch", "FileHandler", "basicConfig")
+_WRITES = (
+    "write",
+    "save",
+    "dump",
+    "to_csv",
+    "to_json",
+    "to_yaml",
+    "mkdir",
+    "makedirs",
+    "touch",
+    "FileHandler",
+    "basicConfig",
+)
 
 
 class FilesInSource(ast.NodeVisitor):
@@ -54,7 +67,13 @@ class FilesInSource(ast.NodeVisitor):
         """Names of variables and attributes in such calls."""
         self._assigned: list[tuple[set[str], set[str]]] = []
         """The names of variables, arguments and options, and the texts that they are given."""
+        self._made: set[str] = set()
+        """Names of variables and attributes of which a folder is made."""
+        self._defaults: dict[str, str] = {}
+        """The paths that are spelt out as defaults of options, by the option's name."""
         self.visit(tree)
+        folders = OUTPUT_FOLDERS | self._made
+        self.output_options |= {option: path for option, path in self._defaults.items() if option in folders}
 
     def read_texts(self) -> set[str]:
         """The texts that may name modules and files that it reads, without those of what it writes."""
@@ -136,8 +155,8 @@ class FilesInSource(ast.NodeVisitor):
             return
         option = str(call.args[0].value).lstrip("-").replace("-", "_")
         self._assigned.append(({option}, _path_in(default)[0]))
-        if option in OUTPUT_FOLDERS and (folder := _spelt_out(default)):
-            self.output_options[option] = folder
+        if path := _spelt_out(default):
+            self._defaults[option] = path
 
     def _add_outputs(self, name: str, call: ast.Call) -> None:
         """`open("log.txt", "w")`, `frame.to_csv(path)`, `TrainingArguments(output_dir="out")`."""
@@ -146,6 +165,8 @@ class FilesInSource(ast.NodeVisitor):
             texts, variables = _path_in(path)
             self._written |= texts
             self._written_names |= variables
+            if name in _MAKES_FOLDERS:
+                self._made |= variables - {"path"}  # of `os.path.join`
         whole = {path for path in map(_spelt_out, written) if path is not None}
         if name not in _NO_OUTPUTS and not _APPENDS & whole:
             self.outputs |= {path for path in whole if _FILE.fullmatch(path)}

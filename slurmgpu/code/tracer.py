@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS, TEXTS
-from slurmgpu.code.files_in_source import DOTTED, OUTPUT_FOLDERS, FilesInSource, texts_in
+from slurmgpu.code.files_in_source import DOTTED, FilesInSource, texts_in
 from slurmgpu.code.imports_in_source import ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.snapshot_names import SnapshotNames
@@ -82,7 +82,7 @@ class Tracer:
 
     `packages` are names and paths bound into the run's image, None without an image; `former` are the files of an
     earlier snapshot. `inputs` are files whose digests the plan has: a task refuses others. `options` are those on the
-    command line of scripts, as variables are named.
+    command line of scripts, as variables are named; None where that is not known.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tracer:
         former: Iterable[SourceFile] = (),
         *,
         inputs: Collection[str] = (),
-        options: Collection[str] = (),
+        options: Collection[str] | None = (),
     ) -> None:
         self.notes = TraceNotes()
         self._locator = Locator(folder, packages, former)
@@ -360,9 +360,8 @@ class Tracer:
         path = Path(file.path)
         if named.gpus_line:
             self.notes.choosing_gpus.append(f"{file.name} in line {named.gpus_line}")
-        defaults = {
-            f"{folder} (--{name})" for name, folder in named.output_options.items() if name not in self._options
-        }
+        options = named.output_options if self._options is not None else {}
+        defaults = {f"{folder} (--{name})" for name, folder in options.items() if name not in (self._options or ())}
         if file.is_script and (outputs := named.outputs | defaults):
             self.notes.outputs[file.name] = sorted(outputs)
         above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
@@ -432,7 +431,7 @@ class Tracer:
         if not todo:
             return {}
         self._programs.update(todo)
-        tracer = Tracer(self._base, self._packages, inputs=self._inputs, options=OUTPUT_FOLDERS)
+        tracer = Tracer(self._base, self._packages, inputs=self._inputs, options=None)
         tracer._programs = self._programs
         tracer._locator.folders += self._locator.folders
         for path in todo:
