@@ -564,6 +564,18 @@ def test_a_model_of_ones_own_is_built_in_another_process(files, monkeypatch):
     assert "no-python" in str(own_parameters.own_parameters(architecture, 5, 2))
 
 
+def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(files, monkeypatch):
+    monkeypatch.setattr(planning, "own_parameters", own_parameters.own_parameters)
+    own = mixed_model(files)
+    source = (files / "mixed.py").read_text()
+    (files / "mixed.py").write_text(source.replace("def losses(", "def loss("))
+    with pytest.raises(SlurmGPUError, match=r"with a method losses\(triples\)"):
+        Tracin(**{**FILES, **own}).facts  # noqa: B018
+    (files / "mixed.py").write_text(source.replace("n_relations", "n_rel"))
+    with pytest.raises(SlurmGPUError, match=r"takes other arguments: .*n_rel.* built with n_entities and n_relations"):
+        Tracin(**{**FILES, **own}).facts  # noqa: B018
+
+
 def test_without_torch_a_model_of_ones_own_is_planned_by_its_checkpoint_and_the_plan_says_so(files, slurmgpu):
     write_run_file(files, **mixed_model(files))
     (files / "torch.py").write_text("raise ImportError('there is no torch here')\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ ADVICE = (
 )
 
 
+class NotAModelError(SlurmGPUError):
+    """The file is imported, and the class in it cannot be a model: it would fail in a task as well."""
+
+
 def class_of(architecture: str) -> tuple[Any, Path]:
     """The class of `architecture`, "file.py:Class", and its file."""
     path, _, name = architecture.rpartition(":")
@@ -25,8 +30,14 @@ def class_of(architecture: str) -> tuple[Any, Path]:
     with located(f"the import of {file.name}", str(file), ADVICE):
         cls = getattr(import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
-        raise SlurmGPUError(
+        raise NotAModelError(
             f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
             f"method losses(triples), which returns a loss for each row of head, relation and tail."
         )
+    try:
+        inspect.signature(cls).bind(n_entities=0, n_relations=0)
+    except TypeError as error:
+        raise NotAModelError(
+            f"architecture = {architecture!r}: {name} takes other arguments: {error}. {ADVICE}"
+        ) from error
     return cls, file

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import own_python_path
 
@@ -32,7 +33,10 @@ class OwnParameters:
 
 
 def own_parameters(architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
-    """The parameters of the class `architecture`, "file.py:Class"; a phrase if it cannot be built here."""
+    """The parameters of the class `architecture`, "file.py:Class"; a phrase if it cannot be built here.
+
+    SlurmGPUError if it can be imported, and cannot be a model anywhere.
+    """
     if "torch" not in sys.modules and find_spec("torch") is None:
         return "PyTorch is not installed"
     try:
@@ -65,14 +69,20 @@ def _of_process(folder: Path, architecture: str, n_entities: int, n_relations: i
     except (FileNotFoundError, ValueError):
         last = printed.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         return last[0] if last else f"its process ended with {ended}"
+    if isinstance(found, dict) and "refused" in found:
+        raise SlurmGPUError(found["refused"])
     return OwnParameters(**found) if isinstance(found, dict) else str(found)
 
 
 def main() -> None:
     """Write what `built` returns as JSON into the file of the first argument; the others are those of `built`."""
     answer, architecture, *sizes = sys.argv[1:]
-    found = built(architecture, *map(int, sizes))
-    Path(answer).write_text(json.dumps(found if isinstance(found, str) else asdict(found)), encoding="utf-8")
+    try:
+        found = built(architecture, *map(int, sizes))
+        told = found if isinstance(found, str) else asdict(found)
+    except SlurmGPUError as error:
+        told = {"refused": str(error)}
+    Path(answer).write_text(json.dumps(told), encoding="utf-8")
     os._exit(0)  # not waiting for threads and processes of the class
 
 
@@ -81,11 +91,15 @@ def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters
     try:
         import torch
 
-        from slurmgpu.workloads.tracin.own_class import class_of
-
+        from slurmgpu.workloads.tracin.own_class import NotAModelError, class_of
+    except Exception as error:  # a library that is broken here, and may not be where tasks run
+        return described(error)
+    try:
         cls, _ = class_of(architecture)
         with torch.device("meta"):  # shapes without memory
             module = cls(n_entities=n_entities, n_relations=n_relations)
+    except NotAModelError:
+        raise
     except Exception as error:  # user code may raise any, and a task may have what is missing here
         return described(error)
     others = {name: "a buffer" for name, _ in module.named_buffers()}

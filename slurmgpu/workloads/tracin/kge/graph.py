@@ -21,6 +21,7 @@ from slurmgpu.workloads.tracin.kge.torch_archive import unreadable
 LOOKED_THROUGH = 20_000
 """Names searched for one like an unknown name; a dictionary may have millions."""
 
+TURN = r"The ids stand first: awk -F'\t' -v OFS='\t' '{print $2, $1}' OLD > NEW turns the lines."
 CORRECT = "Correct it and plan again."
 
 COMPRESSED = {
@@ -195,7 +196,9 @@ def _numbered(content: bytes, path: str, what: str) -> Iterable[tuple[int, str, 
         if not tab or not (number.isascii() and number.isdigit()):
             found = repr(_cut(text)) if text else "an empty line"
             said = f"expected a {what}, a tab and an id such as 17, found {found}"
-            raise SlurmGPUError(f"{path}, line {line}: {said}. {CORRECT}")
+            turned = tab and text[: text.find("\t")].isdecimal()
+            how = TURN if turned else CORRECT
+            raise SlurmGPUError(f"{path}, line {line}: {said}. {how}")
         yield line, name, int(number)
 
 

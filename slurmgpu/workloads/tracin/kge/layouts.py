@@ -22,6 +22,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
 from slurmgpu.workloads.tracin.kge.learning_rates import NO_RATE, Rate, learning_rate_in
 from slurmgpu.workloads.tracin.kge.parameter_names import (
+    DETTMERS,
     NAMINGS,
     NO_PARAMETERS,
     Architecture,
@@ -97,7 +98,9 @@ def recognise(
         some = ", ".join(sorted(state)[:5])
         raise SlurmGPUError(
             f"{path}: expected the tables of entities and relations under names of PyKEEN, of ConvE or of slurmgpu, "
-            f"found {some} … Rename them. {ANOTHER}"
+            f"found {some} … Rename them; ConvE's are those of {DETTMERS.program}: {DETTMERS.entity}, "
+            f"{DETTMERS.relation}, {', '.join(DETTMERS.layers.values())}, {DETTMERS.bias}. Or name your own model "
+            f'class, architecture = "file.py:Class".'
         )
     shapes = {name: tuple(state[key].shape) for name, key in keys.items()}
     told = told_in(content)
