@@ -136,7 +136,8 @@ def queue_words(status: Status) -> str:
     for job in pending:
         until = f", until `scontrol release {array_of(job['job_id'])}`" if is_held(job) else ""
         by_reason[plain(job["reason"]) + until] += job["n_tasks"] or 1
-    parts = [f"{n:,} pending ({reason})" for reason, n in by_reason.most_common(3)]
+    # Slurm says None until it has looked at a job.
+    parts = [f"{n:,} pending" + f" ({why})" * (why != "None") for why, n in by_reason.most_common(3)]
     if n_suspended := sum(map(is_suspended, queue)):
         parts.append(f"{n_suspended:,} suspended")
     if starts := [job["start"] for job in pending if job["start"] is not None]:

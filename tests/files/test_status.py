@@ -80,6 +80,8 @@ def test_tasks_that_started_since_the_queue_was_asked_are_not_pending(run):
     status = reader.read(queue, now=NOW + 4)
     assert status["pace"]["n_waiting"] == status["queue"][0]["n_tasks"] == 3
     assert queue_words(status).startswith("3 pending (Priority)")
+    status["queue"][0]["reason"] = "None"  # Slurm has not looked at it
+    assert queue_words(status).startswith("3 pending;")
     assert status["pace"]["left_if_queued_start_s"] > first["pace"]["left_if_queued_start_s"]
 
 

@@ -58,7 +58,7 @@ def test_a_field_of_texts_that_a_run_has_kept_is_judged(tmp_path, model):
 
 def test_a_second_run_with_lists_of_texts_is_refused(tmp_path, model):
     judged, other = run_of(tmp_path / "one", "2"), run_of(tmp_path / "two", ["2"])
-    with pytest.raises(SlurmGPUError, match=r"two/merged.h5 has a list in 'text'"):
+    with pytest.raises(SlurmGPUError, match=r"two/merged.h5 has a list in 'text'.* generate with n = 1"):
         Judge(model=model, rubric="pairwise", against=str(other)).check_input([judged], 2)
 
 

@@ -108,8 +108,9 @@ def _job_words(job: Job, now: float) -> str:
             f"administrator must type if Slurm refuses it"
         )
     if job["state"] == "PENDING":
-        start = f", start estimated for {moment(job['start'], now)}" if job["start"] else ""
-        return f"queued: {'job' if job['n_tasks'] else 'merge job'} {job['job_id']} ({job['reason']}{start})"
+        start = f"start estimated for {moment(job['start'], now)}" if job["start"] else ""
+        told = ", ".join(filter(None, (job["reason"] if job["reason"] != "None" else "", start)))
+        return f"queued: {'job' if job['n_tasks'] else 'merge job'} {job['job_id']}" + f" ({told})" * bool(told)
     if is_suspended(job):
         return f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed"
     return ""

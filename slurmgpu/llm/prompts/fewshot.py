@@ -74,7 +74,7 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
         except (ValueError, RecursionError) as error:
             raise SlurmGPUError(
                 f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected an example in each "
-                f'line, as in "file:examples.jsonl".'
+                f"line, as in \"file:examples.jsonl\". Of a list, jq -c '.[]' OLD > NEW writes each in one."
             ) from error
         if not isinstance(value, dict):
             raise SlurmGPUError(

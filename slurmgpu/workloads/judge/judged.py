@@ -34,14 +34,21 @@ def text_in(data: Mapping[str, Any], field: str, called: str | None = None) -> s
     return value
 
 
-def check_texts(path: Path, fields: Collection[str]) -> None:
-    """Refuse a run whose items have lists of texts in these fields, by its file or plan."""
+def check_texts(path: Path, fields: Collection[str], *, of_two: bool) -> None:
+    """Refuse a run whose items have lists of texts in these fields, by its file or plan; `of_two` are compared."""
     for field in sorted(fields):
         if _has_lists(path, field):
-            raise SlurmGPUError(
-                f"{path} has a list in {field!r}, as runs with n > 1 do; expected one text for each item. Set "
-                f'each = "{field}" to judge all of them, or choose one in a rubric\'s prompt, such as {{{field}[0]}}.'
-            )
+            found = f"{path} has a list in {field!r}, as runs with n > 1 do; expected one text for each item."
+            if of_two:
+                how = (
+                    "To compare several samples of each prompt, have it as often in the input, and generate with n = 1."
+                )
+            else:
+                how = (
+                    f'Set each = "{field}" to judge all of them, or choose one in a rubric\'s prompt, such as '
+                    f"{{{field}[0]}}."
+                )
+            raise SlurmGPUError(f"{found} {how}")
 
 
 def _has_lists(path: Path, field: str) -> bool:

@@ -200,10 +200,10 @@ class Judge:
             first, second = self._pair
             called[first], theirs = self._called
             if second in called:
-                check_texts(self.opponent.path, [theirs])
+                check_texts(self.opponent.path, [theirs], of_two=True)
                 del called[second]
         for path in files:
-            check_texts(path, set(called.values()))
+            check_texts(path, set(called.values()), of_two=self.opponent is not None)
         if self.opponent is not None:
             self.opponent.check_input(files, n_items)
 
