@@ -3,8 +3,8 @@
 Two things are compared, each by a bound of its own. A replay runs the kernels that a call of the forward pass runs in
 the same memory, so that both give the same scores but for what the model's own kernels leave open: where they differ,
 both are done again until they have agreed once. Slots and a cache that grows have other shapes and other kernels: they
-may differ as much as the same rows do in batches of half the size. One row is compared first; what is noise there, is
-noise in all sizes.
+may differ as much as the same rows do in batches of half the size, and as neighbouring numbers of their type do. One
+row is compared first; what is noise there, is noise in all sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from slurmgpu.llm.interface.engine import Tokens
 from slurmgpu.llm.transformers_engine.decoding import Decoding, GrowingRows
 from slurmgpu.llm.transformers_engine.prefill import Prefill
-from slurmgpu.llm.transformers_engine.selfcheck import bound_of, miss
+from slurmgpu.llm.transformers_engine.selfcheck import bound_of, miss, spacing
 from slurmgpu.llm.transformers_engine.slots import (
     READ_SHARE,
     Forward,
@@ -264,7 +264,7 @@ def _prompts(n_rows: int, longest: int, n_words: int) -> list[Tokens]:
 
 
 def _compare(theirs: Decoding, ours: Decoding, halves: _Halves, latest: Tensor) -> tuple[float, float, Tensor]:
-    """The greatest differences from the other rows and from the halves, and the last tokens.
+    """The greatest difference from the other rows, the noise, and the last tokens.
 
     Both get the same tokens in each step, at first with all rows, then with some.
     """
@@ -280,7 +280,7 @@ def _compare(theirs: Decoding, ours: Decoding, halves: _Halves, latest: Tensor) 
         expected = theirs.step(latest)
         worst = max(worst, miss(expected, ours.step(latest)))
         if step < N_STEPS:
-            noise = max(noise, halves.miss(expected, latest))
+            noise = max(noise, halves.miss(expected, latest), spacing(expected))
         latest = expected.argmax(-1)
     return worst, noise, latest
 

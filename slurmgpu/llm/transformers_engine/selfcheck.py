@@ -36,15 +36,33 @@ def misses(expected: Tensor, found: Tensor) -> Tensor:
     for some, others in zip(expected.split(MISS_ROWS), found.split(MISS_ROWS), strict=True):
         wanted, logits = some.float(), others.float()
         off = torch.where(wanted == logits, 0.0, (wanted - logits).abs()).amax(-1)
-        # A model may give tokens that do not exist -inf.
-        mean = torch.where(wanted.isfinite(), wanted, torch.nan).nanmean(-1)
-        shares.append(off / (wanted.amax(-1) - mean).clamp(min=1e-6))
+        shares.append(off / _range(wanted))
     return torch.cat(shares).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _range(scores: Tensor) -> Tensor:
+    """How far the best score of each row is above their mean: (row,)."""
+    import torch
+
+    # A model may give tokens that do not exist -inf.
+    mean = torch.where(scores.isfinite(), scores, torch.nan).nanmean(-1)
+    return (scores.amax(-1) - mean).clamp(min=1e-6)
 
 
 def miss(expected: Tensor, found: Tensor) -> float:
     """The greatest difference of any row."""
     return float(misses(expected, found).max())
+
+
+def spacing(scores: Tensor) -> float:
+    """The distance of neighbouring numbers of the scores' type where these are largest, as a share of their range.
+
+    That is noise, too: a score of -100 in bf16 is rounded to 0.5, whatever computes it.
+    """
+    import torch
+
+    largest = scores.float().where(scores.isfinite(), 0.0).abs().amax(-1)
+    return float((torch.finfo(scores.dtype).eps * largest / _range(scores.float())).max())
 
 
 @dataclasses.dataclass(frozen=True)
