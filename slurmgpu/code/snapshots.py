@@ -207,16 +207,15 @@ def digests_in(run: Path) -> list[str]:
     return [name.removesuffix(".json") for name in names if not name.startswith(".")]
 
 
-def code_of(lines: Sequence[SubmissionLine], submission: int | None = None) -> Code | None:
-    """The code of a submission, by default the last one; None if there was none."""
-    chosen = [line for line in lines if submission is None or line["submission"] == submission]
-    found = chosen[-1].get("code") if chosen else None
+def code_of(lines: Sequence[SubmissionLine]) -> Code | None:
+    """The code of the last of these submissions; None if there was none."""
+    found = lines[-1].get("code") if lines else None
     return found if isinstance(found, dict) and isinstance(found.get("digest"), str) else None
 
 
-def code_digest(lines: Sequence[SubmissionLine], submission: int | None = None) -> str | None:
-    """The digest of a submission's code, by default the last one's; None if there was none."""
-    found = code_of(lines, submission)
+def code_digest(lines: Sequence[SubmissionLine]) -> str | None:
+    """The digest of the code of the last of these submissions; None if there was none."""
+    found = code_of(lines)
     return None if found is None else found["digest"]
 
 

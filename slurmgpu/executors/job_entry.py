@@ -57,7 +57,7 @@ def run_task(folder: Path, submission: int) -> None:
     with blaming(node_name()):
         run, own = Run.open(folder), own_job(own_array=True)
         with _beating(folder, own):
-            given = next(line for line in run.submissions() if line["submission"] == submission)
+            given = run.submission(submission)
             nodes = given["nodes_per_task"]
             code = work(run, _attempt(run, own, given, given["gpus_per_task"] // nodes, nodes), own.end_time)
     if code:

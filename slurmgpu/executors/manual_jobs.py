@@ -58,7 +58,7 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
         if name := os.environ.get("SLURM_JOB_NAME"):
             line["array_name"] = name
         run.record_submission(line if cluster is None else {**line, "cluster": cluster})
-    return next(line for line in run.submissions() if line["submission"] == asked.submission)
+    return run.submission(asked.submission)
 
 
 def _written(run: Run, array_job: str, cluster: str | None) -> SubmissionLine | None:

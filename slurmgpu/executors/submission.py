@@ -283,8 +283,8 @@ def merge_behind(run: Run, submission: int) -> int:
 
     A merge job may be requeued after it has resubmitted. It hands over to that submission then, and makes no other.
     """
-    last = next((line for line in run.submissions() if line["submission"] == submission), None)
-    if last is None:
+    last = run.submission(submission)
+    if "state" not in last:
         raise SlurmGPUError(
             f"{run.folder / 'submissions.jsonl'} has no submission {submission}, whose tasks this job merges: its line "
             f"is damaged, or was removed. To merge what is published: slurmgpu merge {run.typed}"
@@ -292,7 +292,7 @@ def merge_behind(run: Run, submission: int) -> int:
     over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
         # Slurm requeues a job whose end slurmctld has missed: that run's end was told already.
-        had_ended = any(line["submission"] == submission and line["state"] == "ended" for line in run.submissions())
+        had_ended = run.submission(submission).get("state") == "ended"
         _refuse_lost(run, submission)
         report = merge.merge(run, lives_of(run, settled=True), lock.check)
         forget_dead_tasks(run)

@@ -289,6 +289,11 @@ class Run:
         own: DirectoryId = directory_id(self.folder) if any(line["state"] not in ENDS for line in found) else {}
         return [as_seen_in(line, own) for line in found]
 
+    def submission(self, number: int) -> SubmissionLine:
+        """One submission, merged from its lines; nothing but its number if these are gone or damaged."""
+        unknown: SubmissionLine = {"submission": number}
+        return next((line for line in self.submissions() if line["submission"] == number), unknown)
+
     def as_submitted(self, line: SubmissionLine) -> SubmissionLine:
         """A submission with its private options if this user may read them, else with dots for them."""
         return private.reveal(self.folder, str(line["submission"]), line)

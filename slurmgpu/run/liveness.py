@@ -67,8 +67,8 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
 
 def is_orphaned(run: Run, number: int) -> bool:
     """Whether a submission to this machine goes on without its process, which would have merged; False if unknown."""
-    line = next((line for line in run.submissions() if line["submission"] == number), None)
-    if line is None or line["state"] == "ended" or line.get("cancelled"):
+    line = run.submission(number)
+    if line.get("state") in (None, "ended") or line.get("cancelled"):
         return False
     living = processes_here(line)
     return living is not None and line["pids"][0] not in living

@@ -50,8 +50,7 @@ class Launcher:
         self.run = run
         self.attempt = attempt
         # [container] may have been corrected for this submission.
-        own = (line.get("container") for line in run.submissions() if line["submission"] == attempt.submission)
-        found = next(own, None) or run.plan.container
+        found = run.submission(attempt.submission).get("container") or run.plan.container
         self.container = Container.from_json(found) if found else None
         self._prepared: Prepared | None = None
 

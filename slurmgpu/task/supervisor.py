@@ -401,16 +401,14 @@ class Task:
         return EXIT_STOPPED
 
     def _is_cancelled(self) -> bool:
-        lines = self.run.submissions()
-        return any(line.get("cancelled") for line in lines if line["submission"] == self.attempt.submission)
+        return bool(self.run.submission(self.attempt.submission).get("cancelled"))
 
     def _is_near_end(self) -> bool:
         """Whether a signal of Slurm's is about the walltime, and not a preemption."""
         return self._end is not None and time.monotonic() > self._end - NOTICE_S
 
     def _assignment(self) -> Assignment:
-        given, lines = self.attempt, self.run.submissions()
-        inject = (tuple(line.get("inject") or ()) for line in lines if line["submission"] == given.submission)
+        given, line = self.attempt, self.run.submission(self.attempt.submission)
         return Assignment(
             given.task_name,
             given.name,
@@ -418,10 +416,10 @@ class Task:
             given.device,
             None if self._end is None else time.time() + self._end - time.monotonic(),
             self._leases.hold_all(),
-            next(inject, ()),
+            tuple(line.get("inject") or ()),
             given.cluster,
             given.submission,
-            code_digest(lines, given.submission),
+            code_digest([line]),
         )
 
     def _work_here(self, on_published: Callable[[], None]) -> int:
