@@ -33,7 +33,7 @@ def matmul_precision(value: Literal["ieee", "tf32"]) -> Iterator[None]:
 
 
 def errors(exact: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row (n, m): the relative error, and the share of its ten largest values that stay so."""
+    """The relative error of each row (n, m), and the share of its ten largest values that stay so."""
     scale, difference = (values.double().norm(dim=1) for values in (exact, reduced - exact))
     error = (difference / scale.where(scale > 0, 1)).to(exact.dtype)
     n_top = min(10, exact.shape[1])

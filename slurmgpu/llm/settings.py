@@ -206,7 +206,7 @@ def sampling_names() -> set[str]:
     return set(get_type_hints(SamplingSettings)) - set(get_type_hints(ModelSettings))
 
 
-def check_scored(settings: SamplingSettings, others: Collection[str] = ()) -> None:
+def check_scored(settings: SamplingSettings, others: Collection[str]) -> None:
     """Refuse settings of free answers with method = "score": those of sampling, and the set ones in `others`."""
     if wrong := [*others, *sorted(sampling_names() & settings.keys())]:
         raise SlurmGPUError(

@@ -22,7 +22,7 @@ KINDS: dict[str, type[Exception]] = {"ItemError": ItemError, "SlurmGPUError": Sl
 class Place:
     """One process of a training: its device, and its rank as torchrun counts.
 
-    On rank 0, `stopping()` is true when the training shall save a checkpoint and end. `progress(text)` reports saved
+    On rank 0, `stopping()` is true when the training is to save a checkpoint and end. `progress(text)` reports saved
     progress beyond all earlier attempts: a process that dies later has died of something new. `tell(text)` reports the
     present state every few seconds, saved or not. `log(step, **values)` logs numbers of a step.
     """

@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 def value_or_error(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | ItemError:
-    """What `make` returns, or the ItemError that it raises."""
+    """The result of `make`, or the ItemError that it raises."""
     try:
         return make(*args, **kwargs)
     except ItemError as error:
@@ -32,6 +32,6 @@ def value_of(found: T | ItemError) -> T:
 def compute_good(
     given: Sequence[T | ItemError], compute: Callable[[list[T]], Iterable[ResultT | ItemError]]
 ) -> list[ResultT | ItemError]:
-    """What `compute` returns for those of `given` that are no errors, in order, and the errors in their places."""
+    """The results of `compute` for those of `given` that are no errors, and the errors, each in its place."""
     results = iter(compute([each for each in given if not isinstance(each, ItemError)]))
     return [each if isinstance(each, ItemError) else next(results) for each in given]

@@ -148,8 +148,8 @@ class HeadEngine:
     def _pad(self, batch: Sequence[EncodedInput]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Token ids padded at the right, their mask, and the segments of pairs if there are any.
 
-        Without a padding token of the model's own, a classifier finds the end of a text by whatever is set, so that
-        it has to be one that no text of the batch has.
+        A classifier finds the end of a text by the padding token. If the model has none, it is one that no text of the
+        batch has.
         """
         import torch
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
-from slurmgpu.llm.interface.engine import Composed, EngineOptions, Prompt
+from slurmgpu.llm.interface.engine import Composed, EngineOptions, Message, Prompt
 from slurmgpu.llm.prompts.codec import Codec, PromptError, refuse_surrogates
 from slurmgpu.llm.prompts.truncation import shorten
 
@@ -45,7 +45,7 @@ class HeadCodec:
         *,
         cut: bool,
         step_end: str,
-        marks: Collection[str] = (),
+        marks: Collection[str],
     ) -> None:
         self._tokenizer, self._context, self._cut, self._step_end = tokenizer, context, cut, step_end
         self.codec = Codec(tokenizer, options, context, marks)
@@ -144,5 +144,5 @@ class HeadCodec:
         return [*self.codec.pieces(self.codec.parts(text))]
 
 
-def _messages(asked: HeadInput, answer: str | None) -> list[Mapping[str, Any]]:
+def _messages(asked: HeadInput, answer: str | None) -> list[Message]:
     return [*asked.prompt.turns, *([] if answer is None else [{"role": "assistant", "content": answer}])]

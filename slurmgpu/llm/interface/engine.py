@@ -25,6 +25,8 @@ TruncationSide = Literal["left", "right"]
 StructureKind = Literal["schema", "choices", "regex", "grammar"]
 
 Tokens = tuple[int, ...]
+Message = Mapping[str, str]
+"""A turn of a chat: its `role` and its `content`."""
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The precisions' names in PyTorch."""
@@ -106,7 +108,7 @@ class Prompt:
 
     text: str = ""
     system: str = ""
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Message, ...] = ()
     answer: str = ""
     so_far: str = ""
     generated: Generated | None = None
@@ -117,7 +119,7 @@ class Prompt:
     images: tuple[str | bytes, ...] = ()
 
     @property
-    def turns(self) -> tuple[Mapping[str, Any], ...]:
+    def turns(self) -> tuple[Message, ...]:
         """The turns of the chat before the answer: the messages, or else the system text, the examples and the text."""
         if self.messages:
             return self.messages

@@ -1,4 +1,4 @@
-"""Copies of tensors on the CPU, which are there once the device has come to them, whatever is begun later."""
+"""Copies of tensors to the CPU that do not wait for work that the device begins later."""
 
 from __future__ import annotations
 

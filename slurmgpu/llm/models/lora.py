@@ -83,7 +83,7 @@ def _wrap(model: Any, source: ModelSource, name: str) -> Any:
 
 @contextlib.contextmanager
 def _misfits(source: ModelSource) -> Iterator[None]:
-    """Raise SlurmGPUError if the adapter that is loaded meanwhile does not fit the model."""
+    """Raise SlurmGPUError if the adapter that is loaded within does not fit the model."""
     try:
         yield
     except (ValueError, RuntimeError) as error:  # layers that the model lacks, and weights of another size

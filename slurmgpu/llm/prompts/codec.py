@@ -21,6 +21,7 @@ from slurmgpu.llm.interface.engine import (
     EngineOptions,
     FinishReason,
     Generated,
+    Message,
     Output,
     Prompt,
     Request,
@@ -254,9 +255,7 @@ class Codec:
             return cut(prompt.plain) + cut(prompt.answer), False
         if not self._tokenizer.chat_template:
             raise PromptError("the model's tokenizer has no chat template; expected a plain prompt, or chat = false")
-        cut_messages: list[Mapping[str, Any]] = [
-            {**each, "content": cut(each["content"])} if "content" in each else each for each in prompt.turns
-        ]
+        cut_messages: list[Mapping[str, Any]] = [{**each, "content": cut(each["content"])} for each in prompt.turns]
         if prompt.images:
             _add_images(cut_messages, len(prompt.images), behind_examples=not prompt.messages)
         text = self._chat_text(cut_messages)
@@ -268,9 +267,7 @@ class Codec:
         """A text with marks in what comes from an item and looks like a special token."""
         return self._quotes.cut(text)
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], n_images: int = 0, *, behind_examples: bool = False
-    ) -> str:
+    def render_chat(self, messages: Sequence[Message], n_images: int = 0, *, behind_examples: bool = False) -> str:
         """A whole chat as one text with marks, without the beginning of another answer; images as in a prompt."""
         cut: list[Mapping[str, Any]] = [{**each, "content": self._quotes.cut(each["content"])} for each in messages]
         if n_images:

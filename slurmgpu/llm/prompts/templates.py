@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.interface.engine import Composed, Prompt, TruncationSide
+from slurmgpu.llm.interface.engine import Composed, Message, Prompt, TruncationSide
 from slurmgpu.llm.models.adapters import AdapterField
 from slurmgpu.llm.prompts.fewshot import Fewshot, shuffled
 from slurmgpu.llm.prompts.images import sources_of
@@ -208,7 +208,7 @@ class Prompts:
             except ItemError as error:
                 raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
 
-    def _chat(self, messages: tuple[dict[str, str], ...]) -> tuple[tuple[dict[str, str], ...], str]:
+    def _chat(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
         """The messages for the model, and the beginning of its answer."""
         if messages[-1]["role"] != "assistant":
             return messages, ""
@@ -282,7 +282,7 @@ def _inner(value: Any, path: str, key: str) -> Any:
     return value[int(key)]
 
 
-def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
+def _messages(field: str, value: Any) -> tuple[Message, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ItemError(f'field {field!r} holds {value!r:.80}; expected a list of {{"role": …, "content": …}}')
     for number, message in enumerate(value):

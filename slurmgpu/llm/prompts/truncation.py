@@ -41,7 +41,7 @@ def _place(prompt: Prompt) -> tuple[Composed, Callable[[Composed], Prompt]]:
     if not users:
         return Composed(""), lambda other: prompt
     before, message, after = prompt.messages[: users[-1]], prompt.messages[users[-1]], prompt.messages[users[-1] + 1 :]
-    content = str(message["content"])
+    content = message["content"]
 
     def put(other: Composed) -> Prompt:
         # Without the ranges of a Composed, all of a message's text is the item's.

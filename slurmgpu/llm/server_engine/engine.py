@@ -316,7 +316,7 @@ class ServerEngine:
         if self._options.chat is False:
             body["prompt"] = prompt.plain + prompt.answer + prompt.so_far
             return "/v1/completions", body | ({"logprobs": 1} if sampling.logprobs else {})
-        body["messages"] = _with_images(prompt, [*map(dict, prompt.turns)])
+        body["messages"] = _with_images(prompt, [{**turn} for turn in prompt.turns])
         if self._options.chat_options:
             body["chat_template_kwargs"] = dict(self._options.chat_options)
         return "/v1/chat/completions", body | ({"logprobs": True} if sampling.logprobs else {})

@@ -47,7 +47,7 @@ class Marks:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Have a mark, which stays if this process ends meanwhile."""
+        """Hold a mark, which stays if this process ends within."""
         mark = self._make(ENDED)
         try:
             yield

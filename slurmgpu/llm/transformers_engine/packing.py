@@ -1,4 +1,4 @@
-"""Texts of unequal length in one row of a forward pass, one behind the other, so that no padding is computed.
+"""Texts of unequal length in one row of a forward pass, one after the other, so that no padding is computed.
 
 All of a model but its attention treats each token by itself. Attention is computed for each text apart, by the function
 that computes it for rows. A text may have branches: tokens that each see the text and themselves, as choices do.
@@ -194,7 +194,7 @@ def is_possible(model: Any) -> bool:
 
 @contextlib.contextmanager
 def attention_of_packs(model: Any) -> Iterator[None]:
-    """The model computes attention of packs meanwhile."""
+    """Within, the model computes the attention of packs."""
     own = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     try:

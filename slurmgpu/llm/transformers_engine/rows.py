@@ -81,7 +81,7 @@ class Chosen:
         self._copies = HostCopies(*(each for each in (tokens, logprobs) if each is not None))
 
     def read(self) -> tuple[Sequence[int], Sequence[float | None]]:
-        """The tokens and the log-probabilities, once they are computed; what was begun later may go on."""
+        """The tokens and the log-probabilities, once they are computed; does not wait for later work."""
         tokens, *logprobs = (each.tolist() for each in self._copies.wait())
         return tokens, logprobs[0] if logprobs else [None] * len(tokens)
 

@@ -122,7 +122,7 @@ class StaticBatches:
         except SlotsError as error:
             return str(error)
         except Exception as error:
-            # A fault of a replay is an error of whatever waits for the GPU next.
+            # A fault of a replay is raised by the next call that waits for the GPU.
             if self._decodings.uses_slots:
                 self._decodings.raise_if_lost(described(error).partition("\n")[0])
             raise

@@ -81,7 +81,7 @@ class TokenScorer:
         ]
 
     def _read_pack(self, rows: Sequence[Tokens]) -> list[npt.NDArray[np.float32]]:
-        """The log-probability of each token but the first, of texts that are read one behind the other."""
+        """The log-probability of each token but the first, for texts that are read one after the other."""
         import torch
 
         pack = self._prefill.pack([Text(row[:-1]) for row in rows])

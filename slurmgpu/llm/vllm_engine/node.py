@@ -69,7 +69,7 @@ class NodePlace:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Write down the shared memory of the engine that starts meanwhile, for the case that it is killed."""
+        """List the shared memory of the engine that starts within, in case it is killed."""
         done = threading.Event()
 
         def record() -> None:

@@ -33,7 +33,7 @@ _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
 class Collected:
-    """The rows of a call that is to give one for each of `wanted`, in whatever order they come.
+    """The rows of a call, which is to give one for each of `wanted`, in any order.
 
     With `is_one` there is one item, and its row need not have its index.
     """

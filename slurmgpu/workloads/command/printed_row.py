@@ -36,13 +36,13 @@ class PrintedRow:
         self._open: list[bytes] = []
         """The lines of an object that has not ended."""
         self._depth = self._n_bytes = self._n_read = 0
-        """Of these lines: open brackets, bytes, and the bytes that they had when they were last read."""
+        """The open brackets and the bytes of these lines, and the bytes that they had when they were last read."""
         self._last = b""
         """The last of the other lines."""
         self._kind, self._n_found = _NOTHING, 0
         """The greatest kind that was printed, and how many objects of it."""
         self._held: tuple[dict[str, Any], bytes] | None = None
-        """What is the row if no other of its kind, or of a greater one, comes; and its text."""
+        """The row, unless another object of its kind or a greater one follows; and its text."""
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes; OutputError at a line, or an object, of more than MAX_BYTES."""

@@ -33,9 +33,9 @@ SETTLE_S = 0.5
 LOOK_S = 0.1
 """How often to look whether a process has ended whose pipes are still open."""
 START_S = 60.0
-"""A process has imported most of its modules after this time, which it may lose if one of them is edited meanwhile."""
+"""A process has imported most of its modules after this time, which is lost if one of them is edited before."""
 ASK_S = 0.5
-"""How often to ask whether a process shall end."""
+"""How often to ask whether a process is to end."""
 KILL_S = 60.0
 """How long a process may take to end after SIGKILL: the driver frees its GPUs meanwhile."""
 PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}

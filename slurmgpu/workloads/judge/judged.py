@@ -23,10 +23,9 @@ FIRST_ROWS = 100
 """Rows of a merged file that are checked for lists."""
 
 
-def text_in(data: Mapping[str, Any], field: str, called: str | None = None) -> str:
+def text_in(data: Mapping[str, Any], field: str, called: str) -> str:
     """The text in a field, named `called` in the items; ItemError for anything else."""
     value = take(data, field)
-    called = called or field
     if value is None:
         raise ItemError(f"field {called!r} is null")
     if not isinstance(value, str):

@@ -261,14 +261,14 @@ class Judge:
             data[first] = take(item.data, mine)
             data[second] = take(self.opponent.row(item, self._called), theirs)
         for name in self.whole:
-            text_in(data, name, self.renamed.get(name))
+            text_in(data, name, self.renamed.get(name, name))
         return dataclasses.replace(item, data=data)
 
     def _named(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """An item's fields, also by the names in templates, and its final answer if there is a checker."""
         data = {**fields, **{name: fields[field] for name, field in self.renamed.items() if field in fields}}
         if self.checker is not None:
-            answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
+            answer = self.checker.answer(text_in(data, "text", self.renamed.get("text", "text")))
             data[FINAL] = "(none)" if answer is None else answer
         return data
 

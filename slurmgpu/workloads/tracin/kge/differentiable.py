@@ -130,7 +130,7 @@ def differentiable(
 class Unfactored(TriplesModel):
     """Triples whose gradients are computed in full.
 
-    The generic path cannot look at values, so that whatever a loss looks up is stored with the triple beforehand: for
+    The generic path cannot look at values, so that all that a loss looks up is stored with the triple beforehand: for
     each query its head, row of the relation, tail and targets, as one row of integers.
     """
 
