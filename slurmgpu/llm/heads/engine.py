@@ -18,12 +18,12 @@ from slurmgpu.llm.heads.head import Head, HeadInput
 from slurmgpu.llm.heads.inputs import EncodedInput, HeadCodec
 from slurmgpu.llm.heads.own_classes import own_class
 from slurmgpu.llm.interface.batching import CPU_PADDING, GPU_PADDING, budget_of, of_like_length
-from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
+from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.prompts.codec import PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
-from slurmgpu.llm.transformers_engine.loading import Loaded, check_whole, from_pretrained, log_loaded, prepare, where_on
+from slurmgpu.llm.transformers_engine.loading import Loaded, load_whole, log_loaded, prepare
 from slurmgpu.llm.transformers_engine.prefill import EXACT, ROUNDED
 from slurmgpu.util.out_of_memory import free_memory
 
@@ -204,7 +204,6 @@ class HeadEngine:
 
 def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     """Load a model with its head, and its tokenizer, on the device or the GPUs of `place`."""
-    import torch
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
@@ -218,23 +217,18 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     prepare(options, place)
     # Absolute positions are counted from the left.
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="right")
-    dtype = getattr(torch, TORCH_NAMES[options.precision])
-    auto = (
-        own
-        or {
-            "sequence": transformers.AutoModelForSequenceClassification,
-            "token": transformers.AutoModelForTokenClassification,
-            "choices": transformers.AutoModelForCausalLM,
-        }[head.kind]
-    )
-    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config, auto)}
-    model, report = from_pretrained(arguments, auto)
-    check_whole(model, report, options, "a model without a trained head cannot score texts")
+    kinds = {
+        "sequence": transformers.AutoModelForSequenceClassification,
+        "token": transformers.AutoModelForTokenClassification,
+        "choices": transformers.AutoModelForCausalLM,
+    }
+    advice = "a model without a trained head cannot score texts"
+    model = load_whole(options, place, {**source, "config": config}, own or kinds[head.kind], advice)
     model.eval()
     model.config.use_cache = False
     context = min(options.max_context or sys.maxsize, n_positions(model), tokenizer.model_max_length)
     loaded = Loaded(model, tokenizer, frozenset(), context, 0, model.device)
-    log_loaded(loaded, place, dtype, time.monotonic() - started)
+    log_loaded(loaded, place, options, time.monotonic() - started)
     return loaded
 
 

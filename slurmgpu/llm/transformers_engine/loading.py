@@ -68,7 +68,6 @@ class Loaded:
 
 def load_model(options: EngineOptions, place: Place) -> Loaded:
     """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
-    import torch
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -89,13 +88,9 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     _check_memory(options, place)
     prepare(options, place)
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
-    dtype = getattr(torch, TORCH_NAMES[options.precision])
     auto = AutoModelForImageTextToText if options.images else AutoModelForCausalLM
-    arguments = {**source, "config": config, "dtype": dtype, **where_on(options, place, config, auto)}
-    if (quantization := quantization_config(options, place)) is not None:
-        arguments["quantization_config"] = quantization
-    model, report = from_pretrained(arguments, auto)
-    check_whole(model, report, options, "a model without a language-model head cannot generate text")
+    advice = "a model without a language-model head cannot generate text"
+    model = load_whole(options, place, {**source, "config": config}, auto, advice)
     if not options.images and argument_of(model) is None and not takes_keywords(model):
         raise SlurmGPUError(_without_cache(model, options))
     switch = None
@@ -118,8 +113,24 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
             f'{transformers.__version__}: {described(error)}. Use a later transformers; engine = "vllm" may do as well.'
         ) from error
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), kv_bytes, model.device, switch)
-    log_loaded(loaded, place, dtype, time.monotonic() - started)
+    log_loaded(loaded, place, options, time.monotonic() - started)
     return loaded
+
+
+def load_whole(options: EngineOptions, place: Place, source: Mapping[str, Any], auto: Any, advice: str) -> Any:
+    """The model that the Auto class makes of a source with its config; SlurmGPUError, with advice, if it lacks weights.
+
+    It is in the precision of the options, or quantised, and on the device, the GPUs or the group of `place`.
+    """
+    import torch
+
+    arguments = {**source, "dtype": getattr(torch, TORCH_NAMES[options.precision])}
+    arguments |= where_on(options, place, source["config"], auto)
+    if (quantization := quantization_config(options, place)) is not None:
+        arguments["quantization_config"] = quantization
+    model, report = from_pretrained(arguments, auto)
+    check_whole(model, report, options, advice)
+    return model
 
 
 def prepare(options: EngineOptions, place: Place) -> None:
@@ -312,7 +323,7 @@ def _kv_bytes(model: Any) -> int:
     return max(sizes.values(), default=0)
 
 
-def log_loaded(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
+def log_loaded(loaded: Loaded, place: Place, options: EngineOptions, seconds: float) -> None:
     """Log what was loaded, and how long that took."""
     model = loaded.model
     n_parameters = sum(each.numel() for each in model.parameters())
@@ -321,7 +332,7 @@ def log_loaded(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None
         "%s: %.3g parameters in %s, %.2f GB on %s%s, loaded in %.1f s; %s attention, context of %d tokens",
         type(model).__name__,
         n_parameters,
-        str(dtype).removeprefix("torch."),
+        TORCH_NAMES[options.precision],
         size / 1e9,
         place.device if place.gpus < 2 or place.world_size > 1 else f"{place.gpus} GPUs",
         f" (rank {place.rank} of {place.world_size})" if place.world_size > 1 else "",

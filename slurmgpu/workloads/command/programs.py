@@ -73,12 +73,8 @@ def why_not_started(program: str, path: str | None) -> str | None:
     if "/" in program and os.path.isfile(program) and not os.access(program, os.X_OK):  # noqa: PTH113
         return _not_executable(program)
     found = shutil.which(program, path=path)
-    if found is None:
-        return None
-    try:
-        with open(found, "rb") as file:
-            start = file.read(_FIRST_BYTES)
-    except OSError:  # it may be executable and not readable; the error of its start says what it is
+    start = None if found is None else _start_of(found, _FIRST_BYTES)
+    if start is None:  # it may be executable and not readable; the error of its start says what it is
         return None
     if start.startswith(b"#!"):
         return _fault_of_interpreter(start[2:].partition(b"\n")[0], program, path)
@@ -87,6 +83,15 @@ def why_not_started(program: str, path: str | None) -> str | None:
     if b"\0" in start:
         return None
     return f"it has no #! line that names its interpreter, as #!/bin/sh. Add one{_or_by_name(program)}."
+
+
+def _start_of(path: str, n_bytes: int) -> bytes | None:
+    """The first bytes of a file; None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(n_bytes)
+    except OSError:
+        return None
 
 
 def _not_executable(program: str) -> str:
@@ -148,14 +153,8 @@ def entry_script(program: str, path: str | None) -> Path | None:
     It is what pip writes for an entry point, `from of_a_lab.cli import main`, also of an editable install.
     """
     found = None if "/" in program else shutil.which(program, path=path)
-    if found is None:
-        return None
-    try:
-        with open(found, "rb") as file:
-            source = file.read(_LONGEST_ENTRY)
-    except OSError:
-        return None
-    if not source.startswith(b"#!") or b"\0" in source:
+    source = None if found is None else _start_of(found, _LONGEST_ENTRY)
+    if found is None or source is None or not source.startswith(b"#!") or b"\0" in source:
         return None
     where = Locator(Path.cwd(), None)
     tops = {name.decode() for name in _IMPORTED.findall(source)}

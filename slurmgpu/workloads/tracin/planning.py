@@ -98,6 +98,12 @@ class PlannedSettings(TracinSettings):
         """The length of each list: `top_k`, or the number of training triples if that is less."""
         return self.top_k and min(self.top_k, self.facts.n_train)
 
+    def read_graph(self) -> graph.Graph:
+        """The graph in the plan's files; SlurmGPUError if one of them has changed."""
+        found = graph.read_graph(self.train, self.entities, self.relations)
+        check_unchanged(self.facts, found.digests, only=found.digests)
+        return found
+
 
 def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
     """The files that the setting `model` names, in its order; those of a glob in the order of their numbers."""

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.tracin.kge.graph import read_graph
-from slurmgpu.workloads.tracin.planning import PlannedSettings, check_unchanged
+from slurmgpu.workloads.tracin.planning import PlannedSettings
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -108,8 +107,7 @@ def _blocks(merged: Merged, side: str) -> Iterator[tuple[NDArray[np.int64], NDAr
 def _names(settings: PlannedSettings, lines: NDArray[np.int64]) -> list[str]:
     """Training triples in words with their line, from 0; the line alone if the files are gone."""
     try:
-        graph = read_graph(settings.train, settings.entities, settings.relations)
-        check_unchanged(settings.facts, graph.digests, only=graph.digests)
+        graph = settings.read_graph()
     except SlurmGPUError as error:
         log.warning("training triples have no names in the summary: %s", error)
         return [f"train[{line}]" for line in lines.tolist()]

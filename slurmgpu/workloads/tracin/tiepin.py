@@ -6,7 +6,6 @@ out. Rows are streamed; the training triples are in memory. Each writer returns 
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.amounts import count_of
-from slurmgpu.workloads.tracin.kge.graph import Graph, label_of, read_edge_map, read_graph, read_names
-from slurmgpu.workloads.tracin.planning import PlannedSettings, check_unchanged
+from slurmgpu.workloads.tracin.kge.graph import Graph, label_of, read_edge_map, read_names
+from slurmgpu.workloads.tracin.planning import PlannedSettings
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -43,16 +42,6 @@ class Labels:
     relations: Mapping[int, str]
     entity_labels: Mapping[int, str]
     relation_labels: Mapping[int, str]
-
-    @classmethod
-    def of(cls, settings: PlannedSettings, graph: Graph) -> Labels:
-        """The labels from the dictionaries, and from `names` and `edge_map` if they are set."""
-        entities, relations = graph.entities.names, graph.relations.names
-        with _as_planned():
-            meanings = {} if settings.edge_map is None else read_edge_map(settings.edge_map)
-            labels = {} if settings.names is None else read_names(settings.names)
-        by_relation = {number: meanings[name] for number, name in relations.items() if name in meanings}
-        return cls(entities, relations, labels, by_relation)
 
     def cells(self, triple: NDArray[np.int64]) -> list[str]:
         """The six cells of the CSV: name and label of head, relation and tail."""
@@ -77,8 +66,7 @@ class Labels:
 
 def write_csv(settings: PlannedSettings, merged: Merged, file: IO[bytes]) -> str:
     """Write a record for each pair of a test triple and a listed training triple."""
-    graph = _graph(settings)
-    labels = Labels.of(settings, graph)
+    graph, labels = _read(settings)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(HEADER)
@@ -94,8 +82,7 @@ def write_csv(settings: PlannedSettings, merged: Merged, file: IO[bytes]) -> str
 
 def write_json(settings: PlannedSettings, merged: Merged, file: IO[bytes]) -> str:
     """Write one object, with a result for each test triple."""
-    graph = _graph(settings)
-    labels = Labels.of(settings, graph)
+    graph, labels = _read(settings)
     rates = settings.facts.learning_rates
     head = {
         "num_test_triples": int((~merged.failed).sum()),
@@ -180,19 +167,19 @@ def _is_whole(settings: PlannedSettings) -> bool:
     return bool(settings.full) and settings.n_hops is None
 
 
-def _graph(settings: PlannedSettings) -> Graph:
-    with _as_planned():
-        graph = read_graph(settings.train, settings.entities, settings.relations)
-        check_unchanged(settings.facts, graph.digests, only=graph.digests)
-    return graph
+def _read(settings: PlannedSettings) -> tuple[Graph, Labels]:
+    """The graph, and its labels: from the dictionaries, and from `names` and `edge_map` if they are set.
 
-
-@contextlib.contextmanager
-def _as_planned() -> Iterator[None]:
-    """Replace the advice of errors about files: planning could read them, so they have changed since."""
+    SlurmGPUError for a file that planning could read: it has changed since, and the advice is another one.
+    """
     try:
-        yield
+        graph = settings.read_graph()
+        meanings = {} if settings.edge_map is None else read_edge_map(settings.edge_map)
+        labels = {} if settings.names is None else read_names(settings.names)
     except SlurmGPUError as error:
         found = re.sub(r" [A-Z][^.]*\.$", "", str(error))
         again = "An export reads names from the plan's files: restore the former file, and export again."
         raise SlurmGPUError(f"{found} {again}") from error
+    entities, relations = graph.entities.names, graph.relations.names
+    by_relation = {number: meanings[name] for number, name in relations.items() if name in meanings}
+    return graph, Labels(entities, relations, labels, by_relation)
