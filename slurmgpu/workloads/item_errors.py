@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from typing_extensions import ParamSpec
@@ -10,6 +10,7 @@ from typing_extensions import ParamSpec
 from slurmgpu.errors import ItemError
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
 
@@ -30,8 +31,9 @@ def value_of(found: T | ItemError) -> T:
 
 
 def compute_good(
-    given: Sequence[T | ItemError], compute: Callable[[list[T]], Iterable[ResultT | ItemError]]
+    items: Iterable[ItemT], ask: Callable[[ItemT], T], compute: Callable[[list[T]], Iterable[ResultT | ItemError]]
 ) -> list[ResultT | ItemError]:
-    """The results of `compute` for those of `given` that are no errors, and the errors, each in its place."""
+    """The results of `compute` for what `ask` makes of each item; its ItemError in the place of one that it refuses."""
+    given = [value_or_error(ask, item) for item in items]
     results = iter(compute([each for each in given if not isinstance(each, ItemError)]))
     return [each if isinstance(each, ItemError) else next(results) for each in given]

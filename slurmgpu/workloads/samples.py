@@ -85,7 +85,7 @@ class Samples:
             rows = iter(rows_of([*chain.from_iterable(parts)]))
             return [value_or_error(self._join, each, [*islice(rows, len(each))]) for each in parts]
 
-        return compute_good([value_or_error(lambda item: [*self.parts(item)], item) for item in items], join)
+        return compute_good(items, lambda item: [*self.parts(item)], join)
 
     def parts(self, item: Item) -> Iterator[Item]:
         """An item for each of the texts, with seeds of their own; ItemError for anything but a list of texts."""

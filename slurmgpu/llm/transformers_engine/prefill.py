@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +92,12 @@ class Prefill:
         self.padding = CPU_PADDING if on_cpu else GPU_PADDING
         self._last_layer: LastLayer | None = None
         if on_cpu and self.can_keep_few:
-            self._last_layer = self._find_last_layer()
+            otherwise = "its last layer is computed for all tokens"
+            self._last_layer = LastLayer(loaded.model) if self._is_right(self._off_in_last_layer, otherwise) else None
         # On GPUs many small kernels cost more than padding.
         self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
-        self._can_pack = self._can_pack and self.is_so_on_all(self._packs_right())
+        otherwise = "texts are padded, not read one behind the other"
+        self._can_pack = self._can_pack and self._is_right(self._off_in_pack, otherwise)
         # What reads packs right has rows and steps that are right.
         self.takes_padding = self._can_pack or self.is_so_on_all(self._pads_right())
         if not self.takes_padding:
@@ -226,28 +228,30 @@ class Prefill:
         device = self._loaded.device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
-    def _find_last_layer(self) -> LastLayer | None:
-        """The last layer, if logits are the same where it leaves out the columns whose logits are not asked for."""
+    def _is_right(self, measure: Callable[[], float], otherwise: str) -> bool:
+        """Whether logits are off by rounding alone, on all ranks; the log says what is done `otherwise`, and why."""
         import torch
 
-        model = self._loaded.model
-        probe = [token % self.width for token in PROBES[0]]
-        ids, _ = self.pad([probe, probe[::-1]])
         try:
-            found = LastLayer(model)
             with torch.inference_mode():
-                of_all = self.forward(ids, None, None, None, 0)
-                with found.only(list(PROBED), ids.shape[1], math.nan):
-                    logits = self.forward(ids, None, None, None, torch.tensor(PROBED))
-            off = _difference(logits, of_all[:, list(PROBED)], of_all)
+                off = measure()
             is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
         except Exception as error:  # a model with its own code can raise any error
             is_right, said = False, described(error)
         if not is_right:
-            log.info("%s: its last layer is computed for all tokens: %s", type(model).__name__, said)
-        if self.is_so_on_all(is_right):
-            return found
-        return None
+            log.info("%s: %s: %s", type(self._loaded.model).__name__, otherwise, said)
+        return self.is_so_on_all(is_right)
+
+    def _off_in_last_layer(self) -> float:
+        """How far logits are off if the last layer leaves out the columns whose logits are not asked for."""
+        import torch
+
+        probe = [token % self.width for token in PROBES[0]]
+        ids, _ = self.pad([probe, probe[::-1]])
+        of_all = self.forward(ids, None, None, None, 0)
+        with LastLayer(self._loaded.model).only(list(PROBED), ids.shape[1], math.nan):
+            logits = self.forward(ids, None, None, None, torch.tensor(PROBED))
+        return _difference(logits, of_all[:, list(PROBED)], of_all)
 
     def is_so_on_all(self, verdict: bool) -> bool:
         """Whether all processes that share the model found so: if they computed differently, each would wait."""
@@ -264,30 +268,21 @@ class Prefill:
 
         return off <= (EXACT if self._loaded.model.dtype == torch.float32 else ROUNDED)
 
-    def _packs_right(self) -> bool:
-        """Whether texts have the logits in a pack that they have alone, and go on from their rows as they do alone."""
+    def _off_in_pack(self) -> float:
+        """How far logits of texts in a pack, and of a step from their rows, are off from those of the texts alone."""
         import torch
 
-        model = self._loaded.model
         long, brief = (tuple(token % self.width for token in probe) for probe in PROBES)
-        try:
-            with torch.inference_mode():
-                of_long, of_brief = (self.forward(self.pad([row])[0], None, None, None, 0)[0] for row in (long, brief))
-                pack = self.pack([Text(long[:4], (long[4:],)), Text(brief)])
-                found = [self.forward_pack(pack, [*pack.ends, *pack.branches])]
-                expected = [of_long[3], of_brief[-1], *of_long[4:]]
-                read = self._read([long[:-1], brief[:-1]], (), 1)
-                ids, one = self.pad([long[-1:], brief[-1:]])
-                next_ones = self.forward(ids, torch.cat([read.mask, one], 1), read.mask.sum(1)[:, None], read.cache)
-                found += [read.logits, next_ones[:, -1]]
-                expected += [of_long[-2], of_brief[-2], of_long[-1], of_brief[-1]]
-                off = _difference(torch.cat(found), torch.stack(expected), of_long)
-            is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
-        except Exception as error:  # a model with its own code can raise any error
-            is_right, said = False, described(error)
-        if not is_right:
-            log.info("%s: texts are padded, not read one behind the other: %s", type(model).__name__, said)
-        return is_right
+        of_long, of_brief = (self.forward(self.pad([row])[0], None, None, None, 0)[0] for row in (long, brief))
+        pack = self.pack([Text(long[:4], (long[4:],)), Text(brief)])
+        found = [self.forward_pack(pack, [*pack.ends, *pack.branches])]
+        expected = [of_long[3], of_brief[-1], *of_long[4:]]
+        read = self._read([long[:-1], brief[:-1]], (), 1)
+        ids, one = self.pad([long[-1:], brief[-1:]])
+        next_ones = self.forward(ids, torch.cat([read.mask, one], 1), read.mask.sum(1)[:, None], read.cache)
+        found += [read.logits, next_ones[:, -1]]
+        expected += [of_long[-2], of_brief[-2], of_long[-1], of_brief[-1]]
+        return _difference(torch.cat(found), torch.stack(expected), of_long)
 
     def _pads_right(self) -> bool:
         """Whether texts have the logits beside longer ones that they have alone; SlurmGPUError if the cache is wrong.

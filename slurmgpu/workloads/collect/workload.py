@@ -26,7 +26,7 @@ from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, T
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.steps_scorer import SCORED, ScoredTree, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
-from slurmgpu.workloads.item_errors import compute_good, value_or_error
+from slurmgpu.workloads.item_errors import compute_good
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, n_truncated
 from slurmgpu.workloads.score.scorer import ScorerSettings
 
@@ -197,7 +197,7 @@ class Collect(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
-        return compute_good([value_or_error(self._begin, item) for item in items], self._rows)
+        return compute_good(items, self._begin, self._rows)
 
     def _rows(self, searches: Sequence[Search]) -> list[Row | ItemError]:
         self._sample([Draw(search, ROOT, number) for search in searches for number in range(self.n_independent)])

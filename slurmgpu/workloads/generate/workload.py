@@ -113,7 +113,7 @@ class Generate(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The answers to each item, or an ItemError for one without a prompt or an answer."""
-        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
+        return compute_good(items, self._ask, self._rows)
 
     def _ask(self, item: Item) -> tuple[Prompt, int]:
         return self.prompts.of(item.data, seed=item.seed), item.seed

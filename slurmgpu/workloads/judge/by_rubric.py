@@ -141,7 +141,7 @@ class ByRubric(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The verdict on each item, or an ItemError."""
-        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
+        return compute_good(items, self._ask, self._rows)
 
     def _ask(self, item: Item) -> list[JudgePrompt]:
         """The prompts for an item: one, or one for each order of the two texts."""

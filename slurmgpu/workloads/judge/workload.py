@@ -16,7 +16,7 @@ from slurmgpu.llm.settings import PromptedSettings
 from slurmgpu.shards.columns import Column, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.item_errors import compute_good, value_or_error
+from slurmgpu.workloads.item_errors import compute_good
 from slurmgpu.workloads.judge.by_rubric import ByRubric
 from slurmgpu.workloads.judge.by_scorer import OTHER, ByScorer, check_alone
 from slurmgpu.workloads.judge.judged import (
@@ -237,7 +237,7 @@ class Judge:
         return self._judge(items) if self.samples is None else self.samples.compute(items, self._judge)
 
     def _judge(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
+        return compute_good(items, self._ask, self._rows)
 
     def _ask(self, item: Item) -> tuple[Item, Row]:
         """The item as it is shown, and the columns of its row beside the verdict."""

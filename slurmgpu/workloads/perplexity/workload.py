@@ -101,7 +101,7 @@ class Perplexity(LanguageModelWorkload):
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The log-probability of each item's text, or an ItemError for one without a text, or with too long a one."""
-        return compute_good([value_or_error(self._ask, item) for item in items], self._rows)
+        return compute_good(items, self._ask, self._rows)
 
     def _ask(self, item: Item) -> tuple[Prompt, str]:
         """The prompt with the text behind it, and the text."""

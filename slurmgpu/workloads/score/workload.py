@@ -263,8 +263,7 @@ class Score(LanguageModelWorkload):
         return self._score(items) if self.samples is None else self.samples.compute(items, self._score)
 
     def _score(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        given = [value_or_error(self._input, number, item) for number, item in enumerate(items)]
-        return compute_good(given, self._rows)
+        return compute_good(enumerate(items), lambda numbered: self._input(*numbered), self._rows)
 
     def _rows(self, inputs: Sequence[HeadInput]) -> list[Row | ItemError]:
         found = self._found(inputs, HeadScores, lambda some: self._told.each(self._heads.score(some)))
