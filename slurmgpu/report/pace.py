@@ -144,9 +144,9 @@ def computes(record: BriefRecord) -> bool:
 def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     """An attempt's items per second over its last minutes, including the time between shards; None before any.
 
-    None also while each of its calls fails: it publishes nothing at that rate.
+    None also while each of its calls fails, and where all its items have failed: what works takes other times.
     """
-    if (record["progress"] or "").startswith(ALL_FAIL):
+    if (record["progress"] or "").startswith(ALL_FAIL) or 0 < record["n_items"] == record["n_errors"]:
         return None
     recent = _recent(record)
     n_items, seconds = 0.0, 0.0

@@ -56,6 +56,10 @@ def test_no_end_is_foretold_while_each_call_fails():
     record["progress"] = "each call failed so far: no such model"
     failing = pace_of(pretended.plan(), records, [], None, BEGIN + 95)
     assert (failing.items_per_s, failing.left_s, failing.n_living) == (None, None, 1)
+    record["progress"], record["n_items"] = None, 8
+    assert pace_of(pretended.plan(), records, [], None, BEGIN + 95).left_s
+    record["n_errors"] = 8  # it was slow to load, or quick to fail
+    assert pace_of(pretended.plan(), records, [], None, BEGIN + 95).left_s is None
 
 
 @pytest.fixture
