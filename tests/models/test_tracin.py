@@ -609,7 +609,12 @@ LOSS = "return torch.nn.functional.softplus(-product.sum(-1))"
             r"dot\.py, line 13: the method losses of Dot raised AttributeError: .*nothing",
         ),
         (LOSS, LOSS.replace("return", "l =") + "; return l - l.mean()", "it depends on the others"),
-        ("self, n_entities, n_relations", "self, n_nodes", r"Dot\(n_entities=…, n_relations=…\) raised TypeError"),
+        ("self, n_entities, n_relations", "self, n_nodes", "Dot takes other arguments: .*n_nodes"),
+        (
+            "super().__init__()",
+            "super().__init__(1)",
+            r"Dot\(n_entities=…, n_relations=…\) raised TypeError",
+        ),
         (
             "import torch",
             "import torch, no_such_module",
