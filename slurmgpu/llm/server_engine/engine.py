@@ -89,7 +89,10 @@ class ServerEngine:
         self._liveness = Liveness(self._client, MOST_WAIT_S, None)
         self._n_ends = 0  # since the last answer
         try:
-            self._begin()
+            if self._server is None:
+                self._find()
+            else:
+                self._start(self._server)
         except BaseException:
             self.close()
             raise
@@ -135,13 +138,6 @@ class ServerEngine:
         if server is not None:
             server.close()
 
-    def _begin(self) -> None:
-        """Start the server, or find the one that runs, and have it generate a token."""
-        if self._server is None:
-            self._find()
-        else:
-            self._start(self._server)
-
     def _probe(self) -> None:
         """Have the server generate a token; ConnectionError if it loses the request."""
         probe = Request(0, Prompt("1"), Sampling(max_tokens=1))
@@ -156,6 +152,7 @@ class ServerEngine:
         self._parsed(probe, found)
 
     def _find(self) -> None:
+        """Have the server that runs generate a token; SlurmGPUError if it does not."""
         try:
             if is_healthy(self._client):
                 self._probe()
@@ -166,6 +163,7 @@ class ServerEngine:
         raise SlurmGPUError(f"url is {self._client.url}, and no server can be used there: {said}.")
 
     def _start(self, server: ServerProcess) -> None:
+        """Start the task's own server, and have it generate a token; SlurmGPUError if it does not."""
         for n_left in reversed(range(N_STARTS)):
             try:
                 self._client = server.start()
@@ -199,22 +197,28 @@ class ServerEngine:
 
     def _recover(self, said: str) -> None:
         """Start the server again, or wait until the one that runs is back; WorkerBrokenError if it does not work."""
-        if self._server is not None:
-            try:
-                self._server.settle(self._client, MOST_SILENCE_S)
-            except ServerEndedError as error:
-                said = str(error)
-            else:
-                return  # it has dropped a connection
-            self._n_ends += 1
-            if self._n_ends > MOST_ENDS:
-                raise WorkerBrokenError(f"{said}, {self._n_ends} times without an answer between")
-            log.warning("%s; it is started again", said)
-            try:
-                self._begin()
-            except SlurmGPUError as error:  # no fault of the items: another worker computes them
-                raise WorkerBrokenError(str(error)) from error
-            return
+        if self._server is None:
+            self._wait_until_back(said)
+        else:
+            self._restart(self._server)
+
+    def _restart(self, server: ServerProcess) -> None:
+        """Start the server again if it has ended, or does not answer."""
+        try:
+            server.settle(self._client, MOST_SILENCE_S)
+            return  # it has dropped a connection
+        except ServerEndedError as error:
+            said = str(error)
+        self._n_ends += 1
+        if self._n_ends > MOST_ENDS:
+            raise WorkerBrokenError(f"{said}, {self._n_ends} times without an answer between")
+        log.warning("%s; it is started again", said)
+        try:
+            self._start(server)
+        except SlurmGPUError as error:  # no fault of the items: another worker computes them
+            raise WorkerBrokenError(str(error)) from error
+
+    def _wait_until_back(self, said: str) -> None:
         log.warning("%s; waiting for it", said)
         deadline = time.monotonic() + MOST_WAIT_S
         pause_s = PAUSE_S
