@@ -207,7 +207,7 @@ def _work(machine: Machine, n_tasks: int = 1, length: tuple[int, int] = SHORT) -
     return Work(shards[0][1], first, last, n_texts, words)
 
 
-@finding(limit_s=60)
+@finding(limit_s=90)
 def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
     """The vectors of a run are those of a loop by hand, to 0.002 (the time is that of both)."""
     from slurmgpu.results import Merged

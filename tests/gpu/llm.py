@@ -329,7 +329,7 @@ def _answers(machine: Machine, precision: str, requests: Sequence[Request]) -> l
     return found
 
 
-@finding(limit_s=SET_UP_S)
+@finding(limit_s=SET_UP_S + 15)
 def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
     """The self-check finds steps by CUDA graphs right and faster, in bf16 and fp32, for 1, 32 and 4 long rows."""
     figures, good = [], True
