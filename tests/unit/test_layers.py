@@ -92,15 +92,15 @@ def room(path):
 
 
 @functools.cache
-def imports(path):
-    """Every module that a file imports, also within functions; not those for type checkers alone."""
-    return list(_imports(path))
+def imports(path, for_types=False):
+    """Every module that a file imports, also within functions; those for type checkers alone only `for_types`."""
+    return list(_imports(path, for_types))
 
 
-def _imports(path):
+def _imports(path, for_types):
     skipped = {
         id(node)
-        for test in nodes(path)
+        for test in ([] if for_types else nodes(path))
         if isinstance(test, ast.If) and isinstance(test.test, ast.Name) and test.test.id == "TYPE_CHECKING"
         for node in ast.walk(test)
     }
@@ -195,6 +195,15 @@ def test_no_two_modules_of_a_room_import_each_other():
             if name not in seen:
                 seen.add(name)
                 todo += graph.get(name, set()) - {name}
+
+
+def test_no_two_files_of_workloads_and_their_libraries_need_each_other_even_for_types():
+    inside = {dotted(path): path for path in modules() if room(path) in {*LIBRARIES, "workloads"}}
+    graph = {
+        name: {each.removeprefix("slurmgpu.") for each in imports(path, for_types=True)} & (inside.keys() - {name})
+        for name, path in inside.items()
+    }
+    assert [*TopologicalSorter(graph).static_order()]  # a circle raises
 
 
 def test_no_two_rooms_of_the_language_models_import_each_other():
