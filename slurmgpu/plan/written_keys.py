@@ -14,10 +14,10 @@ from slurmgpu.run.frozen_plan import Plan
 
 
 def written_in(run_file: Path) -> dict[str, str]:
-    """A digest of each value in a run file that rows depend on, by its key; empty if there is no such file."""
+    """A digest of each value in a run file that rows depend on, by its key; empty if it cannot be read."""
     try:
         tables = read_toml(run_file)
-    except (FileNotFoundError, SlurmGPUError):
+    except (OSError, SlurmGPUError):
         return {}
     texts = ((key, json.dumps(value, sort_keys=True, default=str)) for key, value in _of_rows(tables))
     return {key: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for key, text in texts}
