@@ -68,11 +68,13 @@ class FilesInSource(ast.NodeVisitor):
         self._assigned: list[tuple[set[str], set[str]]] = []
         """The names of variables, arguments and options, and the texts that they are given."""
         self._made: set[str] = set()
-        """Names of variables and attributes of which a folder is made."""
+        """Names of variables and attributes that are folders which it makes, or that these begin with."""
+        self._varied: set[str] = set()
+        """Names that are given another value than that of a variable or attribute of this name."""
         self._defaults: dict[str, str] = {}
         """The paths that are spelt out as defaults of options, by the option's name."""
         self.visit(tree)
-        folders = OUTPUT_FOLDERS | self._made
+        folders = OUTPUT_FOLDERS | (self._made - self._varied)
         self.output_options |= {option: path for option, path in self._defaults.items() if option in folders}
 
     def read_texts(self) -> set[str]:
@@ -120,14 +122,14 @@ class FilesInSource(ast.NodeVisitor):
                 pass
             case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="CUDA_VISIBLE_DEVICES"))]):
                 self.gpus_line = node.lineno
-        texts, _ = _path_in(node.value)
-        self._assigned += [(_path_in(target)[1], texts) for target in node.targets]
+        for target in node.targets:
+            self._assign(target, node.value)
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         """`cache: str = "cache.json"`, also as a field of a class."""
         if node.value is not None:
-            self._assigned.append((_path_in(node.target)[1], _path_in(node.value)[0]))
+            self._assign(node.target, node.value)
         self.generic_visit(node)
 
     def visit_arguments(self, node: ast.arguments) -> None:
@@ -137,6 +139,11 @@ class FilesInSource(ast.NodeVisitor):
         pairs += [(each.arg, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
         self._assigned += [({name}, _path_in(value)[0]) for name, value in pairs]
         self.generic_visit(node)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        names = _path_in(target)[1]
+        self._assigned.append((names, _path_in(value)[0]))
+        self._varied |= names - {_fixed_folder(value)}
 
     def _add_path(self, parts: Sequence[ast.expr]) -> None:
         """Add the texts at the end of the parts of a path, joined."""
@@ -165,8 +172,9 @@ class FilesInSource(ast.NodeVisitor):
             texts, variables = _path_in(path)
             self._written |= texts
             self._written_names |= variables
-            if name in _MAKES_FOLDERS:
-                self._made |= variables - {"path"}  # of `os.path.join`
+        if name in _MAKES_FOLDERS:
+            # The folder is the argument of a function of `os`, else what has the method.
+            self._made |= {folder for folder in map(_fixed_folder, written[:2]) if folder is not None}
         whole = {path for path in map(_spelt_out, written) if path is not None}
         if name not in _NO_OUTPUTS and not _APPENDS & whole:
             self.outputs |= {path for path in whole if _FILE.fullmatch(path)}
@@ -196,6 +204,8 @@ def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
     match node:
         case ast.Constant(value=str(text)):
             return {text}, set()
+        case ast.Attribute(value=ast.Name(id="os"), attr="path"):  # of `os.path.join`
+            return set(), set()
         case ast.Name(id=name) | ast.Attribute(attr=name) if name != "parent":
             return set(), {name}
         case ast.BinOp(left=left, op=ast.Div(), right=right):
@@ -206,6 +216,20 @@ def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
             return set(), set()
     found = list(map(_path_in, parts))
     return set().union(*(texts for texts, _ in found)), set().union(*(names for _, names in found))
+
+
+def _fixed_folder(node: ast.expr) -> str | None:
+    """The name of the one variable or attribute by which an expression is a path; None if other values are in it."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.BinOp(left=first, op=ast.Div(), right=right):
+            others = [right]
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *others]) if name in _MAKE_PATHS:
+            pass
+        case _:
+            return None
+    return _fixed_folder(first) if None not in map(_spelt_out, others) else None
 
 
 def _spelt_out(node: ast.expr) -> str | None:

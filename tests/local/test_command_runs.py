@@ -485,6 +485,12 @@ def test_what_chooses_gpus_itself_is_told(tmp_path, run, line, env, place):
         ),
         ("parser.add_argument('--to', default='out')\nPath(a.to, 'x').mkdir()", ["--to", "fits/{text}"], None),
         ("parser.add_argument('--to', default='out')\nprint(a.to)", [], None),
+        (
+            "parser.add_argument('--to', default='out')\nto = Path(a.to) / a.name\nto.mkdir()",
+            ["--name", "{text}"],
+            None,
+        ),
+        ("parser.add_argument('--model', default='gpt2')\nos.makedirs(os.path.join(a.out, a.model))", [], None),
         ("parser.add_argument('--output-dir', default='out')", ["--output-dir=fits/{text}"], None),
         ("parser.add_argument('--output-dir', default='out')", ["--output-dir", "fits/{text}"], None),
         ("TrainingArguments(output_dir=arguments.output_dir)", [], None),

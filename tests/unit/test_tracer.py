@@ -54,6 +54,18 @@ def test_a_file_that_is_nested_too_deeply_is_said_to_be_followed_in_part(tmp_pat
     assert trace.notes == (f"What {tmp_path}/deep.py imports or reads is not known in full: it is nested too deeply.",)
 
 
+def test_a_default_is_read_whatever_folders_are_made_by_os_path_join(tmp_path):
+    """The `path` of `os.path` is no variable."""
+    (tmp_path / "model.yaml").write_text("size: 3\n")
+    (tmp_path / "one.py").write_text(
+        "import os\n\nos.makedirs(os.path.join('out', 'x'))\n\n"
+        "def load(path='model.yaml'):\n    return open(path).read()\n"
+    )
+    tracer = Tracer(tmp_path, None)
+    tracer.add_script(tmp_path / "one.py")
+    assert [file.name for file in tracer.finish().read] == ["model.yaml"]
+
+
 def test_a_long_script_of_a_shell_is_read_once_and_not_once_for_each_line():
     """Blank lines, and a line of which each word changes the folder, took minutes."""
     lines = "\n" * 100_000 + "cd x " * 100_000 + '\npython "$(dirname "$0")/train.py" --config a.yaml\n'
