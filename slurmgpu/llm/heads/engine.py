@@ -24,7 +24,7 @@ from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_whole, log_loaded, prepare
-from slurmgpu.llm.transformers_engine.prefill import EXACT, ROUNDED
+from slurmgpu.llm.transformers_engine.selfcheck import EXACT, ROUNDED
 from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from slurmgpu.llm.transformers_engine.last_layer import LastLayer
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.packing import Pack, Text
 from slurmgpu.llm.transformers_engine.quantization import is_int8
+from slurmgpu.llm.transformers_engine.selfcheck import EXACT, ROUNDED
 from slurmgpu.util.exceptions import described
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ PADDING = "what it says of a text is not the same beside a longer one"
 """Why rows of a model cannot be kept with others."""
 WRONG = 0.2
 """The relative difference of logits behind a cache that is no rounding in any precision."""
-EXACT, ROUNDED = 1e-3, 0.05
-"""The relative difference of a text's outputs, alone and beside others, that is rounding: in fp32, in fewer bits."""
 PROBES = ((3, 11, 5, 7, 2, 13), (4, 6))
 """Texts that are read alone and in a pack when a model is loaded."""
 PADDED = ((3, 11, 5, 7, 2, 13, 9, 12), (4, 6, 8), (8, 2, 5, 14), (7, 12, 3, 10, 6))

@@ -19,6 +19,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 """How far scores of two paths may be off in any case, as a share of their range."""
+EXACT, ROUNDED = 1e-3, 0.05
+"""The relative difference of a text's outputs, alone and beside others, that is rounding: in fp32, in fewer bits."""
 NOISE_FACTOR, MOST_FACTOR = 2.5, 20.0
 """They may be off by so many times the model's own noise, but by no more than so many times what they always may."""
 N_PROBES, PROBE_TOKENS = 4, 16
