@@ -56,7 +56,8 @@ class FewSentences(Sentences):
 class ProfiledSentences(Sentences):
     """The kernels of its last steps are recorded."""
 
-    n_first, n_profiled = 6, 12
+    n_first, n_warm, n_profiled = 6, 2, 12
+    """Steps before those that are recorded; in the last `n_warm` of them the profiler warms up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,10 +67,15 @@ class ProfiledSentences(Sentences):
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Cross entropy."""
-        if len(self.marks) == self.n_first:
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        if len(self.marks) == self.n_first - self.n_warm:
+            self._profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA],
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
+            )
             self._profiler.start()
+        elif len(self.marks) == self.n_first:
             torch.cuda.synchronize()
+            self._profiler.step()
             self.seconds = -time.perf_counter()
         elif len(self.marks) == self.n_first + self.n_profiled:
             torch.cuda.synchronize()

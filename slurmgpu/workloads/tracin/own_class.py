@@ -20,7 +20,10 @@ ADVICE = (
 
 
 class NotAModelError(SlurmGPUError):
-    """The file is imported, and the class in it cannot be a model: it would fail in a task as well."""
+    """The file is imported, and has no class of this name that can be a model.
+
+    A task would fail by it as well, unless the file defines the class only beside a package that is missing here.
+    """
 
 
 def class_of(architecture: str) -> tuple[Any, Path]:
