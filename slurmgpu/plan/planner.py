@@ -105,6 +105,7 @@ def draft_run(
     """
     source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
     config, folder = read_run_file(source, overrides), path_of(source).parent
+    written = written_in(path_of(source))  # now, as it may be edited while its input is read
     refuse_variants(config, path_of(source))
     if look is not None and extends is not None:
         raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
@@ -115,7 +116,7 @@ def draft_run(
     if not replaces_look:
         refuse_existing(target)
     tasks = allocate(config.resources, n_shards=None)
-    asked = _Asked(source, config, overrides or {}, target, tasks, extends, is_look=look is not None)
+    asked = _Asked(source, config, written, overrides or {}, target, tasks, extends, is_look=look is not None)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         with namesakes_hidden(folder):
             imported_modules.forget_changed()
@@ -157,6 +158,7 @@ class _Asked:
 
     source: RunFileSource
     config: RunFile
+    written: dict[str, str]
     overrides: Mapping[str, Any]
     run_dir: Path
     tasks: Allocation
@@ -243,7 +245,7 @@ def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize, git: G
         resources=config.resources.model_dump(),
         slurm=config.slurm,
         merge=config.merge,
-        provenance=_provenance(asked.path, git, asked.overrides.get("container", {}) if built.container else {}),
+        provenance=_provenance(asked, git, asked.overrides.get("container", {}) if built.container else {}),
         container=built.container.to_json() if built.container else None,
         processes=built.placement.processes,
         placement=(*built.placement.lines, *items.lines),
@@ -292,12 +294,12 @@ def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(room))
 
 
-def _provenance(run_file: Path, git: Git | None, container: Mapping[str, Any]) -> Provenance:
+def _provenance(asked: _Asked, git: Git | None, container: Mapping[str, Any]) -> Provenance:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
     versions |= {name: version_of(name) for name in ("numpy", "h5py", "submitit")}
     return {
-        "run_file": str(run_file),
-        "written": written_in(run_file),
+        "run_file": str(asked.path),
+        "written": asked.written,
         "versions": versions,
         "git": git,
         "container": dict(container),

@@ -13,6 +13,7 @@ from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
 from slurmgpu.plan.shard_size import default_shard_items, shard_size
 from slurmgpu.plan.site_file import GivenRunFile
+from slurmgpu.plan.written_keys import edited_notes
 from slurmgpu.util import packages
 
 
@@ -619,3 +620,15 @@ def test_several_gpus_of_one_process_are_told_unless_they_were_asked_for_as_such
     lines = list(plan(project(20), resources=resources).placement)
     said = "One process has all 4 GPUs, as one task. For a task on each GPU: array = true, --array."
     assert lines == ([said] if is_told else [])
+
+
+def test_an_edit_of_the_run_file_while_its_input_is_read_is_noticed_later(project):
+    folder = without_size(project(20, settings={"item_s": 0.0}))
+
+    def read_long(n_items):
+        edit(folder, "item_s = 0.0", "item_s = 0.5")
+        return n_items
+
+    with draft_run(folder / "slurmgpu.toml", most_shards=read_long) as draft:
+        assert draft.plan.settings["item_s"] == 0.0
+        assert "planned: settings.item_s. The run keeps" in edited_notes(draft.plan)[0]
