@@ -360,8 +360,8 @@ class Tracer:
         path = Path(file.path)
         if named.gpus_line:
             self.notes.choosing_gpus.append(f"{file.name} in line {named.gpus_line}")
-        options = named.output_options if self._options is not None else {}
-        defaults = {f"{folder} (--{name})" for name, folder in options.items() if name not in (self._options or ())}
+        left_out = set[str]() if self._options is None else named.output_options.keys() - self._options
+        defaults = {f"{named.output_options[name]} (--{name})" for name in left_out}
         if file.is_script and (outputs := named.outputs | defaults):
             self.notes.outputs[file.name] = sorted(outputs)
         above = [folder for folder in path.parents if folder.is_relative_to(self._base)]

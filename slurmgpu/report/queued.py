@@ -31,6 +31,11 @@ def is_held(job: Job) -> bool:
     return job["state"] == "PENDING" and ("held" in reason or reason.startswith("jobhold"))
 
 
+def reason_of(job: Job) -> str:
+    """Why a job is pending, in Slurm's words; empty until Slurm has looked at it, for which it says None."""
+    return "" if job["reason"] == "None" else job["reason"]
+
+
 def is_suspended(job: Job) -> bool:
     """Whether its processes were stopped, by scontrol or by a preemption that suspends."""
     return job["state"] in ("SUSPENDED", "STOPPED")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.queued import is_held, is_suspended, requeued
+from slurmgpu.report.queued import is_held, is_suspended, reason_of, requeued
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.records import ALL_FAIL
 from slurmgpu.util.amounts import clock, count_of, rate_of, share_of, span_of
@@ -135,9 +135,8 @@ def queue_words(status: Status) -> str:
     by_reason: Counter[str] = Counter()
     for job in pending:
         until = f", until `scontrol release {array_of(job['job_id'])}`" if is_held(job) else ""
-        by_reason[plain(job["reason"]) + until] += job["n_tasks"] or 1
-    # Slurm says None until it has looked at a job.
-    parts = [f"{n:,} pending" + f" ({why})" * (why != "None") for why, n in by_reason.most_common(3)]
+        by_reason[plain(reason_of(job)) + until] += job["n_tasks"] or 1
+    parts = [f"{n:,} pending" + f" ({why})" * bool(why) for why, n in by_reason.most_common(3)]
     if n_suspended := sum(map(is_suspended, queue)):
         parts.append(f"{n_suspended:,} suspended")
     if starts := [job["start"] for job in pending if job["start"] is not None]:

@@ -69,7 +69,7 @@ def ended_run(run):
     return run
 
 
-def test_tasks_that_started_since_the_queue_was_asked_are_not_pending(run):
+def test_tasks_that_started_since_the_queue_was_asked_are_not_pending(run, capsys):
     for task in range(3):
         change(run, f"4711_{task}.0", updated=NOW - 1)
     reader, queue = StatusReader(run), [job("4711_[1-5]", "PENDING", 5), MERGE]
@@ -82,6 +82,8 @@ def test_tasks_that_started_since_the_queue_was_asked_are_not_pending(run):
     assert queue_words(status).startswith("3 pending (Priority)")
     status["queue"][0]["reason"] = "None"  # Slurm has not looked at it
     assert queue_words(status).startswith("3 pending;")
+    show_status(status)
+    assert "None" not in capsys.readouterr().out
     assert status["pace"]["left_if_queued_start_s"] > first["pace"]["left_if_queued_start_s"]
 
 

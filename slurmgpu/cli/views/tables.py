@@ -24,7 +24,7 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
-from slurmgpu.report.queued import Job, is_held, is_suspended
+from slurmgpu.report.queued import Job, is_held, is_suspended, reason_of
 from slurmgpu.report.state_words import if_words, merge_words, moment, pace_words, shard_of, state_of, unknown_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.failures import POLICIES
@@ -109,7 +109,7 @@ def _job_words(job: Job, now: float) -> str:
         )
     if job["state"] == "PENDING":
         start = f"start estimated for {moment(job['start'], now)}" if job["start"] else ""
-        told = ", ".join(filter(None, (job["reason"] if job["reason"] != "None" else "", start)))
+        told = ", ".join(filter(None, (reason_of(job), start)))
         return f"queued: {'job' if job['n_tasks'] else 'merge job'} {job['job_id']}" + f" ({told})" * bool(told)
     if is_suspended(job):
         return f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed"

@@ -238,7 +238,6 @@ class Command:
         self._stopping = task.stopping
         self._passed_over: set[str] = set()
         self._n_gpus = task.gpus
-        self._n_oom_kills = cgroups.oom_kills()
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
@@ -318,11 +317,11 @@ class Command:
         """
         weight = 0.0
         while True:
-            self._n_oom_kills = cgroups.oom_kills()
+            n_oom_kills = cgroups.oom_kills()
             try:
                 return call()
             except CallFailedError as error:
-                self._blame(error, is_alone=is_alone)
+                self._blame(error, is_alone=is_alone, is_oom=cgroups.oom_kills() > n_oom_kills)
                 if not (isinstance(error, DiedError) and error.signal and is_alone):
                     raise
                 weight += 1.0 if is_self_inflicted(error.code) else 0.5
@@ -330,15 +329,15 @@ class Command:
                     raise
                 log.warning("%s; trying it again", str(error).partition("\n")[0])
 
-    def _blame(self, error: CallFailedError, *, is_alone: bool) -> None:
-        """Raise what a failed call is, where that is not an error of its items."""
+    def _blame(self, error: CallFailedError, *, is_alone: bool, is_oom: bool) -> None:
+        """Raise what a failed call is, where that is not an error of its items; `is_oom` if the kernel killed one."""
         said = str(error)
         if isinstance(error, DiedError) and error.code == os.EX_TEMPFAIL:
             raise Retry(said) from error
         if self._n_gpus and error.says(OF_GPUS):
             gpus.check_again(self._n_gpus)
         # Not by SIGKILL alone: the kernel may kill a process that the program has started, as a rank of torchrun.
-        if isinstance(error, DiedError) and cgroups.oom_kills() > self._n_oom_kills:
+        if isinstance(error, DiedError) and is_oom:
             short = f"out of host memory: {said}"
             raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
         if not (is_alone and self._mode == ONE) and error.says(MEMORY_TEXTS):
