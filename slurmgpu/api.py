@@ -161,7 +161,7 @@ def submit(
     limit: int | None = None,
     items: str | None = None,
     extend: str | Path | None = None,
-    after: str | Path | None = None,
+    after: str | Path | Sequence[str | Path] | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
     **resources: Any,
@@ -174,20 +174,20 @@ def submit(
     [container]. `overrides` are values of any keys of the run file, as in
     `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
     `items`, such as "10:20,35", it is a run of these items only, in RUN-look, in place of an earlier one. `extend`
-    is a run of an input that has more items since, of which only these are computed. `after` is a run that has
-    to be complete before tasks start. With the executors local and debug, the run is computed and merged when this
-    returns; `on_tick(run)` is called meanwhile, by debug after each shard. `inject` are faults on demand, such as
+    is a run of an input that has more items since, of which only these are computed. `after` is a run, or a list of
+    runs, to be complete before tasks start. With the executors local and debug, the run is computed and merged when
+    this returns; `on_tick(run)` is called meanwhile, by debug after each shard. `inject` are faults on demand, such as
     `crash@17`; `RunHandle.rehearsed` returns their outcome. Notes, such as on a misspelt member of the workload, are
     logged as warnings.
     """
     refuse_if_importing("slurmgpu.submit")
-    other = Run.open(Path(after)) if after is not None else None
+    others = _runs(after)
     values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
-    with draft_run(_source(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
+    with draft_run(_source(run_file), values, _path(run_dir), after=others, look=look, extends=old) as draft:
         for note in draft.notes:
             _warn(note)
-        return _handle(submit_draft(draft, other, on_tick, inject, tell=_warn))
+        return _handle(submit_draft(draft, others, on_tick, inject, tell=_warn))
 
 
 def submit_all(
@@ -200,7 +200,7 @@ def submit_all(
     profile: str | None = None,
     limit: int | None = None,
     items: str | None = None,
-    after: str | Path | None = None,
+    after: str | Path | Sequence[str | Path] | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     **resources: Any,
 ) -> dict[str, RunHandle]:
@@ -212,22 +212,22 @@ def submit_all(
     SlurmGPUError if [sweep] does not vary keys of the run file.
     """
     refuse_if_importing("slurmgpu.submit_all")
-    other = Run.open(Path(after)) if after is not None else None
+    others = _runs(after)
     values = overrides_of(settings, image, resources, overrides, profile, run_dir)
     source, look = _source(run_file), look_at(items, limit)
     variants = variants_of(source, values, _path(run_dir), look)
     if variants is None:
         raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run: slurmgpu.submit submits it.")
-    with drafted(source, variants, other, look) as drafts, settings_asked_once():
+    with drafted(source, variants, others, look) as drafts, settings_asked_once():
         for note in (*drafts.notes(), *(note for _, draft in drafts.to_submit for note in draft.notes)):
             _warn(note)
-        check_drafts(drafts, other)
+        check_drafts(drafts, others)
         drafts.record()
         found = {run.name: RunHandle(run) for run in drafts.there}
         for variant, draft in drafts.to_submit:
             with naming_submitted(drafts, variant):
                 drafts.record()  # another process may have left out what was not made yet
-                found[variant.name] = _handle(submit_draft(draft, other, on_tick, tell=_warn))
+                found[variant.name] = _handle(submit_draft(draft, others, on_tick, tell=_warn))
         drafts.record()
     return {variant.name: found[variant.name] for variant in drafts.variants.runs}
 
@@ -287,6 +287,11 @@ def _source(run_file: str | Path | Mapping[str, Any]) -> RunFileSource:
             f"run_file has the type {type(run_file).__name__}; expected the path of a run file, or a mapping with its "
             f"keys and tables."
         ) from error
+
+
+def _runs(after: str | Path | Sequence[str | Path] | None) -> list[Run]:
+    given = [] if after is None else [after] if isinstance(after, (str, Path)) else after
+    return [Run.open(Path(folder)) for folder in given]
 
 
 def _path(run_dir: str | Path | None) -> Path | None:

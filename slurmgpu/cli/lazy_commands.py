@@ -23,7 +23,7 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_transient, may
 _LISTS = ("--columns", "--items", "--keep")
 """Options with values such as A,B: given again, they add up."""
 _CONDITION = "--where"
-_SINGLE = ("--after", "--item")
+_SINGLE = ("--item",)
 """Options that a user who gives them twice means twice, and that take one value."""
 
 

@@ -157,7 +157,7 @@ SUBMITTING: dict[str, Any] = {
     ],
     "run_dir": Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")],
     "after": Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
         ),

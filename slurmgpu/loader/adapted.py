@@ -65,6 +65,7 @@ class Adapted:
             self.files_of_item,
             self.fetch,
             self.default_items,
+            self.awaits,
         )
 
     @cached_property
@@ -120,6 +121,11 @@ class Adapted:
         """Absolute paths that a task reads besides the input, to be bound into an image."""
         found = self._read("paths", "a list of paths", is_collection_of(str, os.PathLike)) or ()
         return tuple(str(path.absolute()) for path in map(Path, found))
+
+    @cached_property
+    def awaits(self) -> tuple[str, ...]:
+        """Directories of incomplete runs whose merged files its tasks read; planning refuses them without --after."""
+        return tuple(map(str, self._read("awaits", "a list of paths", is_collection_of(str, os.PathLike)) or ()))
 
     @cached_property
     def scripts(self) -> tuple[str, ...]:

@@ -140,12 +140,12 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         refuse_other_modules(draft.code.files, modules, base)
         if "pickled" in settings:
             _refuse_other_python(draft)
-        submission_of(draft, None, inject)  # finds errors before an item is computed
+        submission_of(draft, inject=inject)  # finds errors before an item is computed
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
         if former is not None:
             log.warning("%s", _about_former(former, draft))
-        submitted = submit_draft(draft, None, telling(), inject=inject, background=background)
+        submitted = submit_draft(draft, on_tick=telling(), inject=inject, background=background)
         if known is None:
             _remove_probe(probe.probe_dir(draft.run_dir))
     for note in submitted.outcome.notes if submitted.outcome else ():

@@ -88,7 +88,7 @@ def compute_probe(
         stack.enter_context(room(small.run_dir, "probe"))
         run = None
         try:
-            submitted = submit_draft(small, None, on_tick)
+            submitted = submit_draft(small, on_tick=on_tick)
             stack.close()
             run = submitted.run
             report = submitted.outcome.report if submitted.outcome else None

@@ -39,7 +39,7 @@ class Submitted:
     outcome: Outcome | None
 
 
-def check_drafts(drafts: Drafts, after: Run | None = None, inject: Sequence[str] = ()) -> None:
+def check_drafts(drafts: Drafts, after: Sequence[Run] = (), inject: Sequence[str] = ()) -> None:
     """Check the submissions of a sweep's runs, and where they will lie, before the first is made."""
     for _, draft in drafts.to_submit:
         check_place(draft)
@@ -76,7 +76,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
 
 def submit_draft(
     draft: Draft,
-    after: Run | None = None,
+    after: Sequence[Run] = (),
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
     *,
@@ -119,16 +119,16 @@ def _room_for(draft: Draft) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
+def submission_of(draft: Draft, after: Sequence[Run] = (), inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
     submission = resubmission.first_submission(draft.plan.resources, draft.plan.most_tasks(draft.n_missing))
     executor = executor_named(submission.executor)
-    waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
+    jobs = dict.fromkeys(job for run in after if not is_complete(run) for job in executor.jobs_completing(run))
     faults = parse_faults(inject)
     executor.check_faults(faults)
     check_faults(faults, draft.plan)
     inject = tuple(map(str, faults))
-    submission = replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
+    submission = replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=(*jobs,), inject=inject)
     resubmission.check_walltime(submission, draft.plan)
     return replace(submission, code=draft.code.line())
 

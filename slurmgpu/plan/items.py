@@ -106,9 +106,9 @@ class ItemRequest:
     """The run file at `path` and its workload, whose items are read, and where what is made of them lies.
 
     `kept` are fields that rows keep. Files about the items are made in `folder`, and those that are repacked, and may
-    be large, in the one that `room` gives. The index has a place for each `stride` items. `after` is a run whose merged
-    file may be the input before it exists. `progress` is called with the bytes of the input that were read, and with
-    all of them. `scans` has the inputs of a sweep's other runs.
+    be large, in the one that `room` gives. The index has a place for each `stride` items. `after` are runs, one of
+    whose merged files may be the input before it exists. `progress` is called with the bytes of the input that were
+    read, and with all of them. `scans` has the inputs of a sweep's other runs.
     """
 
     config: RunFile
@@ -118,7 +118,7 @@ class ItemRequest:
     folder: Path
     room: Callable[[], Path]
     stride: int
-    after: Run | None
+    after: Sequence[Run]
     progress: Callable[[int, int], None] | None
     scans: Scans | None
 
@@ -252,14 +252,14 @@ def _listed(asked: ItemRequest, named: str | list[str]) -> Items | None:
 
 
 def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | None:
-    """The input that the run before will merge, if the run file names it and it is not complete yet."""
-    after = asked.after
-    if after is None or not isinstance(named, str) or is_complete(after):
+    """The input that a run before will merge, if the run file names it and it is not complete yet."""
+    if not isinstance(named, str):
         return None
     path = (asked.path.parent / expanded(named)).resolve()
-    if path != after.merged.resolve():
+    before = next((run for run in asked.after if run.merged.resolve() == path), None)
+    if before is None or is_complete(before):
         return None
-    plan, columns = after.plan, ("index", *after.plan.columns)
+    plan, columns = before.plan, ("index", *before.plan.columns)
     return inputs.promise(
         path, asked.index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=asked.stride
     )

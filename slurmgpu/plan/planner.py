@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def draft_run(
     run_dir: Path | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
-    after: Run | None = None,
+    after: Sequence[Run] = (),
     look: Look | None = None,
     extends: Run | None = None,
     records: Any = None,
@@ -96,12 +97,12 @@ def draft_run(
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
     `run_file` is its path, or a `GivenRunFile`.
-    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
-    some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
-    shards are taken. `records` is a table from Python with an Arrow form, in place of `input`. A look takes the place
-    of an earlier one, unless it has a `run_dir`; with `replaces_look` also there. `most_shards` says how many shards
-    so many items have at most, unless the run file or the tasks say otherwise. `scans` has the inputs of a sweep's
-    other runs, and `git` gives the state of a folder's repository.
+    `after` are runs that this one waits for: a merged file of theirs may be the input before it exists. A `look` is a
+    run of some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items,
+    whose shards are taken. `records` is a table from Python with an Arrow form, in place of `input`. A look takes the
+    place of an earlier one, unless it has a `run_dir`; with `replaces_look` also there. `most_shards` says how many
+    shards so many items have at most, unless the run file or the tasks say otherwise. `scans` has the inputs of a
+    sweep's other runs, and `git` gives the state of a folder's repository.
     """
     source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
     config, folder = read_run_file(source, overrides), path_of(source).parent
@@ -125,6 +126,7 @@ def draft_run(
             full_name, settings, workload = build_workload(config, folder, overrides)
             imported = imported_modules.note_imported(own_modules(sys.modules.keys() - before), folder)
             built = _built(asked, full_name, settings, workload)
+            _refuse_incomplete(workload, after)
             request = ItemRequest(
                 config,
                 asked.path,
@@ -269,6 +271,18 @@ def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize, git: G
 
 def _is_look(folder: Path) -> bool:
     return status_of(folder / "run.json") is not None and Run.open(folder).plan.look == "look"
+
+
+def _refuse_incomplete(workload: Adapted, after: Sequence[Run]) -> None:
+    """Refuse a workload that reads the merged file of a run that is incomplete, and that is not waited for."""
+    waited_for = {run.folder.resolve() for run in after}
+    for folder in map(Path, workload.awaits):
+        if folder.resolve() not in waited_for:
+            raise SlurmGPUError(
+                f"{title_of(workload.name)} reads {folder / 'merged.h5'}, and that run is not complete. If it is "
+                f"queued or at work, let this one wait for it: --after {shlex.quote(str(folder))}, in Python "
+                f"after=[…]; else `slurmgpu resubmit {shlex.quote(str(folder))}` completes it."
+            )
 
 
 def _check_here(workload: Adapted, config: RunFile, folder: Path) -> list[str]:

@@ -173,7 +173,7 @@ def _has_other_secrets(folder: Path, values: Mapping[str, Any]) -> bool:
 def drafted(
     source: RunFileSource,
     variants: Variants,
-    after: Run | None = None,
+    after: Sequence[Run] = (),
     look: Look | None = None,
 ) -> Iterator[Drafts]:
     """The drafts of all runs of a sweep, while the `with` block lasts; SlurmGPUError if one of them cannot work.

@@ -440,6 +440,34 @@ mem = "1500M"
 @pytest.mark.slurm
 @pytest.mark.model
 @pytest.mark.usefixtures("cluster")
+def test_two_runs_and_their_comparison_are_queued_at_once(project, slurmgpu, adder):
+    folder = judged_project(
+        project, [], model=str(adder), rubric=WORSE, against="two", precision="fp32", fields={"text_a": "text"}
+    )
+    (folder / "says.py").write_text(SAYS)
+    (folder / "texts.jsonl").write_text('{"text": "they are filth"}\n{"text": "we are filth"}\n' * 2)
+    argv = ("--gpus", "1", "--device", "cpu")
+    for name in ("one", "two"):
+        (folder / f"{name}.toml").write_text(
+            f'input = "texts.jsonl"\nrun_dir = "{name}"\nworkload.use = "says.py:Says"\nsettings.word = "{name}"\n'
+        )
+        slurmgpu("submit", f"{name}.toml", "--slurm", "begin=now+15", *argv, cwd=folder, expect=0)
+    run_file = folder / "slurmgpu.toml"
+    run_file.write_text(run_file.read_text().replace("items.jsonl", "one/merged.h5"))
+    refused = slurmgpu("submit", *argv, "--after", "one", cwd=folder, expect=2).stderr
+    assert f"--after {folder}/two" in refused
+    slurmgpu("submit", *argv, "--after", "one", "--after", "two", cwd=folder, expect=0, **ONE_THREAD)
+    assert not (folder / "two" / "merged.h5").exists()
+    wait_until((folder / "run" / "report.json").exists, "the comparison", 600)
+    with library.open(folder / "run" / "merged.h5") as merged:
+        assert list(merged.errors) == [0, 3]
+        assert len(merged["verdicts"][1]) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.slurm
+@pytest.mark.model
+@pytest.mark.usefixtures("cluster")
 def test_a_run_and_its_judge_are_submitted_one_behind_the_other(tmp_path, slurmgpu, adder):
     """The judge's accuracy is the count that arithmetic gives, on a real Slurm, from two lines in a shell."""
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in claims(32, seed=1)))

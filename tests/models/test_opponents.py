@@ -1,16 +1,30 @@
 """The second run of a comparison: that it is of the same items is checked when it is planned, and at each item."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.shards.columns import Json, Text, convert_row
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import create_run
+from slurmgpu.shards.columns import Json, Text, columns_to_json, convert_row
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import Reader, read_userblock
 from slurmgpu.workload import Item
 from slurmgpu.workloads.judge.opponents import Opponent
+from tests.support.pretend_runs import Pretended
 from tests.support.shard_files import flips, join_parts, write
+from tests.support.tiny_models import make_unloadable
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    return str(make_unloadable(folder))
+
 
 COLUMNS = {"text": Text(), "question": Json(), "id": Json(), "finish_reason": Json()}
 KEPT = {"question": {"sum": [1, 1]}, "id": 7}
@@ -38,31 +52,78 @@ def made(folder, n_items=2, digest="d" * 64, keep=("question", "id")):
 )
 def test_runs_of_other_items_are_not_compared(tmp_path, ours, problem):
     judged, opponent = made(tmp_path / "one", **ours), Opponent.find(str(made(tmp_path / "two")))
-    files, n_items = [judged / "merged.h5"], ours.get("n_items", 2)
+    files, n_items, field = [judged / "merged.h5"], ours.get("n_items", 2), "text"
     if problem is None:
-        opponent.check_input(files, n_items)
+        opponent.check_input(files, n_items, field)
     else:
         with pytest.raises(SlurmGPUError, match=problem):
-            opponent.check_input(files, n_items)
+            opponent.check_input(files, n_items, field)
     (judged / "run.json").unlink()
     if "n_items" not in ours:
-        opponent.check_input(files, n_items)  # without a plan only the number tells
+        opponent.check_input(files, n_items, field)  # without a plan only the number tells
 
 
-def test_planning_asks_the_workload_about_its_input(tmp_path, slurmgpu, project):
+def test_planning_asks_the_workload_about_its_input(slurmgpu, project, model):
     folder = project(items=[])
     made(folder / "one", 3)
     made(folder / "two", 2)
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (model / "tokenizer.json").write_text("{}")
     settings = f'[settings]\nmodel = "{model}"\nrubric = "pairwise"\nagainst = "two"\n'
     (folder / "judge.toml").write_text(f'input = "one/merged.h5"\n[workload]\nuse = "judge"\n{settings}')
     done = slurmgpu("submit", "judge.toml", "--gpus", "0", "--dry-run", cwd=folder)
     assert done.returncode != 0
     assert "has 2 items, and the input has 3" in " ".join(done.stderr.split())
+
+
+def awaited(folder, columns=("text", "question"), n_shards=2):
+    """A run that has computed nothing yet."""
+    plan = Pretended(n_shards=n_shards).plan(folder.name)
+    columns = columns_to_json({name: Text() for name in columns})
+    return create_run(folder, replace(plan, columns=columns, keep={"question": "question"}), [])
+
+
+def test_two_runs_that_are_not_complete_are_compared_if_both_are_waited_for(tmp_path, model, project):
+    folder = project(items=[], settings={"model": model, "rubric": "pairwise", "against": "two"})
+    run_file = folder / "slurmgpu.toml"
+    run_file.write_text(
+        run_file.read_text().replace("workloads.py:Rows", "judge").replace("items.jsonl", "one/merged.h5")
+    )
+    one, two = awaited(folder / "one"), awaited(folder / "two")
+
+    def drafted(*after):
+        return draft_run(run_file, {"resources": {"gpus": 0}}, after=after)
+
+    with drafted(one, two) as draft:
+        assert draft.plan.n_items == one.plan.n_items
+        assert draft.plan.settings["against"] == {
+            "path": str(two.merged),
+            "fingerprint": two.plan.fingerprint,
+            "keep": ["question"],
+        }
+    refused = rf"reads {two.merged}, and that run is not complete. .* --after {two.folder}, in Python after="
+    with pytest.raises(SlurmGPUError, match=refused), drafted(one):
+        pass
+    shutil.rmtree(two.folder)
+    awaited(two.folder, columns=["question"])
+    refused = r"two/merged.h5 has no column 'text', whose texts are compared; it has question\."
+    with pytest.raises(SlurmGPUError, match=refused), drafted(one, two):
+        pass
+    shutil.rmtree(two.folder)
+    awaited(two.folder, n_shards=3)
+    with pytest.raises(SlurmGPUError, match="has 40 items, and the input has 24"), drafted(one, two):
+        pass
+
+
+def test_a_run_that_lacks_rows_is_compared_once_it_is_complete(tmp_path):
+    two = awaited(tmp_path / "two")
+    row = convert_row(COLUMNS, {"text": "2", **KEPT, "finish_reason": ["stop"]})
+    part = write(tmp_path / "part.h5", 0, 1, columns=COLUMNS, rows=[row])
+    join_parts([(0, part, 0, 1)], two.merged, n_items=2, columns=COLUMNS)
+    opponent = Opponent.find(str(two.folder))
+    assert opponent.awaited is not None
+    assert opponent.fingerprint == two.plan.fingerprint
+    again = Opponent.find(json.loads(json.dumps(opponent.to_json())))
+    with pytest.raises(SlurmGPUError, match="its run is incomplete"):
+        again.open()
 
 
 def test_a_pair_of_two_items_is_an_error_where_kept_fields_tell(tmp_path):

@@ -284,7 +284,11 @@ def test_a_run_can_wait_for_one_that_was_submitted_by_hand(project, slurmgpu, sb
     assert line["after"] == [merge]
     # What Slurm makes of it, test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions shows.
     assert merge in dict(queue.dependents(merge))[line["array_job"]]
-    commands.cancel(array, merge, line["array_job"], line["merge_job"])
+    slurmgpu("submit", "--after", "run", "--after", "second", "--run-dir", "third", cwd=folder, expect=0)
+    [last] = Run.open(folder / "third").submissions()
+    assert last["after"] == [merge, line["merge_job"]]
+    assert {merge, line["merge_job"]} <= set(re.findall(r"\d+", dict(queue.dependents(merge))[last["array_job"]]))
+    commands.cancel(array, merge, *(each[job] for each in (line, last) for job in ("array_job", "merge_job")))
 
 
 @pytest.mark.slurm

@@ -40,7 +40,7 @@ def submit(
     limit: int | None,
     items: str | None,
     extend: Path | None,
-    after: Path | None,
+    after: Sequence[Path] | None,
     dry_run: bool,
     wait: bool,
     as_json: bool,
@@ -59,7 +59,7 @@ def submit(
         raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
     estimate: Mapping[str, Any] | None = None
     inject = inject or ()
-    other = Run.open(after) if after is not None else None
+    others = [Run.open(folder) for folder in after or ()]
     look, old = look_at(items, limit), None if extend is None else Run.open(extend)
     if (variants := variants_of(run_file, overrides, run_dir, look)) is not None:
         _refuse_for_sweep({"--probe": probe, "--extend": extend})
@@ -68,28 +68,28 @@ def submit(
             variants,
             partial(origins, run_file),
             look=look,
-            after=other,
+            after=others,
             dry_run=dry_run,
             wait=wait,
             as_json=as_json,
             inject=inject,
         )
-    with _drafted(run_file, overrides, run_dir, after=other, look=look, extends=old) as draft:
+    with _drafted(run_file, overrides, run_dir, after=others, look=look, extends=old) as draft:
         if dry_run:
-            return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
+            return show_draft(draft, others, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
             say(line)
         if earlier is not None:
             say(_about_earlier(earlier, draft))
         if probe is not None:
-            submission_of(draft, other, inject)  # finds errors before the probe
+            submission_of(draft, others, inject)  # finds errors before the probe
             estimate = _probe(draft, probe, as_json=as_json)
             if estimate["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
                 if as_json:
                     result_json({**estimate, "submitted": None})
                 return EXIT_INCOMPLETE if estimate["failure"] else EXIT_COMPLETE
         with following(draft.run_dir, draft.plan.n_items) as follow:
-            made = submit_draft(draft, other, follow.run, inject, tell=say)
+            made = submit_draft(draft, others, follow.run, inject, tell=say)
     assert made.outcome is not None
     code, told = conclude(made.run, made.outcome, wait=wait, as_json=as_json)
     if as_json:
@@ -173,7 +173,7 @@ def _drafted(
     overrides: Overrides,
     run_dir: Path | None,
     *,
-    after: Run | None = None,
+    after: Sequence[Run] = (),
     look: Look | None,
     extends: Run | None,
 ) -> Iterator[Draft]:

@@ -53,7 +53,7 @@ def submit(
     origins: Callable[[Overrides], Origins],
     *,
     look: Look | None,
-    after: Run | None,
+    after: Sequence[Run],
     dry_run: bool,
     wait: bool,
     as_json: bool,
@@ -125,7 +125,7 @@ def _wait_for_end(run: Run) -> int:
 def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool) -> None:
     """Create the directories of all runs of a sweep, and print how to submit each by hand."""
     told = []
-    with drafted(run_file, variants, None, look) as drafts:
+    with drafted(run_file, variants, look=look) as drafts:
         _say_first(drafts)
         for _, draft in drafts.to_submit:
             check_place(draft)
@@ -163,7 +163,7 @@ def _values_in_words(variant: Variant) -> str:
 
 def _show_drafts(
     drafts: Drafts,
-    after: Run | None,
+    after: Sequence[Run],
     origins: Callable[[Overrides], Origins],
     *,
     as_json: bool,

@@ -54,7 +54,7 @@ class Shown:
         return _verdict(self.seen, executor_named(self.seen.submission.executor).title)
 
 
-def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequence[str]) -> Shown:
+def look_at_draft(draft: Draft, after: Sequence[Run], values: Origins, inject: Sequence[str]) -> Shown:
     """A draft with what the cluster says of it."""
     check_place(draft)
     submission = submission_of(draft, after, inject)
@@ -75,7 +75,7 @@ def look_at_draft(draft: Draft, after: Run | None, values: Origins, inject: Sequ
     return Shown(draft, seen, value)
 
 
-def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str]) -> int:
+def show_draft(draft: Draft, after: Sequence[Run], values: Origins, *, as_json: bool, inject: Sequence[str]) -> int:
     """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
     shown = look_at_draft(draft, after, values, inject)
     if as_json:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item
@@ -17,22 +20,29 @@ if TYPE_CHECKING:
 
 
 class Opponent:
-    """A complete merged file with its run's fingerprint, and in `keep` the fields that it kept of its items."""
+    """A complete merged file with its run's fingerprint, and in `keep` the fields that it kept of its items.
 
-    def __init__(self, path: Path, fingerprint: str, keep: Sequence[str]) -> None:
-        self.path, self.fingerprint, self.keep = path, fingerprint, tuple(keep)
+    `awaited` is the plan of a run that has yet to leave the file.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, keep: Iterable[str], awaited: Plan | None = None) -> None:
+        self.path, self.fingerprint, self.keep, self.awaited = path, fingerprint, tuple(keep), awaited
         self._merged: Merged | None = None
 
     @classmethod
     def find(cls, against: str | Mapping[str, Any]) -> Opponent:
         """The opponent from a merged file, a run directory, or the result of `to_json`.
 
-        SlurmGPUError unless the file is complete and its checksums are right.
+        SlurmGPUError unless the file is complete and its checksums are right, or its run is incomplete.
         """
         if not isinstance(against, str):
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
         path = expanded(against).absolute()
-        opponent = cls(path / "merged.h5" if path.is_dir() else path, "", ())
+        path = path / "merged.h5" if path.is_dir() else path
+        if plan_beside(path) and _is_incomplete(path):
+            plan = Run.open(path.parent).plan
+            return cls(path, plan.fingerprint, plan.keep, plan)
+        opponent = cls(path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
             kept = plan_beside(opponent.path).get("keep", ())
@@ -43,10 +53,18 @@ class Opponent:
         """The path, the fingerprint of its plan, and the fields that it kept."""
         return {"path": str(self.path), "fingerprint": self.fingerprint, "keep": list(self.keep)}
 
-    def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse a judged run of other items, as far as the two files and their plans show."""
-        with self._read() as merged:
-            n_found = len(merged)
+    def check_input(self, files: Sequence[Path], n_items: int, field: str) -> None:
+        """Refuse a run without the `field` that is compared, or of other items, as far as plans and files show."""
+        if self.awaited is not None:
+            columns, n_found = [*self.awaited.columns], self.awaited.n_items
+        else:
+            with self._read() as merged:
+                columns, n_found = [*merged.columns], len(merged)
+        if field not in columns:
+            raise SlurmGPUError(
+                f"{self.path} has no column {field!r}, whose texts are compared; it has {', '.join(columns)}."
+                f"{did_you_mean(field, columns)}"
+            )
         advice = (
             "Rows are joined by their index, so both runs must have the same input. To compare different inputs, put "
             "both texts into each item, and remove against."
@@ -97,6 +115,14 @@ class Opponent:
             merged.close()
             raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it.")
         return merged
+
+
+def _is_incomplete(path: Path) -> bool:
+    """Whether a merged file is missing, or lacks rows."""
+    if not path.exists():
+        return True
+    head = read_merged_head(path)  # None if it is damaged, which reading it tells
+    return head is not None and not head.complete
 
 
 def plan_beside(path: Path) -> Mapping[str, Any]:

@@ -187,6 +187,11 @@ class Judge:
         """The model's files and the second run's, which a task reads beside the input."""
         return self.judging.paths + ([] if self.opponent is None else [self.opponent.path.parent])
 
+    @property
+    def awaits(self) -> list[Path]:
+        """The second run, if it is incomplete."""
+        return [] if self.opponent is None or self.opponent.awaited is None else [self.opponent.path.parent]
+
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""
         return self.judging.fetch()
@@ -205,7 +210,7 @@ class Judge:
         for path in files:
             check_texts(path, set(called.values()), of_two=self.opponent is not None)
         if self.opponent is not None:
-            self.opponent.check_input(files, n_items)
+            self.opponent.check_input(files, n_items, self._called[1])
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
