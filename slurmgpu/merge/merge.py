@@ -116,7 +116,7 @@ class _Sources:
     def look(self) -> list[Source]:
         """All published shards, listed again; rows that only merged.h5 has become shards again."""
         files = self.run.shard_files(fresh=True)
-        with self._former() as former:
+        with self.former() as former:
             if former is not None:
                 for shard in sorted(former.shards.keys() - files.keys()):
                     if self._restore(former, shard):
@@ -130,7 +130,7 @@ class _Sources:
         suspects = {shard for shard, failed in copied.items() if len(failed)}
         suspects |= {numbers[0] for path in damaged if (numbers := Run.revision_of(path.name)) is not None}
         files = self.run.shard_files()
-        with self._former() as former:
+        with self.former() as former:
             if former is None:
                 return more
             for shard in sorted(suspects & former.shards.keys()):
@@ -155,7 +155,7 @@ class _Sources:
         return Source(shard, newest, *self.run.plan.bounds(shard), tuple(older))
 
     @contextlib.contextmanager
-    def _former(self) -> Iterator[FormerRows | None]:
+    def former(self) -> Iterator[FormerRows | None]:
         """The rows of the present merged.h5; None if it is missing or unreadable."""
         try:
             rows = FormerRows(self.run.merged, self.columns, self.run.plan.fingerprint, self.patience_s)
@@ -328,8 +328,12 @@ def _remove_former(page: Path) -> None:
 
 def failed_again(run: Run, submission: int) -> Recompute:
     """The failed items of all published shards, for a submission that recomputes them."""
-    found = {}
+    found, sources = {}, _Sources(run, lambda: None)
+    with sources.former() as former:
+        good = set() if former is None else former.without_failures()
     for shard, revisions in sorted(run.shard_files(fresh=True).items()):
+        if shard in good and revisions == [0]:
+            continue  # no later merge takes an error in place of a good row of merged.h5
         try:
             with Reader(run.revision_path(shard, revisions[-1])) as reader:
                 errors = read_errors(reader, examine(reader))

@@ -26,6 +26,7 @@ from slurmgpu.search.items import story_of_item
 from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.shards.shard_file import read_directory, verify_shard, write_shard
+from slurmgpu.shards.userblock import Reader
 from tests.support.failing import put
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
@@ -316,6 +317,26 @@ def test_failed_items_are_computed_again_and_no_others(run):
     assert run.computing(3).recompute is None
     by = read_directory(run.revision_path(1, 1)).made_by
     assert (by["attempt"], by["revisions"][0]["items"]) == ("local1_0.0", [[6, 7], [8, 9]])
+
+
+def test_failed_items_are_looked_for_where_the_merged_file_does_not_rule_them_out(run, monkeypatch):
+    """Opening each of 100,000 small shards takes ten seconds."""
+    for shard in range(4):
+        publish(run, shard, failed={15})
+    merge(run)
+    publish(run, 4, failed={21})
+    opened = []
+    monkeypatch.setattr(merging, "Reader", lambda path: opened.append(path.name) or Reader(path))
+    write_recompute(run.folder, again := failed_again(run, 2))
+    assert again.shards.keys() == {3, 4}
+    assert opened == ["00003.h5", "00004.h5"]
+    publish_again(run, 2)
+    assert failed_again(run, 3).shards == {}  # and merged.h5 has the errors still
+    merge(run)
+    run.merged.write_bytes(run.merged.read_bytes()[:-1])
+    opened.clear()
+    assert failed_again(run, 3).shards == {}
+    assert len(opened) == run.plan.n_shards
 
 
 def test_a_revision_that_is_damaged_leaves_the_former_rows_and_is_named(run, capsys):
