@@ -43,6 +43,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """The pauses of a task that waits for the values of others; each is twice the one before."""
 COMPARED = 8
 """A task looks at this many shards with parts left, and joins the one with the most: there may be hundreds."""
+_NEVER = float("-inf")
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Parts:
     """The parts of a run's items that the attempt of `claim` computes.
 
     `shall_leave` says whether the attempt has to leave the item; it is asked before each part and while it waits.
-    `has_left` says that it did, also because the files cannot be used. `computed_s` and `waited_s` are what it took
-    since `begin`.
+    `has_left` says that it did, also because the files cannot be used. `has_part`, `computed_s` and `waited_s` tell of
+    the time since `begin`: whether it claimed a part, and the seconds that it computed and waited.
     """
 
     run: Run
@@ -62,6 +63,7 @@ class Parts:
     waited_s: float = 0.0
     has_left: bool = False
     is_joined: bool = False
+    has_part: bool = False
     shard: int = 0
     _call: int = 0
     _stage: int = 0
@@ -71,6 +73,8 @@ class Parts:
     _begun: set[int] = field(default_factory=set)
     _last_calls: dict[int, int] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
+    _shards: Collection[int] = ()
+    _looked: float = _NEVER
 
     @property
     def folder(self) -> Path:
@@ -83,6 +87,7 @@ class Parts:
         A shard that this attempt has begun is not joined again, and one whose holder has not come to its first `divide`
         is waited for during one lease. The listings may be outdated, which costs a later or a needless join.
         """
+        self._shards = shards
         left = [shard for shard in shards if shard not in self._begun]
         CHANCE.shuffle(left)  # other tasks choose as well
         n_free: dict[int, int] = {}
@@ -103,6 +108,17 @@ class Parts:
         now = time.monotonic()
         since = [self._seen.setdefault(shard, now) for shard in left if shard not in stages]
         return LATER if any(now - seen < self.run.plan.lease_s for seen in since) else None
+
+    def is_needed_elsewhere(self) -> bool:
+        """Whether this task got no part of the item it joined, while another item has unclaimed parts.
+
+        Tasks that look at the same moment join the same item. Looks six times in a lease, as it reads folders.
+        """
+        now = time.monotonic()
+        if not self.is_joined or self.has_part or now - self._looked < self.run.plan.lease_s / RENEWALS_PER_LEASE:
+            return False
+        self._looked = now
+        return isinstance(self.shard_to_join(self._shards), int)
 
     def _stages(self) -> dict[int, tuple[int, str]]:
         """The last call of each shard that has stages, and the folder of the last stage in it."""
@@ -136,6 +152,7 @@ class Parts:
         self._call = self._last_calls.get(shard, 0) if is_joined else 0
         self.has_left = self._is_called = self._failed_in_part = self._is_alone = False
         self._begun.add(shard)
+        self.has_part, self._looked = False, _NEVER
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A workload's call, in which the first `divide` is the first of its item.
@@ -238,8 +255,11 @@ class _Stage:
                 return False
             taken = next((number for number in left if _of_files(functools.partial(self._take, number))), None)
             if taken is not None:
+                self._parts.has_part = True
                 self._find(taken, sizes[taken], content_of, found)
                 pause_s = FIRST_PAUSE_S
+            elif _of_files(self._parts.is_needed_elsewhere):
+                return False
             else:
                 time.sleep(pause_s)
                 self._parts.waited_s += pause_s

@@ -330,6 +330,24 @@ def test_the_shard_with_the_most_parts_left_is_joined_and_none_twice(run):
     ]
 
 
+@pytest.mark.parametrize(("n_claimed", "n_elsewhere", "stays"), [(4, 3, False), (4, 4, True), (3, 3, True)])
+def test_a_joiner_without_a_part_leaves_for_an_item_that_has_one_left(run, n_claimed, n_elsewhere, stays):
+    """Tasks that look at the same moment join the same item: a GPU would wait while another item has work for it."""
+    other, seen = Claim("two", "two.0", "node", 1), []
+    mine = Parts(run, Claim("one", "one.0", "node", 1), 1, lambda: mine.waited_s > 0.1)
+    folders = stage_folder(run), run.folder / "parts" / "1" / "00001.0.0"
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert mine.shard_to_join([0, 1]) in (0, 1)
+    mine.begin(0, is_joined=True)
+    for folder, n_parts in zip(folders, (n_claimed, n_elsewhere), strict=True):
+        for number in range(n_parts):
+            assert Claims(folder).take(number, other)
+    with pytest.raises(Interrupted):
+        mine.divide(range(4), doubled(seen))
+    assert (mine.has_left, seen, mine.waited_s > 0) == (True, [[3]] if n_claimed == 3 else [], stays)
+
+
 def test_a_shard_is_joined_once_its_holder_divides_and_waited_for_during_a_lease(tmp_path, monkeypatch):
     """So an item that kills workers before that kills none that join it."""
     run, now = planned(tmp_path / "run", 60.0), [1000.0]
