@@ -12,6 +12,7 @@ from slurmgpu.training.flops import count_flops, peak_flops
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.strategy import Strategy
 from slurmgpu.training.throughput import Throughput
+from slurmgpu.training.user_methods import counting_method
 from slurmgpu.util.exceptions import described
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ class BatchCounter:
 
     def __init__(self, user: Any, strategy: Strategy, settings: TrainingSettings, meter: Throughput) -> None:
         self._strategy, self._meter = strategy, meter
-        self._tokens, self._flops = getattr(user, "tokens", None), getattr(user, "flops", None)
+        self._tokens = counting_method(user, "tokens", "tokens_per_s")
+        self._flops = counting_method(user, "flops", "mfu")
         self._per_sample: float | None = 0.0
         if strategy.device.type == "cuda" and self._flops is None and not strategy.sharded:
             known = peak_flops(torch.cuda.get_device_name(strategy.device), settings.precision)
@@ -38,7 +40,7 @@ class BatchCounter:
         n = micro_batch.n
         if n and (self._tokens or self._flops or self._per_sample):
             flops = self._flops(batch) if self._flops else n * self._per_sample
-            self._meter.count(tokens=int(self._tokens(batch)) if self._tokens else 0, flops=float(flops))
+            self._meter.count(tokens=int(self._tokens(batch)) if self._tokens else 0, flops=flops)
 
 
 def flops_per_sample(strategy: Strategy, batch: Any, n: int) -> float:

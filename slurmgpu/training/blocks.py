@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import compiler, is_grad_enabled, nn
@@ -12,12 +12,20 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.training.user_methods import optional_method
 
 
 def find_blocks(user: Any, model: nn.Module) -> list[nn.Module]:
     """`user.blocks(model)`, else the members of the outermost ModuleLists, else of the outermost Sequentials."""
-    if blocks := getattr(user, "blocks", None):
-        return list(blocks(model))
+    if blocks := optional_method(user, "blocks"):
+        given = blocks(model)
+        named = list(given) if isinstance(given, Iterable) else [None]
+        if not all(isinstance(each, nn.Module) for each in named):
+            raise SlurmGPUError(
+                f"{type(user).__name__}.blocks(model) gave {given!r:.80}; expected a list of modules of the model. The "
+                f"training loop calls a method of this name: rename it if it is for something else."
+            )
+        return named
     found = list(_members(model, nn.ModuleList)) or list(_members(model, nn.Sequential))
     return [block for block in found if any(True for _ in block.parameters())]
 
@@ -25,7 +33,7 @@ def find_blocks(user: Any, model: nn.Module) -> list[nn.Module]:
 def checkpoint_blocks(user: Any, model: nn.Module) -> None:
     """Recompute the blocks' activations in the backward pass instead of keeping them."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is not None and not hasattr(user, "blocks"):  # transformers' own
+    if enable is not None and optional_method(user, "blocks") is None:  # transformers' own
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     blocks = find_blocks(user, model)

@@ -11,6 +11,7 @@ from torch import distributed
 
 from slurmgpu.training.batches import Step
 from slurmgpu.training.ranks import Place
+from slurmgpu.training.user_methods import optional_method
 
 
 class LossWeights:
@@ -20,8 +21,7 @@ class LossWeights:
     """
 
     def __init__(self, user: Any, place: Place, device: torch.device) -> None:
-        weight = getattr(user, "weight", None)
-        self._weight = weight if callable(weight) else None  # an attribute may have this name
+        self._weight = optional_method(user, "weight")
         self._place, self._device = place, device
         self.problem = ""
         """A complaint about a weight of this process, which counts as NaN until all processes synchronise."""

@@ -12,6 +12,7 @@ from torch import nn
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training.batches import Position, StepPlan
 from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.user_methods import optional_method
 
 
 class Stepper:
@@ -35,7 +36,7 @@ class Stepper:
         self._settings = settings
         self._step_plan, self._first = step_plan, first
         self._n_scheduled = 0
-        make_scheduler = getattr(user, "scheduler", None)
+        make_scheduler = optional_method(user, "scheduler")
         self._scheduler: Any = make_scheduler(self.optimizer, self._first.n_steps()) if make_scheduler else None
         if make_scheduler and not (hasattr(self._scheduler, "step") and hasattr(self._scheduler, "state_dict")):
             raise SlurmGPUError(
@@ -87,7 +88,7 @@ class Stepper:
 
 def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
     """`user.optimizer(model)`, else the settings' optimizer of all parameters that require gradients."""
-    if make := getattr(user, "optimizer", None):
+    if make := optional_method(user, "optimizer"):
         made = make(model)
         if not isinstance(made, torch.optim.Optimizer):
             raise SlurmGPUError(

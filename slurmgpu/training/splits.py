@@ -14,6 +14,7 @@ from slurmgpu.training.checkpoint_files import CheckpointMismatchError
 from slurmgpu.training.data_loader import SeededDataset
 from slurmgpu.training.ranks import Place, on_all_ranks
 from slurmgpu.training.states import seed_everything
+from slurmgpu.training.user_methods import optional_method
 
 SPLITS = ("train", "val", "test")
 EXPECTED = "an object with __len__ and __getitem__, such as a torch.utils.data.Dataset"
@@ -36,7 +37,7 @@ def read_split(user: Any, split: str) -> SeededDataset | None:
         raise SlurmGPUError(f"{name} is a {type(samples).__name__}; expected {EXPECTED}. {advice}")
     if not len(samples):
         raise SlurmGPUError(f"{name} has no samples; expected at least one. Return None if there is no such split.")
-    return SeededDataset(samples, getattr(user, "collate", None) or default_collate)
+    return SeededDataset(samples, optional_method(user, "collate") or default_collate)
 
 
 def _advice(samples: Any) -> str:

@@ -20,6 +20,7 @@ from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import own_buffers, random_state, restored_buffers, set_random_state
+from slurmgpu.training.user_methods import optional_method
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
     def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self._loss, self._metrics = user.loss, getattr(user, "metrics", None)
+        self._loss, self._metrics = user.loss, optional_method(user, "metrics")
         low = LOW.get(settings.precision)
         self._precision = torch.autocast(device.type, low) if low is not None else contextlib.nullcontext()
 

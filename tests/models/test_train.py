@@ -117,6 +117,48 @@ def test_what_a_source_lacks_is_a_sentence(tmp_path, text, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        ("def tokens(self, text, lower=False): ...", None),
+        ("def tokens(self, *parts): ...", None),
+        ("tokens: int = 128\n    optimizer = 'adam'\n    blocks = None", None),
+        ("@staticmethod\n    def tokens(batch): ...", None),
+        ("@wrapped\n    def tokens(self): ...", None),
+        (
+            "def tokens(self): ...",
+            "tokens(self), and the training loop calls it as tokens(batch). Let it take that, or",
+        ),
+        ("def tokens(self, text, vocabulary): ...", "tokens(self, text, vocabulary), and"),
+        ("@staticmethod\n    def collate(): ...", "collate(), and"),
+        (
+            "def metrics(self, batch): ...",
+            "metrics(self, batch), and the training loop calls it as metrics(model, batch)",
+        ),
+        ("def blocks(self, model, *, depth): ...", "blocks(self, model, *, depth), and"),
+        ("def data(self): ...", "data(self), and the training loop calls it as data(split). Let it take that."),
+    ],
+)
+def test_a_method_that_the_loop_cannot_call_is_refused_at_planning(tmp_path, body, written):
+    wrapped = "import functools\ndef wrapped(f):\n    return functools.wraps(f)(lambda self, batch: 1)\n"
+    methods = METHODS if not body.startswith("def data") else METHODS.replace("def data(self, split): ...", "")
+    name = source_of(
+        tmp_path,
+        f"{wrapped}class B:\n    def flops(self): ...\nclass C(B):\n    {methods}\n"
+        f"    def flops(self, batch): ...\n    {body}",
+    )
+    readers = (training_class.read_class, lambda name: training_class.class_of(training_class.load_class(name)))
+    for read in readers:
+        if written is None:
+            assert read(name).optional == (["flops"] if ": int" in body else ["tokens", "flops"])
+            continue
+        if "@staticmethod" in body and read is not readers[0]:
+            continue  # which is found when it is called
+        with pytest.raises(SlurmGPUError, match=r"C: the class has the method ") as caught:
+            read(name)
+        assert written in str(caught.value)
+
+
 def test_a_class_with_a_base_from_elsewhere_may_inherit_anything(tmp_path):
     for text in ("from x import Base\nclass C(Base): ...", "from x import C", "from x import *"):
         found = training_class.read_class(source_of(tmp_path, text))
@@ -387,7 +429,7 @@ def test_the_mode_is_chosen_from_what_is_allocated(tmp_path, monkeypatch, share,
     source_of(tmp_path, CLASS, "Lines")
     placement = Train(training="mine.py:Lines", epochs=1).place(share)
     assert placement.processes == processes
-    assert placement.lines[0] == f"train: mine.py:Lines, {line}"
+    assert placement.lines[0] == f"train: mine.py:Lines, with its metrics, {line}"
 
 
 def test_one_process_for_several_gpus_is_refused(tmp_path, monkeypatch):

@@ -531,6 +531,41 @@ def test_what_the_users_class_counts_becomes_rates(train):
     assert math.isnan(train(Plain(), folder="plain").tokens_per_s)
 
 
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        (
+            lambda text: text["words"],
+            r"tokens\(batch\) raised TypeError: .*\. The training loop calls a method of this name",
+        ),
+        (lambda batch: batch[0], r"tokens\(batch\) gave a Tensor; expected a number\. The training loop calls"),
+    ],
+)
+def test_a_method_of_this_name_that_counts_no_tokens_is_a_sentence(train, own, sentence):
+    class Reading(Plain):
+        def tokens(self, batch):
+            return own(batch)
+
+    with pytest.raises(SlurmGPUError, match=rf"^Reading\.{sentence}"):
+        train(Reading())
+
+
+def test_attributes_that_cannot_be_called_are_the_users(train):
+    class Named(Plain):
+        tokens, optimizer, scheduler, collate, metrics, blocks = 5, "adam", "none", ("a",), {}, 3
+
+    assert train(Named()).curve == train(Plain(), folder="plain").curve
+
+
+def test_blocks_that_are_no_modules_are_a_sentence(train):
+    class Cut(Plain):
+        def blocks(self, model):
+            return 3
+
+    with pytest.raises(SlurmGPUError, match=r"^Cut\.blocks\(model\) gave 3; expected a list of modules of the model"):
+        train(Cut(), gradient_checkpointing=True)
+
+
 def test_operations_are_counted_in_a_rehearsal_that_leaves_nothing():
     user, settings = CASES["normed"][0](), TrainingSettings(epochs=1)
     strategy = Strategy(user, user.model(), settings, Place())

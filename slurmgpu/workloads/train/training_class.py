@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.members import takes
 from slurmgpu.loader.modules import import_file
+from slurmgpu.training.user_methods import CALLED_WITH, NEEDED, as_called
 from slurmgpu.util.users import expanded
 from slurmgpu.workloads.user_code import located
 
-NEEDED = ("model", "data", "loss")
 EXPECTED = "expected model(), data(split) and loss(model, batch), as docs/how-to/train-a-model.md has them"
 TYPES = ("int", "float", "bool", "str")
+PLAIN = (int, float, str, type(None))
 OPTIONAL = re.compile(r"(\w+) \| None|None \| (\w+)|(?:typing\.)?Optional\[(\w+)\]")
 
 
@@ -37,6 +39,7 @@ class TrainingClass:
     """The methods of a training class, and the arguments of its `__init__` by name.
 
     `takes_any` means that it may take other arguments, too; `is_whole` that no methods can be inherited from elsewhere.
+    `misfits` are methods that cannot be called as the training loop calls them, as they are written.
     """
 
     name: str
@@ -44,6 +47,12 @@ class TrainingClass:
     arguments: Mapping[str, Argument] = field(default_factory=dict)
     takes_any: bool = False
     is_whole: bool = True
+    misfits: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def optional(self) -> list[str]:
+        """Its methods that the training loop calls beside those that it needs."""
+        return [name for name in CALLED_WITH if name in self.methods and name not in NEEDED]
 
     @property
     def required(self) -> set[str]:
@@ -51,13 +60,19 @@ class TrainingClass:
         return {name for name, argument in self.arguments.items() if argument.is_required}
 
     def check(self) -> TrainingClass:
-        """Return itself; SlurmGPUError if a method is missing."""
+        """Return itself; SlurmGPUError if a method is missing, or takes other arguments."""
         for needed in NEEDED:
             if self.is_whole and needed not in self.methods:
                 raise SlurmGPUError(
                     f"{self.name}: the class has no method {needed!r}; {EXPECTED}."
                     + (did_you_mean(needed, self.methods - {*NEEDED, "__init__"}) if self.methods else "")
                 )
+        for name, written in self.misfits.items():
+            other = "" if name in NEEDED else ", or rename it if it is for something else"
+            raise SlurmGPUError(
+                f"{self.name}: the class has the method {written}, and the training loop calls it as "
+                f"{as_called(name)}. Let it take that{other}."
+            )
         return self
 
 
@@ -112,7 +127,15 @@ def load_class(full_name: str) -> type[Any]:
 
 def class_of(cls: type[Any]) -> TrainingClass:
     """The description of an imported class."""
-    methods = frozenset(name for base in cls.__mro__[:-1] for name in vars(base))
+    found = {name: value for base in reversed(cls.__mro__[:-1]) for name, value in vars(base).items()}
+    methods = frozenset(name for name, value in found.items() if not isinstance(value, PLAIN))
+    misfits = {
+        name: f"{name}{inspect.signature(found[name])}"
+        for name, given in CALLED_WITH.items()
+        if inspect.isfunction(method := found.get(name))
+        and not hasattr(method, "__wrapped__")
+        and not takes(method, 1 + len(given))
+    }
     arguments, takes_any = {}, False
     for parameter in inspect.signature(cls).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -121,7 +144,7 @@ def class_of(cls: type[Any]) -> TrainingClass:
             hint, is_required = parameter.annotation, parameter.default is parameter.empty
             word = "" if hint is parameter.empty else hint if isinstance(hint, str) else inspect.formatannotation(hint)
             arguments[parameter.name] = _argument(word, None if is_required else parameter.default, is_required)
-    return TrainingClass(cls.__name__, methods, arguments, takes_any).check()
+    return TrainingClass(cls.__name__, methods, arguments, takes_any, misfits=misfits).check()
 
 
 def _argument(annotation: str, default: Any, is_required: bool) -> Argument:
@@ -138,12 +161,18 @@ def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Traini
         name = base.id if isinstance(base, ast.Name) else ""
         if name in classes and classes[name] is not node:
             inherited = _describe(classes[name], classes)
+            misfits = {name: misfit for name, misfit in found.misfits.items() if name not in inherited.methods}
             found = replace(
-                inherited, methods=found.methods | inherited.methods, is_whole=found.is_whole and inherited.is_whole
+                inherited,
+                methods=found.methods | inherited.methods,
+                is_whole=found.is_whole and inherited.is_whole,
+                misfits={**misfits, **inherited.misfits},
             )
         elif name != "object":
             found = replace(found, is_whole=False, takes_any=True)
-    found = replace(found, methods=found.methods | _names_bound(node))
+    own, plain = _names_bound(node), _plain_values(node)
+    misfits = {name: misfit for name, misfit in found.misfits.items() if name not in own}
+    found = replace(found, methods=(found.methods | own) - plain, misfits={**misfits, **_misfits(node)})
     decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
     init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if init is not None:
@@ -151,6 +180,37 @@ def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Traini
     elif "dataclass" in decorators:
         found = replace(found, arguments={**found.arguments, **_of_dataclass(node)})
     return replace(found, is_whole=False, takes_any=True) if decorators - {"dataclass"} else found
+
+
+def _plain_values(node: ast.ClassDef) -> set[str]:
+    """Attributes of a class that are numbers or texts, or annotated as such: fields of a dataclass, for example."""
+    found = set()
+    for each in node.body:
+        targets = (
+            each.targets if isinstance(each, ast.Assign) else [each.target] if isinstance(each, ast.AnnAssign) else []
+        )
+        value = each.value if isinstance(each, ast.Assign | ast.AnnAssign) else None
+        is_plain = isinstance(each, ast.AnnAssign) and ast.unparse(each.annotation) in TYPES
+        if is_plain or isinstance(value, ast.Constant):
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _misfits(node: ast.ClassDef) -> dict[str, str]:
+    """The methods in a class's body that do not take what the training loop gives them, as they are written."""
+    found = {}
+    for each in node.body:
+        if not isinstance(each, ast.FunctionDef) or each.name not in CALLED_WITH:
+            continue
+        decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
+        if decorators not in ([], ["staticmethod"], ["classmethod"]):
+            continue  # what it takes is unknown
+        args, n_given = each.args, len(CALLED_WITH[each.name]) + (decorators != ["staticmethod"])
+        most = len(args.posonlyargs) + len(args.args)
+        is_many = n_given > most and args.vararg is None
+        if is_many or n_given < most - len(args.defaults) or None in args.kw_defaults:
+            found[each.name] = f"{each.name}({ast.unparse(args)})"
+    return found
 
 
 def _of_init(init: ast.FunctionDef) -> dict[str, Argument]:

@@ -111,7 +111,10 @@ class Train:
                 f"a process for each. Remove processes, or give each task one GPU: gpus_per_task = 1, with array."
             )
         self._n_processes = n
-        lines = [f"train: {Path(self.training).name}, {_in_words(self._base.settings.get('strategy'), share)}"]
+        own = [] if self._source is None else self._source.optional
+        with_own = f", with its {' and '.join(filter(None, (', '.join(own[:-1]), own[-1])))}" if own else ""
+        how = _in_words(self._base.settings.get("strategy"), share)
+        lines = [f"train: {Path(self.training).name}{with_own}, {how}"]
         for name in self._base.settings:
             if method := taken_over(name, self._source):
                 lines.append(f"{name} has no effect: {self.training} has its own method {method}.")
