@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import shutil
 from datetime import datetime
 
@@ -46,8 +47,11 @@ class Odd:
 
     def __call__(self, items):
         scores = {3: float("nan"), 9: float("inf"), 10: float("nan")}
+        pairs = {4: [0, float("nan")]}
         return [
-            ItemError("no") if item.index == 5 else {"score": scores.get(item.index, 1.0), "pair": [0, 1], "n": 1}
+            ItemError("no")
+            if item.index == 5
+            else {"score": scores.get(item.index, 1.0), "pair": pairs.get(item.index, [0, 1]), "n": 1}
             for item in items
         ]
 """
@@ -57,9 +61,15 @@ def test_the_report_says_which_columns_have_nan_and_infinities(project, slurmgpu
     folder = project(16, workload="Odd")
     (folder / "workloads.py").write_text(ODD)
     shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
-    assert "not finite: score (NaN in 2 rows, infinity in 1 row)\n" in shown
+    told = shown.partition("not finite: ")[2].splitlines()
+    assert told[0] == "pair (NaN in 1 row), score (NaN in 2 rows, infinity in 1 row)"
+    command = told[1].partition(" as for what is unknown. ")[2]
+    assert command == f"slurmgpu show {folder}/run --where 'isnan(score - score)'"
+    pytest.importorskip("pyarrow")
+    rows = slurmgpu(*shlex.split(command)[1:], "--json", cwd=folder, expect=0).stdout
+    assert [row["index"] for row in json.loads(rows)["rows"]] == [3, 9, 10]
     run = Run.open(folder / "run")
-    assert read_report(run)["not_finite"] == {"score": {"nan": 2, "infinite": 1}}
+    assert read_report(run)["not_finite"] == {"pair": {"nan": 1, "infinite": 0}, "score": {"nan": 2, "infinite": 1}}
     pytest.importorskip("matplotlib")
     pages.write_page(run, read_report(run), folder / "page.html")
     page = (folder / "page.html").read_text()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import keyword
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +30,7 @@ from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.queued import Job, is_held, is_suspended, reason_of
 from slurmgpu.report.state_words import if_words, merge_words, moment, pace_words, shard_of, state_of, unknown_words
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_of, wide_clock
 from slurmgpu.util.ansi import plain
@@ -187,6 +191,9 @@ def _show_origin(report: Report) -> None:
         result(f"computed with: {plain(versions)}")
     if odd := report["not_finite"]:
         result(f"not finite: {_not_finite(odd)}")
+        result(
+            f"  These rows are good: the workload gave such values, as for what is unknown.{_which_rows(report, odd)}"
+        )
     if are_told(code := report["code"]):
         result(f"code: {in_words_of(code)}")
     if n_retried := sum(a["n_retried"] for a in report["attempts"]):
@@ -241,6 +248,18 @@ def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
         told.append(f"{plain(name)} ({', '.join(parts)})")
     more = f" and {count_of(len(columns) - MAX_ODD, 'more column')}" if len(columns) > MAX_ODD else ""
     return ", ".join(told) + more
+
+
+def _which_rows(report: Report, columns: Mapping[str, Mapping[str, int]]) -> str:
+    """The command that shows such rows of the first column that has one number a row, behind a blank."""
+    of_plan = Run.open(Path(report["run_dir"])).plan.columns
+    name = next((name for name in columns if of_plan.get(name, {}).get("shape") == []), None)
+    if name is None:
+        return ""
+    is_word = name.isidentifier() and not keyword.iskeyword(name)
+    value = name if is_word else f"col({json.dumps(name, ensure_ascii=False)})"
+    condition = f"isnan({value} - {value})" if columns[name].get("infinite") else f"isnan({value})"
+    return f" slurmgpu show {shlex.quote(report['run_dir'])} --where {shlex.quote(condition)}"
 
 
 def _show_ledger(ledger: Ledger) -> None:
