@@ -16,7 +16,7 @@ from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE, EXIT_INCOMPLE
 from slurmgpu.util import early_signals, standard_streams
 
 ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
-EXPIRED = "Its file system refuses you now: renew your ticket for it, as by kinit, or ask its owner."
+EXPIRED = "Its file system refuses you now: renew your ticket for it (with kinit, for example), or ask its owner."
 TO_DO = {
     **dict.fromkeys((errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "A file is where a folder is needed. Name another path."),
@@ -26,7 +26,7 @@ TO_DO = {
     errno.EROFS: "Do this on a machine that can write there, or name another path.",
 }
 """Advice for an OSError, by errno; any other one is a bug."""
-AGAIN = "Its file system fails at the moment, also when asked again. Try again later, or on another machine."
+AGAIN = "Its file system keeps failing, also on retries. Try again later, or on another machine."
 
 SHOWING = {"status", "logs", "export", "show"}
 """Commands that only print, much or without end."""
@@ -102,7 +102,7 @@ def _is_nowhere() -> bool:
 def _unread(argv: Sequence[str]) -> int | None:
     """The exit code of a command whose output is no longer read; None for one that continues.
 
-    `status --watch` has not seen the end of the run then, so it exits as of an incomplete run.
+    `status --watch` has not seen the end of the run then, so it exits as for an incomplete run.
     """
     if not SHOWING & set(argv[:1]):
         return None

@@ -69,10 +69,10 @@ def init(
 ) -> None:
     """Write a run file with comments, and example items.
 
-    For a built-in workload; with my_workload.py for a class of your own, which it writes, too, unless the file is
-    there. It overwrites nothing. --site writes the site file instead, with the values for all of your runs on this
-    cluster. --from-args translates the arguments of a TracIn script into a run file of tracin, and says for each
-    argument what it became.
+    Name a built-in workload, or a file such as my_workload.py for a class of your own: if the file does not exist,
+    init writes it, too. Nothing is overwritten. --site writes the site file instead, with defaults for all of your
+    runs on this cluster. --from-args translates the arguments of a TracIn script into a run file of tracin, and says
+    what each argument became.
 
     The built-in workloads:
 
@@ -80,7 +80,7 @@ def init(
       embed      a vector for each text
       generate   a language model's answers to each prompt
       classify   one of your labels for each text
-      score      what a classifier, a reward model or a reranker says of each text
+      score      the output of a classifier, a reward model or a reranker for each text
       perplexity how likely each text is to a language model
       judge      a language model's verdict on each answer
       collect    a language model's solutions, and a value for each step
@@ -95,7 +95,7 @@ def init(
         templates.write_translated(workload, from_args, output or options.DEFAULT_RUN_FILE)
         return
     if site and workload is not None:
-        raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
+        raise SlurmGPUError("The site file is for all workloads: use `slurmgpu init --site` alone.")
     if site:
         result(f"{templates.write_site_file(output)} is written. Check and edit it.")
         return
@@ -165,8 +165,8 @@ def resubmit(
 ) -> None:
     """Compute what a run lacks, on any number of GPUs.
 
-    Of a sweep, what each of its runs lacks. Published rows stay as they are. After memory ran out,
-    it asks for 1.5 times as much; nodes that failed are excluded. Changes in the code are reported.
+    For a sweep, compute what each of its runs lacks. Published rows stay as they are. If memory ran out,
+    the new tasks ask for 1.5 times as much; nodes that failed are excluded. Changes in the code are reported.
     """
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.operations.resubmit import Request
@@ -182,7 +182,7 @@ def resubmit(
         for each in filter(was_submitted, runs) if trust else ():
             owners.trust(each)
         if dry_run:
-            raise SlurmGPUError(f"--dry-run is for one run, and {folder} has those of a sweep. Name one of them.")
+            raise SlurmGPUError(f"--dry-run shows one run, and {folder} holds the runs of a sweep. Name one of them.")
         raise typer.Exit(sweep.resubmit(runs, asked, force=force, wait=wait, as_json=as_json))
     run = options.open_run(folder, trust=trust)
     raise typer.Exit(submitting.resubmit(run, asked, force=force, dry_run=dry_run, wait=wait, as_json=as_json))
@@ -199,7 +199,7 @@ def task(
 ) -> None:
     """Run one task inside a Slurm job.
 
-    Scripts in sbatch/ call it; submit does not need it. Exits with 75 if it was stopped
+    The scripts in sbatch/ call it; you do not need it after `submit`. Exits with 75 if it was stopped
     and released its shards.
     """
     from slurmgpu.executors.job_entry import run_task_by_hand
@@ -220,7 +220,7 @@ app.command()(track.track)
 def cancel(folder: options.RunArgument) -> None:
     """Stop a run's tasks and its merge.
 
-    Of a sweep, those of all its runs. Published rows stay; resubmit continues from there.
+    For a sweep, stop all of its runs. Published rows stay; resubmit continues from there.
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import live_tasks
@@ -299,11 +299,11 @@ def show_rows(
     with_items: options.WithItemsOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show rows of a run, also while it is at work.
+    """Show rows of a run, also while it is running.
 
     \b
       slurmgpu show runs/judge                               the first ten rows
-      slurmgpu show runs/judge --random 5 --with-items       beside their items
+      slurmgpu show runs/judge --random 5 --with-items       with their items
       slurmgpu show runs/judge --where "score > 0.9" -n 50   by a condition
       slurmgpu show runs/judge --failed --columns error      why items failed
     """  # noqa: D301
@@ -331,7 +331,7 @@ def compare(
 ) -> None:
     """Compare the rows and the summaries of two runs.
 
-    A and B are run directories, also of runs at work, or merged files. Exits with 1 if anything differs.
+    A and B are run directories, also of running runs, or merged files. Exits with 1 if anything differs.
 
     \b
       slurmgpu compare runs/before runs/after
@@ -354,7 +354,7 @@ def compare(
 @app.command()
 def export(
     folder: options.RunArgument,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The file to write, as of -o.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The file to write, as with -o.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write, - for standard output.")
     ] = None,
@@ -373,14 +373,14 @@ def export(
 ) -> None:
     """Write the rows as JSONL, CSV, Parquet, or for Python.
 
-    --format hf is a Hugging Face data set, and pt are tensors. A run at work gives the rows that are published.
-    Says how many items have none. The folder of a sweep gives the rows of all runs beside the values that vary,
-    as JSONL or CSV.
+    --format hf writes a Hugging Face data set, and pt writes tensors. A running run gives the rows that are published
+    so far; the command says how many items have none. The folder of a sweep gives the rows of all runs with the
+    values that vary, as JSONL or CSV.
 
     \b
       slurmgpu export runs/judge -o scores.parquet
       slurmgpu export runs/judge -o good.csv --columns score --where "score > 0.5"
-      slurmgpu export runs/judge -o both.csv --with-items  beside their items
+      slurmgpu export runs/judge -o both.csv --with-items  with their items
       slurmgpu export runs/judge -o scores --format hf     for load_dataset()
     """  # noqa: D301
     from slurmgpu.cli.commands.export import export_rows, export_sweep_rows
@@ -412,8 +412,8 @@ def check(
     """Check what a run needs, one line each.
 
     Versions, run file, image, plan, resources, Slurm. --node and --here start the image
-    and print its Python and the GPUs that CUDA can use; with --gpu they also compute there,
-    and fail, as a run does, for a minute or two. Exits with 2 if a check fails.
+    and print its Python and the GPUs that CUDA can use; with --gpu they also run a short
+    computation on them, with injected failures, for a minute or two. Exits with 2 if a check fails.
     """
     from slurmgpu.cli.commands.check import run_checks, run_checks_here
 

@@ -25,7 +25,7 @@ FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
 TASK = re.compile(r"\w[\w.@-]*\.json")
 """The names of records; another name may be a command for the shell that completes it."""
 SPECIAL = {"": "\\\"'$`", '"': '\\"$`!', "'": "'"}
-"""Characters of paths that are not offered: to shells other than bash, and to bash behind a quote that is open.
+"""Paths with these characters are not offered to shells other than bash, nor to bash after an open quote.
 
 Typer escapes too little for zsh, which evaluates its words: `\\$(command)` as the name of somebody's folder ran it.
 """
@@ -180,12 +180,12 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    # One below a folder that may not be entered is none; pathlib raises for it.
+    # pathlib raises for a path in a folder that may not be entered.
     return os.path.exists(folder / RUN)  # noqa: PTH110
 
 
 def _can_be_typed(name: str) -> bool:
-    """Whether the shell takes this name as text, not as a command of whoever gave it to a folder."""
+    """Whether the shell takes this name as text, not as a command that somebody put into a folder's name."""
     raw = _raw_word()
     if not name.isprintable():
         return False

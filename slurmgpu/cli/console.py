@@ -38,7 +38,7 @@ def result(text: str) -> None:
 
 
 def json_alone(command: Callable[P, T]) -> Callable[P, T]:
-    """A command that, called with `as_json`, prints on stdout what it gives to `result_json`, and nothing else."""
+    """Decorate a command: with `as_json`, stdout gets what it passes to `result_json`, and nothing else."""
 
     @functools.wraps(command)
     def called(*given: P.args, **options: P.kwargs) -> T:
@@ -66,7 +66,7 @@ def stdout_for_json(as_json: bool) -> Iterator[None]:
 
 
 _stdout: list[TextIO] = []
-"""The stream of `result_json` while stderr is in the place of stdout."""
+"""The stream of `result_json` while stdout is redirected to stderr."""
 
 
 def result_json(value: Any) -> None:
@@ -75,9 +75,9 @@ def result_json(value: Any) -> None:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """The value as JSON for stdout; in ASCII if that is not UTF-8, which JSON has to be.
+    """The value as JSON for stdout; in ASCII if stdout is not UTF-8, which JSON has to be.
 
-    What a terminal would obey, or would show in another order, is escaped in any case.
+    Control characters, and those that change the order of text on a terminal, are always escaped.
     """
     is_utf8 = codecs.lookup(_results().encoding or "utf-8").name == "utf-8"
     text = json.dumps(value, indent=indent, ensure_ascii=not is_utf8)
@@ -89,7 +89,7 @@ def _results() -> TextIO:
 
 
 def bar_console() -> Console | None:
-    """A Rich console on stderr for a progress bar; None where that is no terminal, or a dumb one, which draws none."""
+    """A Rich console on stderr for a progress bar; None if stderr is no terminal, or one that cannot draw."""
     console = Console(stderr=True)
     return console if sys.stderr.isatty() and not console.is_dumb_terminal else None
 

@@ -24,7 +24,7 @@ _LISTS = ("--columns", "--items", "--keep")
 """Options with values such as A,B: given again, they add up."""
 _CONDITION = "--where"
 _SINGLE = ("--item",)
-"""Options that a user who gives them twice means twice, and that take one value."""
+"""Options that take one value; a user who gives two different ones may expect both to count."""
 
 
 class App(typer.Typer):
@@ -96,7 +96,7 @@ def _handle_all(param: Any, handle: Callable[..., Any], ctx: Any, opts: dict[str
 
 
 def _one_of(names: Sequence[str], given: Sequence[Any]) -> Any:
-    """The value of an option that was given several times: usually the last, as in Slurm, so it overrides a script's.
+    """The value of a repeated option: usually the last, as in Slurm, so that it overrides the one in a script.
 
     SlurmGPUError if the values differ and the user would expect each of them to count.
     """
@@ -111,8 +111,7 @@ def _one_of(names: Sequence[str], given: Sequence[Any]) -> Any:
         return given[-1]
     name = names[0]
     raise SlurmGPUError(
-        f"{name} is given {len(given)} times, as {' and '.join(map(str, values))}, and takes one value. Leave the "
-        f"others out."
+        f"{name} takes one value, and is given {len(given)} times: {' and '.join(map(str, values))}. Keep one of them."
     )
 
 

@@ -84,9 +84,7 @@ ProfileOption = Annotated[
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Even while tasks of the run may be alive.")]
-TrustOption = Annotated[
-    bool, typer.Option("--trust", help="Run code that others can write in the run directory, as you.")
-]
+TrustOption = Annotated[bool, typer.Option("--trust", help="Run the run's code as you, although others can write it.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")]
 ColumnsOption = Annotated[
     str | None, typer.Option("--columns", metavar="A,B", help="Only these columns, in this order.")
@@ -151,7 +149,7 @@ SUBMITTING: dict[str, Any] = {
         typer.Option(
             "--extend",
             metavar="RUN",
-            help="Compute only what the input has more than that run.",
+            help="Compute only the items that the input has and that run lacks.",
             autocompletion=completion.complete_run,
         ),
     ],
@@ -183,7 +181,7 @@ SUBMITTING: dict[str, Any] = {
 
 
 def taking(options: Mapping[str, Any], but: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Give a command these options, `but` some, which it takes as `**given`."""
+    """Give a command these options except those in `but`; it takes them as `**given`."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -201,7 +199,7 @@ def taking(options: Mapping[str, Any], but: Collection[str] = ()) -> Callable[[C
 
 
 def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overrides:
-    """The values that a command's options put over the run file, or `below`: a profile's, flags, and those of -s."""
+    """The values with which options override the run file, or `below`: of the profile, of flags, of -s."""
     from slurmgpu.plan.overrides import Overrides
     from slurmgpu.plan.run_file import parse_slurm_options
     from slurmgpu.plan.site_file import put_profile
@@ -210,7 +208,7 @@ def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overr
     if "profile" in given:
         put_profile(found, given["profile"])
     image, mail_user = given.get("image"), given.get("mail_user")
-    if given.get("run_dir"):  # which is relative to the working directory, as the key is not
+    if given.get("run_dir"):  # relative to the working directory; the key is relative to the run file
         found.sources["", "run_dir"] = "--run-dir"
     found.put({"resources": {key: given.get(key) for key in PLACES}})
     found.put({"container": {"image": image and str(expanded(image).absolute())}})
@@ -223,16 +221,16 @@ def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overr
 
 
 def overrides_of_resubmission(given: Mapping[str, Any]) -> Overrides:
-    """The values of `overrides` for another submission of a run; SlurmGPUError for a key that is frozen in it."""
+    """The values of `overrides` for a resubmission. Raises SlurmGPUError for a key that is frozen in the run."""
     from slurmgpu.plan.overrides import OF_SBATCH
 
     found = overrides(given)
     for table, key in found.sources:
         if table not in OF_SBATCH and not (table == "resources" and key in {*PLACES} - {"processes"}):
             raise SlurmGPUError(
-                f"-s {'.'.join(filter(None, (table, key)))}: it is frozen in the run. `resubmit` changes [slurm], "
-                f"[merge], and of [resources] what its options do; for anything else plan another run, by "
-                f"`slurmgpu submit --run-dir`."
+                f"-s {'.'.join(filter(None, (table, key)))}: this key is frozen in the run. `resubmit` can change "
+                f"[slurm], [merge], and those keys of [resources] that have an option in `resubmit --help`; for "
+                f"anything else plan another run with `slurmgpu submit --run-dir`."
             )
     return found
 
@@ -249,7 +247,7 @@ def names(text: str | None) -> list[str]:
 
 
 def metrics_file(path: Path | None) -> Path | None:
-    """The file of --metrics. A missing folder is an error, and a name that the collector ignores gives a warning."""
+    """The file of --metrics. Raises SlurmGPUError on a missing folder; warns if the collector ignores the name."""
     if path is None:
         return None
     from slurmgpu.cli.console import say
@@ -267,7 +265,7 @@ def metrics_file(path: Path | None) -> Path | None:
 
 
 def open_run(folder: Path, *, trust: bool = False) -> Run:
-    """The run in a run directory; with `trust` its code is run whoever may have written it."""
+    """The run in a run directory; with `trust`, its code runs even if others can write it."""
     from slurmgpu.run import owners, sweep_file
 
     if trust:
@@ -276,7 +274,7 @@ def open_run(folder: Path, *, trust: bool = False) -> Run:
 
 
 def runs_of_sweep(folder: Path) -> list[Path] | None:
-    """The runs of the sweep in a folder; None if it is not that of a sweep, such as a run directory."""
+    """The runs of the sweep in a folder; None if the folder holds no sweep, such as a run directory."""
     from slurmgpu.run import sweep_file
 
     return sweep_file.runs_of_sweep(folder)

@@ -71,7 +71,7 @@ from slurmgpu import Array, ItemError, Text
 
 
 class {name}:
-    """Counts the words of each text; put your own model in place of this."""
+    """Counts the words of each text; replace this with your own model."""
 
     columns = {{"n_words": Array("int32"), "shout": Text()}}  # what a row has; also Json() and Ragged("float32")
     batch_size = 32  # items in a call, at most
@@ -113,10 +113,10 @@ SITE_TEMPLATE = """\
 
 
 def write_run_file(workload: str | None, path: Path) -> list[str]:
-    """Write a run file, and the examples with which it runs; the lines that say so. SlurmGPUError if it exists.
+    """Write a run file and the examples with which it runs; return the lines to print. SlurmGPUError if it exists.
 
-    `workload` is the name of one, or a Python file, which gets a class if it does not exist. Other files that exist are
-    left as they are.
+    `workload` is a workload's name, or a Python file, which is written with a class if it does not exist. Other
+    existing files stay as they are.
     """
     _refuse_to_overwrite(path)
     own = workload is None or workload.endswith(".py")
@@ -124,7 +124,7 @@ def write_run_file(workload: str | None, path: Path) -> list[str]:
     written, left = _write_new({**files, path: _filled(use, proposed, path.stem)})
     lines = [f"written: {', '.join(written)}"]
     lines += (
-        [f"left as it was: {', '.join(left)}. The run file expects of it what is under [settings]."] if left else []
+        [f"unchanged: {', '.join(left)}. Check that it fits the run file, in particular [settings]."] if left else []
     )
     named = shlex.quote(str(path))
     firsts = [proposed.first.format(run_file=named)] if proposed.first else []
@@ -140,13 +140,13 @@ def _built_in(use: str, path: Path) -> tuple[str, Template, dict[Path, str]]:
 
 
 def _own(source: Path, path: Path) -> tuple[str, Template, dict[Path, str]]:
-    """The same for a class of the user's own: the one in `source`, or a new one."""
+    """The same as `_built_in` for the user's own class: the one in `source`, or a new one."""
     if source.exists():
         name = _class_in(source)
     else:
         name = "".join(word.capitalize() for word in re.split(r"\W|_", source.stem)) or "MyWorkload"
         if not name.isidentifier():
-            raise SlurmGPUError(f"{source.name}: a class cannot be named {name}; begin the file's name with a letter.")
+            raise SlurmGPUError(f"{source.name}: {name} is no name for a class; begin the file's name with a letter.")
     proposed = Template('# field = "text"\n')
     files = {source: WORKLOAD.format(name=name), path.with_name("items.jsonl"): _as_lines(EXAMPLES)}
     return f"{os.path.relpath(source, path.parent)}:{name}", proposed, files
@@ -158,7 +158,7 @@ def _class_in(source: Path) -> str:
         tree = ast.parse(source.read_bytes())
     except (SyntaxError, ValueError) as error:
         raise SlurmGPUError(
-            f"{source} is not Python: {error}. Correct it, or name a file that does not exist."
+            f"{source} cannot be parsed as Python: {error}. Correct it, or name a file that does not exist."
         ) from error
     for cls in tree.body:
         if isinstance(cls, ast.ClassDef) and "columns" in {
@@ -168,7 +168,7 @@ def _class_in(source: Path) -> str:
             if isinstance(target, ast.Name)
         }:
             return cls.name
-    raise SlurmGPUError(f"{source} has no class with `columns`. Name a file that does not exist, and init writes one.")
+    raise SlurmGPUError(f"{source} has no class with `columns`. To have init write one, name a file that is not there.")
 
 
 def _as_lines(items: Sequence[Mapping[str, Any]]) -> str:
@@ -176,10 +176,10 @@ def _as_lines(items: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_translated(use: str | None, arguments: str, path: Path) -> None:
-    """Write the run file that stands for the arguments of a replaced script, and print what each became."""
+    """Write the run file that corresponds to the arguments of a TracIn script, and print what each became."""
     translate = translator_of(use, path.parent) if use else None
     if use is None or translate is None:
-        raise SlurmGPUError("--from-args is for tracin: `slurmgpu init tracin --from-args ARGS`.")
+        raise SlurmGPUError("--from-args works with tracin only: `slurmgpu init tracin --from-args ARGS`.")
     found = translate(arguments, path.parent, path.stem)
     items = path.with_name(f"{path.stem}.tests.jsonl")
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
@@ -196,10 +196,9 @@ def write_translated(use: str | None, arguments: str, path: Path) -> None:
 
 
 def _write_new(files: Mapping[Path, str]) -> tuple[list[str], list[str]]:
-    """Write the files that do not exist; what was written, and what was left as it was.
+    """Write the files that do not exist; return the written and the existing ones.
 
-    If one cannot be written to its end, none of these files is there afterwards: half a script would be left as it is
-    by the next `init`.
+    If one cannot be written completely, all are removed: the next `init` would keep half a script as it is.
     """
     written: list[Path] = []
     try:
@@ -228,7 +227,7 @@ def write_site_file(path: Path | None) -> Path:
         raise exists
     text = site_file_template(survey())
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not write_new(path, text.encode()):  # since then
+    if not write_new(path, text.encode()):  # somebody wrote it since the check
         raise exists
     return path
 
@@ -280,7 +279,7 @@ def _filled(use: str, proposed: Template, stem: str, *, takes_all: bool = True) 
 
 
 def _finds_slurm() -> bool:
-    """Whether this machine is one of a cluster's."""
+    """Whether this machine belongs to a Slurm cluster."""
     try:
         commands.run("sbatch", "--version")
     except commands.SlurmUnavailableError:

@@ -109,7 +109,7 @@ def test_rows_that_one_side_lacks_are_counted_and_named(slurmgpu, tmp_path, one)
         assert found.a.only == list(range(5, 15))
         assert package.compare(other, one, key=key).b.only == list(range(5, 15))
     done = slurmgpu("compare", one, other, expect=1)
-    assert "13 rows of A alone, without a partner in B: items 5, 6," in done.stdout
+    assert "13 rows only in A, without a partner in B: items 5, 6," in done.stdout
 
 
 def test_runs_without_a_common_column_are_not_said_to_agree_without_a_word(slurmgpu, tmp_path, one):

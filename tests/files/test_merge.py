@@ -353,7 +353,7 @@ def test_a_revision_that_is_damaged_leaves_the_former_rows_and_is_named(run, cap
         assert merged_rows(run) == {**ALL_GOOD, 6: None}
         assert list(report["damaged_revisions"]) == ["00001.r1.h5"]
         show_report(report)
-        assert "damaged: shards/00001.r1.h5, of items that were computed again: " in capsys.readouterr().out
+        assert "damaged: shards/00001.r1.h5, with recomputed items: " in capsys.readouterr().out
         report = merge(run)
     assert failed_again(run, 3).shards == {1: Again(1, [(6, 7)])}
     publish_again(run, 2)
@@ -638,7 +638,7 @@ def test_a_report_counts_all_failed_items_and_lists_the_first(run, monkeypatch, 
     assert (report["n_errors"], report["errors_by_class"]) == (4, {"item_error": 4})
     assert [item["index"] for item in report["errors"]] == [1, 6]
     show_report(report)
-    assert f"These are of the first 2 failed items; `slurmgpu show {run.folder} --failed`" in capsys.readouterr().out
+    assert f"Only the first 2 failed items are listed; `slurmgpu show {run.folder} --failed`" in capsys.readouterr().out
     # With good rows in merged.h5, failures of all take their places, listed or not.
     publish_all(run)
     assert merge(run)["n_errors"] == 0

@@ -311,9 +311,9 @@ def test_a_report_of_before_the_last_submission_says_that_it_is(run, slurmgpu):
     write_report(run)
     again = {**run.submissions()[0], "submission": 2}
     run.record_submission({**again, "state": "refused"})
-    assert "made since" not in slurmgpu("report", run.folder).stderr
+    assert "is newer" not in slurmgpu("report", run.folder).stderr
     run.record_submission({**again, "state": "queued"})
-    assert "submission 2 was made since: slurmgpu status" in slurmgpu("report", run.folder).stderr
+    assert "submission 2 is newer: slurmgpu status" in slurmgpu("report", run.folder).stderr
 
 
 def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):

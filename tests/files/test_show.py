@@ -103,7 +103,7 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
         (("a.csv", "--with-items", "--columns", "score"), "name item.FIELD among --columns"),
         (("a.csv", "--columns", "item.txet"), "No item has the field 'txet'. Did you mean 'text'?"),
         (("a.csv", "--columns", "item.id,item.id"), "'item.id' is asked for twice"),
-        (("a",), "a has no suffix that tells its format"),
+        (("a",), "a has no suffix to tell its format"),
         (("a.csv", "-o", "b.csv"), "Name one file to write"),
         ((), "Name one file to write"),
     ]

@@ -157,7 +157,7 @@ def test_a_line_counts_suspended_tasks_and_names_what_releases_held_ones(run):
 def test_a_task_that_is_silent_because_slurm_has_suspended_it_is_told_as_such(run, capsys):
     show_status(read_status(run, [job("4711_2", "SUSPENDED"), job("4711_0", "RUNNING"), MERGE], now=NOW + 900))
     shown = capsys.readouterr().out
-    assert "\nsuspended by Slurm: 4711_2; its tasks are silent until they are resumed\n" in shown
+    assert "\nsuspended by Slurm: 4711_2; its tasks stay silent until Slurm resumes them\n" in shown
     assert f"\nqueued: merge job {MERGE['job_id']} (Dependency" in shown
 
 
@@ -300,7 +300,7 @@ def test_where_no_task_has_begun_the_logs_are_named(ended_run, lives, capsys):
     show_status(read_status(ended_run, [], now=NOW))
     show_report(report)
     told = capsys.readouterr()
-    advice = f"no task has begun: slurmgpu logs {ended_run.folder} lists what their jobs wrote\n"
+    advice = f"no task has started: slurmgpu logs {ended_run.folder} lists what their jobs wrote\n"
     assert advice in told.out
     assert advice in told.err
     assert (f"failed without a record: 1 crash; slurmgpu report {ended_run.folder} names them" in told.out) == bool(

@@ -503,7 +503,7 @@ def test_an_attempt_whose_gpu_had_hardly_anything_to_do_is_flagged(run, capsys):
     for changes in [IDLE, *NOT_IDLE]:
         report = reported(run, **{"n_gpus": 1, "device": "auto", **changes})
         show_report(report)
-        said = "was used 3 % on average: a larger batch_size" in capsys.readouterr().out
+        said = "was used 3 % on average. A larger batch_size" in capsys.readouterr().out
         assert said == report["attempts"][0]["idle_gpu"] == (changes is IDLE), changes
 
 

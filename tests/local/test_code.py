@@ -230,11 +230,11 @@ def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slur
     [items] = folder.glob("items.*")
     items.rename(folder / "away")
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0).stderr
-    assert "Not computed again: 6 items; the former rows stay. The same command computes what is left." in said
+    assert "Not recomputed: 6 items; the former rows stay. Repeat the command to compute the rest." in said
     (folder / "away").rename(items)
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0)
     assert "6 items are computed again, in 3 shards" in said.stderr
-    assert "Not computed again" not in said.stderr
+    assert "Not recomputed" not in said.stderr
     assert values(folder) == [-1, -2, -3, -4, -5, -6, -7, -8]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(second, 8)]
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=2).stderr

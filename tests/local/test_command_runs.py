@@ -744,7 +744,7 @@ def test_a_program_that_setup_may_bring_is_left_to_the_tasks(tmp_path):
     with open(project / "slurmgpu.toml", "a") as file:
         file.write('[slurm]\nsetup = ["module load whisper"]\n')
     with draft_run(project / "slurmgpu.toml") as draft:
-        assert draft.notes[-1].endswith("As [slurm] setup may bring it, this is left to the tasks, which look again.")
+        assert draft.notes[-1].endswith("[slurm] setup may provide it, so the tasks check again.")
     with pytest.raises(SlurmGPUError), draft_run(project / "slurmgpu.toml", {"resources": {"executor": "local"}}):
         pass
 
@@ -827,13 +827,13 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--col", "n:int32", "wc", "{text}", "--json"], "There is no -- between the options and the program"),
+        (["--col", "n:int32", "wc", "{text}", "--json"], "-- is missing between the options and the program"),
         (["--col", "n:int32", "--"], "run is empty"),
         (["--col", "n", "--", "wc", "{text}"], "--col 'n' is not of the form NAME:TYPE"),
         (["--col", "n:text", "--col", "n:int32", "--", "wc", "{text}"], "--col names the column 'n' twice"),
         (
             ["--", "wc", "{text}"],
-            "--col NAME:TYPE is missing: one for each key to keep of what the program prints",
+            "--col NAME:TYPE is missing: give one for each key to keep from what the program prints",
         ),
         (
             ["--col", "n:str", "--", "wc", "{text}"],
@@ -841,8 +841,8 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         ),
         (
             ["--each", "images/1.png", "images/2.png", "images/3.png", "--col", "n:int32", "--", "wc", "{path}"],
-            "2 words before -- belong to no option, as 'images/2.png'. If the shell has expanded a glob, quote it: "
-            "--each 'images/*.png'",
+            "2 words before -- belong to no option, such as 'images/2.png'. If the shell has expanded a glob, quote "
+            "it: --each 'images/*.png'",
         ),
         (
             ["--col", "n:int32", "-s", "values.text=a", "--", "wc", "{text}", "{in}", "{out}"],
@@ -887,15 +887,15 @@ def test_run_says_how_a_sweep_goes_with_an_input_and_which_of_its_keys_the_progr
     (tmp_path / "a.txt").write_text("a\nbb\n")
     start = "run", "--col", "n:float32", "--gpus", "0", "--executor", "debug", "--dry-run", "-s", "sweep.lr=[0.1, 0.01]"
     beside = slurmgpu(*start, "--each", "a.txt", "--", "expr", "{text}", "{lr}", cwd=tmp_path, expect=2).stderr
-    assert "for a run for each value of {lr} write -s 'sweep.values.lr=[…]'" in beside
+    assert "to make a run for each value of {lr}, write -s 'sweep.values.lr=[…]'" in beside
     (tmp_path / "b.jsonl").write_text('{"seed": 1}\n')  # a field of the items, and the run's seed, which is varied
     seeds = *start[:-1], "sweep.seed=[0, 1]", "--each", "b.jsonl"
     assert "lr" not in slurmgpu(*seeds, "--", "echo", "{seed}", cwd=tmp_path, expect=0).stderr
     alone = slurmgpu(*start, "--", "echo", "{lr}", "{text}", cwd=tmp_path, expect=2).stderr
-    assert "'text', which [sweep] lacks. Known: lr. Vary it as well, or name an input whose items have it." in alone
+    assert "'text', which [sweep] lacks. Known: lr. Add it to [sweep], or name an input whose items have it." in alone
     unused = *start, "-s", "sweep.wd=[0, 1]"
     told = slurmgpu(*unused, "--", "echo", "{lr}", cwd=tmp_path, expect=0).stderr
-    assert "sweep.wd is in no argument of the program: its values repeat the same calls" in told
+    assert "sweep.wd is in no argument of the program, so each of its values repeats the same call" in told
     for program in (["echo", "{lr}", "{wd:file}"], ["cp", "{in:jsonl}", "{out}"]):
         assert "is in no argument" not in slurmgpu(*unused, "--", *program, cwd=tmp_path, expect=0).stderr
 
@@ -918,7 +918,7 @@ def test_rows_of_an_earlier_run_are_taken_by_their_index_which_lines_of_items_ha
 
 def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
     done = slurmgpu("run", "--gpus", "0", "--", "python", "train.py", cwd=tmp_path, expect=2)
-    assert "--each FILE is missing: the input, whose items the program is run for." in done.stderr
+    assert "--each FILE is missing: the input, for each item of which the program runs." in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,14 @@ def test_nothing_is_overwritten_and_a_class_that_is_there_is_named(slurmgpu, tmp
     (tmp_path / "mine.py").write_text("class Base: ...\n\nclass Mine(Base):\n    columns: dict = {}\n")
     (tmp_path / "items.jsonl").write_text('{"x": 1}\n')
     done = slurmgpu("init", "mine.py", cwd=tmp_path, expect=0, **NO_SLURM)
-    assert "left as it was: mine.py, items.jsonl." in done.stdout
+    assert "unchanged: mine.py, items.jsonl." in done.stdout
     assert 'use = "mine.py:Mine"' in (tmp_path / "slurmgpu.toml").read_text()
     assert (tmp_path / "items.jsonl").read_text() == '{"x": 1}\n'
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert "slurmgpu.toml exists" in slurmgpu("init", "command", cwd=tmp_path, expect=2).stderr
     (tmp_path / "empty.py").write_text("x = 1\n")
     assert "no class with `columns`" in slurmgpu("init", "empty.py", "-o", "a.toml", cwd=tmp_path, expect=2).stderr
-    assert "cannot be named" in slurmgpu("init", "7.py", "-o", "a.toml", cwd=tmp_path, expect=2).stderr
+    assert "is no name for a class" in slurmgpu("init", "7.py", "-o", "a.toml", cwd=tmp_path, expect=2).stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.name != "empty.py"} == before
 
 

@@ -78,7 +78,7 @@ def test_a_narrow_terminal_shows_names_first_and_cuts_no_number(folder, monkeypa
         lines = [line.split("  ") for line in told.out.splitlines()[1:]]
         assert [line[0].rstrip() for line in lines] == [row["run"] for row in value["runs"]]
         assert {cell.strip() for line in lines for cell in line} <= {*whole, ""}, told.out
-        assert ("There is no room for: " in told.err) == (width < 200)
+        assert ("Left out for lack of space: " in told.err) == (width < 200)
 
 
 def test_a_run_is_what_its_merged_file_holds_whatever_its_report_says(folder):
@@ -181,7 +181,7 @@ def test_a_folder_of_many_files_is_not_looked_through_to_the_end(folder, monkeyp
     ended(folder / "run")
     value = run_list.list_runs(folder)
     assert [row["run"] for row in value["runs"]] == ["run"]
-    assert value["notes"] == ["1 folder with more than 5 entries, not searched to the end"]
+    assert value["notes"] == ["1 folder with more than 5 entries, not searched completely"]
 
 
 def test_many_runs_cost_one_squeue(folder, slurmgpu, tmp_path):

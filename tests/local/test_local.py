@@ -98,7 +98,7 @@ def test_a_small_input_is_work_for_all_tasks_that_it_is_planned_for_whoever_comp
     wait_until_held(folder, 0, n_tasks=4)
     let_go(folder)
     output, _ = process.communicate(timeout=200)
-    assert "10 items are cut into 4 shards of 3, in place of 1 of 128, so that 4 tasks have one each" in output
+    assert "10 items are cut into 4 shards of 3 (instead of 1 of 128), so that 4 tasks have one each" in output
     check_rows(folder, 10)
     slurmgpu("plan", "--gpus", "0", "--tasks", "4", cwd=alone, expect=0)
     slurmgpu("resubmit", "run", "--executor", "debug", "--tasks", "1", cwd=alone, expect=0)
@@ -406,7 +406,7 @@ def test_resubmit_says_which_keys_of_the_run_file_have_been_edited_and_computes_
     text = run_file.read_text()
     run_file.write_text(text.replace("item_s = 0.0", "item_s = 0.001") + "\n[slurm]\ncomment = 'new'\n")
     told = slurmgpu("resubmit", "run", "--executor", "debug", cwd=folder, expect=0).stderr
-    assert "slurmgpu.toml has changed since the run was planned: settings.item_s. The run keeps what was" in told
+    assert "slurmgpu.toml has changed since the run was planned: settings.item_s. The run keeps the values" in told
     assert Run.open(folder / "run").plan.settings["item_s"] == 0.0
     (folder / "run" / "shards" / "00000.h5").unlink()
     run_file.write_text(text)
@@ -908,7 +908,7 @@ def test_export_writes_every_row(slurmgpu, faulty):
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(40))
     n_failed = sum(row["error"] is not None for row in rows)
-    assert f"{n_failed} of the rows are of failed items: the column error says why.\n" in said
+    assert f"{n_failed} of the rows belong to failed items: the column error says why.\n" in said
     assert rows[4]["shout"] == "ITEM 4 OF MANY"
     assert rows[3]["error"] == "item_error: not this one"
     assert "csv" in slurmgpu("export", "run", "-o", "rows.xls", cwd=folder, expect=2).stderr

@@ -291,7 +291,7 @@ def test_ctrl_c_at_the_question_queues_nothing_and_says_so(project):
     with Terminal(*DEBUG, "--probe", "5", cwd=folder, size=(200, 60)) as terminal:
         terminal.see(lambda seen: "queue it? [y/N]" in seen.text)
         assert "probing 6 items of 6" in terminal.text
-        assert "the whole run, as a batch has 4; the run computes them again" in terminal.text
+        assert "(the whole run: a batch has 4 items); the run computes them again" in terminal.text
         terminal.send(b"\x03")
         assert terminal.end() == 130
         assert "interrupted; the probe is over, and nothing of the run is queued." in terminal.text

@@ -135,7 +135,7 @@ summary
   rates: a  hit rate
   x            50.0%
   y                –
-  uneven: objects with different keys; report --json has them
+  uneven: objects with different keys; report --json lists them
 
   worst  item   loss         near
   1         3  1.500  {"item": 4}

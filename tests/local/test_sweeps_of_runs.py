@@ -61,7 +61,7 @@ def test_one_submit_computes_a_run_for_each_combination(swept, slurmgpu):
     assert 0 not in there[names[0]]
     assert f"Runs are incomplete: {6 - len(there[names[0]])} item" in done.stderr
     n_failed = sum(row["error"] is not None for row in rows)
-    assert f"{n_failed} of the rows are of failed items: the column error says why.\n" in done.stderr
+    assert f"{n_failed} of the rows belong to failed items: the column error says why.\n" in done.stderr
     assert rows[-1]["input"] == "others.jsonl"
     assert rows[-1]["faults"] == {"2": "exception"}
     [failed] = [row for row in rows if row["error"] and row["input"] == "items.jsonl"]
@@ -80,7 +80,7 @@ def test_runs_that_are_there_stay_and_only_the_others_are_submitted(swept, slurm
     slurmgpu("submit", *LOCAL, "-s", 'sweep.input=["items.jsonl"]', cwd=swept, expect=0)
     before = (swept / "run" / "items" / "merged.h5").stat().st_ino
     done = slurmgpu("submit", *LOCAL, cwd=swept, expect=0)
-    assert "items is there already, and complete." in done.stderr
+    assert "items already exists and is complete." in done.stderr
     assert (swept / "run" / "items" / "merged.h5").stat().st_ino == before
     assert (swept / "run" / "others" / "merged.h5").exists()
     changed = slurmgpu("submit", *LOCAL, "-s", "seed=5", cwd=swept, expect=2)
@@ -97,7 +97,10 @@ def test_a_run_that_is_there_of_other_code_is_said_to_be(swept, slurmgpu):
     with open(swept / "workloads.py", "a") as file:
         file.write("CHANGED = True\n")
     told = slurmgpu("submit", *only, cwd=swept, expect=0).stderr
-    assert "items is of other code: workloads.py changed since. Its rows stay as they are; slurmgpu resubmit" in told
+    assert (
+        "items was computed by other code: workloads.py changed since. Its rows stay as they are; slurmgpu resubmit"
+        in told
+    )
 
 
 def test_a_run_whose_input_was_read_in_another_format_is_another(project, slurmgpu):
@@ -206,7 +209,7 @@ def test_of_two_commands_that_begin_at_once_none_makes_what_the_other_makes(swep
     with drafted(path, variants_of(path, overrides)) as drafts:
         record_runs(swept / "run", other)
         if is_refused:
-            with pytest.raises(SlurmGPUError, match=f"runs of this sweep right now, such as .*{next(iter(other))}"):
+            with pytest.raises(SlurmGPUError, match=f"is submitting runs of this sweep, such as .*{next(iter(other))}"):
                 drafts.record()
             assert listed_runs(swept / "run") == other
         else:
@@ -274,7 +277,7 @@ def test_a_dry_run_a_plan_and_a_check_are_of_all_runs(swept, slurmgpu):
     checked = slurmgpu("check", "-s", "resources.executor=debug", "-s", "resources.gpus=0", cwd=swept, expect=0)
     assert checked.stdout.count("✓ plan") == 2
     refused = slurmgpu("submit", *LOCAL, "--probe", "1", cwd=swept, expect=2).stderr
-    assert "--probe is for one run, and [sweep] stands for several" in refused
+    assert "--probe works with one run, and [sweep] makes several" in refused
     planned = json.loads(slurmgpu("plan", "--gpus", "0", "--json", cwd=swept, expect=0).stdout)
     assert [len(run["lines"]) for run in planned["runs"]] == [2, 2]
     assert (swept / "run" / "others" / "run.json").exists()
@@ -288,7 +291,7 @@ def test_resubmit_and_cancel_take_the_folder_of_a_sweep(swept, slurmgpu):
     done = slurmgpu("resubmit", "run", *LOCAL, "--json", cwd=swept, expect=0)
     assert [each["n_rows"] for each in json.loads(done.stdout)["runs"]] == [5]
     assert run.merged.exists()
-    assert "All of 2 runs are complete" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=0).stderr
+    assert "All 2 runs are complete" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=0).stderr
     assert slurmgpu("cancel", "run", cwd=swept, expect=0).stdout.count("no task of this run is alive") == 2
     (swept / "run" / "sweep.json").write_text("{")
     assert "sweep.json is damaged" in slurmgpu("resubmit", "run", *LOCAL, cwd=swept, expect=2).stderr
@@ -316,7 +319,7 @@ def test_a_run_that_was_never_made_is_named_and_the_report_exits_with_3(computed
 def test_a_run_that_was_never_made_is_forgotten_once_sweep_lacks_its_value(computed, slurmgpu):
     shutil.rmtree(computed / "others")
     only = ("-s", 'sweep.input=["items.jsonl"]')
-    assert "items is there already" in slurmgpu("submit", *LOCAL, *only, cwd=computed.parent, expect=0).stderr
+    assert "items already exists" in slurmgpu("submit", *LOCAL, *only, cwd=computed.parent, expect=0).stderr
     assert [path.name for path in runs_of_sweep(computed)] == ["items"]
     assert json.loads(slurmgpu("status", computed, "--json", expect=0).stdout)["not_submitted"] == []
     # A run that was made stays, whatever is submitted beside it.
@@ -446,7 +449,7 @@ def refuse(why):
 
 
 def test_python_submits_a_sweep_by_submit_all(swept):
-    with pytest.raises(SlurmGPUError, match=r"slurmgpu\.submit_all submit them all"):
+    with pytest.raises(SlurmGPUError, match=r"slurmgpu\.submit_all submit all of them"):
         package.submit(swept / "slurmgpu.toml", executor="debug", gpus=0)
     runs = package.submit_all(swept / "slurmgpu.toml", executor="debug", gpus=0, limit=2)
     assert {name: len(run.results()) for name, run in runs.items()} == {"items": 2, "others": 2}

@@ -198,7 +198,7 @@ def test_of_a_run_that_waited_in_vain_for_another_one_the_report_says_so(tmp_pat
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
     run.record_submission({"submission": 1, "after": ["23"]})
     report = reported(run)
-    waited = "\nno task has started: the array waited for job 23 (--after), and Slurm cancels it where that run stays "
+    waited = "\nno task has started: the array waited for job 23 (--after), and Slurm cancels it if that run ends "
     show_report(report)
     assert waited not in capsys.readouterr().out
     show_report({**report, "attempts": []})
@@ -222,7 +222,7 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
         f"\nafter fixing the cause, compute the rest with: slurmgpu resubmit {run.typed}\n" in capsys.readouterr().out
     )
     show_report({**report, "n_rows": 0})
-    assert capsys.readouterr().out.endswith("submit again, with another --run-dir\n")
+    assert capsys.readouterr().out.endswith("submit a new run with another --run-dir\n")
 
 
 def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_path, capsys):
@@ -235,8 +235,8 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     assert submission._in_words(report).startswith("merged: complete, every item failed, 2 of ")
     assert lines[-3:] == [
         f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
-        f"after a change of the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
-        "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir",
+        f"after fixing the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
+        "to change settings or input, which a run freezes, submit a new run with another --run-dir",
     ]
 
 

@@ -179,7 +179,7 @@ def test_a_wrong_flag_is_a_sentence(files, text, sentence):
 
 
 def test_it_is_for_tracin_and_overwrites_nothing(files, slurmgpu):
-    assert "is for tracin" in slurmgpu("init", "embed", "--from-args", NEEDED, cwd=files, expect=2).stderr
+    assert "works with tracin only" in slurmgpu("init", "embed", "--from-args", NEEDED, cwd=files, expect=2).stderr
     (files / "slurmgpu.toml").write_text("mine")
     assert "exists" in slurmgpu("init", "tracin", "--from-args", NEEDED, cwd=files, expect=2).stderr
     assert (files / "slurmgpu.toml").read_text() == "mine"

@@ -44,7 +44,7 @@ def test_two_values_of_an_option_that_would_both_be_meant_are_refused(name: str)
     for param in options(command):
         if param.opts[0] == "--item":
             for option in param.opts:
-                with pytest.raises(SlurmGPUError, match=r"^--[a-z]+ is given 3 times, as 2 and 3, and takes one value"):
+                with pytest.raises(SlurmGPUError, match=r"^--[a-z]+ takes one value, and is given 3 times: 2 and 3"):
                     parsed(command, option, "2", option, "3", param.opts[0], "3")
 
 

@@ -298,7 +298,7 @@ def test_a_dry_run_shows_what_a_sweep_stands_for(sweeping, slurmgpu):
     text = slurmgpu(*argv, cwd=folder, expect=0).stdout
     assert "12 configurations: text × x × y" in text
     assert '0: text = "one", x = 1, y = 1\n' in "\n".join(line.strip() for line in text.splitlines())
-    assert "… and 4 more; --json has all" in text
+    assert "… and 4 more; --json shows all" in text
     found = json.loads(slurmgpu(*argv, "--json", cwd=folder, expect=0).stdout)
     assert len(found["configurations"]) == found["plan"]["n_items"] == 12
     assert found["plan"]["input"]["files"][0]["path"] == "sweep.jsonl"
@@ -317,15 +317,15 @@ def test_a_sweep_is_drawn_with_the_seed_of_the_run(sweeping):
 
 def test_with_an_input_a_sweep_is_of_runs_and_one_run_is_refused(sweeping):
     said = refused(sweeping(input_line='input = "items.jsonl"\n'))
-    assert "[sweep] varies text, x, so there is a run for each value" in said
+    assert "[sweep] varies text, x, which makes a run for each value" in said
 
 
 def test_without_input_and_sweep_a_sentence_names_both(sweeping):
     folder = sweeping()
     path = folder / "slurmgpu.toml"
     path.write_text(path.read_text().partition("\n[sweep]")[0])
-    assert 'input is missing. Name the files with the items, as in input = "items.jsonl", or give' in refused(folder)
-    assert "under [sweep]" in refused(folder)
+    assert 'input is missing. Name the files with the items, such as input = "items.jsonl", or give' in refused(folder)
+    assert "in [sweep]" in refused(folder)
 
 
 OWN = """
@@ -369,7 +369,7 @@ def test_a_workload_checks_the_configurations_before_anything_is_written(tmp_pat
     (tmp_path / "slurmgpu.toml").write_text(run_file.format("Checking"))
     assert refused(tmp_path) == 'sweep.jsonl, 2: {"x": 1}\n{"x": 2}\n'
     (tmp_path / "slurmgpu.toml").write_text(run_file.format("Choosy"))
-    assert "takes the field 'width', which [sweep] lacks. Known: x. Vary it as well, or name an input" in refused(
+    assert "takes the field 'width', which [sweep] lacks. Known: x. Add it to [sweep], or name an input" in refused(
         tmp_path
     )
 

@@ -38,7 +38,7 @@ from slurmgpu.util.users import expanded
 SLOW_S = 10.0
 """A container that takes longer to start has a reason that the runtime does not report."""
 NOWHERE = ".slurmgpu-check"
-"""A run directory that does not exist: an existing one is no fault of the run file."""
+"""A run directory that does not exist: an existing one would be reported as a fault of the run file."""
 MARKS = ("✓", "✗")
 
 
@@ -51,10 +51,10 @@ def run_checks(
     fetch: bool,
     gpu: bool,
 ) -> int:
-    """Print a line for each check, of each run of a sweep; the exit code: 2 if one failed.
+    """Print a line for each check, for each run of a sweep; return the exit code: 2 if a check failed.
 
-    `typed` are the options that gave `overrides`. `fetch` first downloads what the workload needs; `node` also checks a
-    node of the cluster by a short job, of a sweep with the resources of its first run, and `gpu` tries its GPUs there.
+    `typed` are the options that gave `overrides`. `fetch` first downloads what the workload needs. `node` also checks a
+    node of the cluster with a short job, which for a sweep has the resources of its first run; `gpu` tries its GPUs.
     """
     try:
         variants = variants_of(run_file, overrides, Path(NOWHERE))
@@ -77,9 +77,9 @@ def run_checks(
 
 
 def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool) -> int:
-    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run.
+    """Print what a task would find on this machine: image, Python, GPUs. Return 2 if a task could not run, else 0.
 
-    For a sweep, it is a task of its first run. `gpu` also tries the GPUs, by a run of real faults.
+    For a sweep, it is a task of its first run. `gpu` also tries the GPUs, with a run of real faults.
     """
     try:
         variants = variants_of(run_file, overrides, Path(NOWHERE))
@@ -96,7 +96,7 @@ def run_checks_here(run_file: Path, overrides: Overrides, *, gpu: bool) -> int:
 
 
 def _try_gpus(run_file: Path, overrides: Mapping[str, Any], n_gpus: int, device: str) -> int:
-    """Print a line for each thing that must hold of the GPUs; the exit code: 2 if one does not."""
+    """Print a line for each check of the GPUs; return the exit code: 2 if one fails."""
     if n_gpus == 0:
         print_line(
             False,
@@ -108,7 +108,7 @@ def _try_gpus(run_file: Path, overrides: Mapping[str, Any], n_gpus: int, device:
     container = read_run_file(run_file, overrides).container.model_dump(exclude_unset=True)
     with (
         tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-") as folder,
-        working_folder(expanded(run_file).resolve().parent),  # where the paths of [container] begin
+        working_folder(expanded(run_file).resolve().parent),  # paths in [container] are relative to it
         commands.outside_job(),
     ):
         verdicts = gpu_trial.try_gpus(
@@ -116,7 +116,7 @@ def _try_gpus(run_file: Path, overrides: Mapping[str, Any], n_gpus: int, device:
         )
         kept = [print_line(verdict.kept, "GPU trial", verdict.text) for verdict in verdicts]
     if not on_gpu:
-        print_line(True, "GPU trial", 'device = "cpu": the faults were pretended, which proves nothing about a GPU')
+        print_line(True, "GPU trial", 'device = "cpu": the faults were simulated, which proves nothing about a GPU')
     return 0 if all(kept) else 2
 
 
@@ -233,7 +233,7 @@ def _check_a_node(arguments: Sequence[str], config: RunFile) -> bool:
 
 
 def print_node(checked: NodeCheck, problems: str) -> int:
-    """Print the results of a check on a node; the exit code. `problems` is the name of the lines of problems."""
+    """Print the results of a check on a node, and return the exit code. `problems` names the lines of problems."""
     for name, text in _node_lines(checked) if checked.found else ():
         print_line(True, name, text)
     for problem in checked.problems:

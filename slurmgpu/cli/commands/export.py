@@ -42,7 +42,7 @@ def export_sweep_rows(
 ) -> None:
     """Write the rows that the runs of a sweep have to one file, or to standard output for `-`."""
     if with_items:
-        raise SlurmGPUError("--with-items is for one run; of a sweep name fields as item.FIELD among --columns.")
+        raise SlurmGPUError("--with-items takes one run; for a sweep, name the fields as item.FIELD in --columns.")
     _refuse_no_file(output)
     to = sys.stdout.buffer if str(output) == "-" else output
     exported = export_sweep(folder, _format(output, file_format), to, columns, where)
@@ -64,15 +64,17 @@ def export_sweep_rows(
 def _format(output: Path, given: str | None) -> str:
     chosen = given or ("jsonl" if str(output) == "-" else output.suffix.removeprefix("."))
     if not chosen:
-        raise SlurmGPUError(f"{output} has no suffix that tells its format: give one, as {output}.csv, or --format.")
+        raise SlurmGPUError(f"{output} has no suffix to tell its format: write {output}.csv, for example, or --format.")
     return chosen
 
 
 def _tell_failed(exported: Exported, columns: Sequence[str]) -> None:
     if n_failed := exported.n_failed:
-        verb, whose = ("is", "a failed item") if n_failed == 1 else ("are", "failed items")
-        why = ": the column error says why" if not columns or "error" in columns else ", as the column error would say"
-        say(f"{n_failed:,} of the rows {verb} of {whose}{why}.")
+        verb, whose = ("belongs", "a failed item") if n_failed == 1 else ("belong", "failed items")
+        why = (
+            ": the column error says why" if not columns or "error" in columns else "; add the column error to see why"
+        )
+        say(f"{n_failed:,} of the rows {verb} to {whose}{why}.")
 
 
 def _refuse_no_file(output: Path) -> None:

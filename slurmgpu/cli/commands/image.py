@@ -95,7 +95,7 @@ def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
         print_line(False, "image", str(error))
         return 2
     print_line(True, "image", describe_image(image, identity))
-    find_runtime()  # SlurmGPUError on a machine without any
+    find_runtime()  # raises SlurmGPUError on a machine that has none
     container = Container(str(image.absolute()), runtime.name, python, tuple(binds), identity=identity)
     return print_node(check_image(container, n_gpus=n_gpus), "inside")
 

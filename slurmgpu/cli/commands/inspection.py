@@ -31,8 +31,8 @@ def status(
 ) -> None:
     """Show the status of a run.
 
-    Of a sweep, a line for each of its runs. Reads its files, and calls squeue at most once;
-    with --watch, every 30 seconds.
+    For a sweep, show a line for each of its runs. The command reads the run's files, and calls squeue
+    at most once; with --watch, every 30 seconds.
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views.tables import show_status
@@ -98,7 +98,7 @@ def report(
 ) -> None:
     """Show the report of the last merge, or write it as a page.
 
-    Of a sweep, a line for each run. Exits with 3 while the run is incomplete.
+    For a sweep, show a line for each run. Exits with 3 while the run is incomplete.
     """
     from slurmgpu.cli.console import result_json, say
     from slurmgpu.cli.views.tables import show_report
@@ -112,9 +112,9 @@ def report(
     run = options.open_run(folder)
     value = last_report(run)
     if (since := made_since(run.submissions(), value["submissions"])) is not None:
-        say(f"This is the report of the last merge; submission {since} was made since: slurmgpu status {run.typed}")
+        say(f"This is the report of the last merge; submission {since} is newer: slurmgpu status {run.typed}")
     if task is not None and html is None:
-        raise SlurmGPUError("--task is for the page: add --html FILE.")
+        raise SlurmGPUError("--task chooses curves of the HTML page: add --html FILE.")
     if html is not None:
         _write_html(run, value, html, task)
     if as_json:
@@ -152,7 +152,7 @@ def logs(
     item: Annotated[
         str | None,
         typer.Option(
-            "--item", "--items", metavar="ITEM", help="What happened to an item, by its number or its key, and where."
+            "--item", "--items", metavar="ITEM", help="What happened to an item, given by its number or its key."
         ),
     ] = None,
     failure: Annotated[
@@ -164,7 +164,9 @@ def logs(
             autocompletion=completion.complete_class,
         ),
     ] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="The items that failed, each with its place.")] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="The failed items, each with its place in the logs.")
+    ] = False,
     merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     lines: Annotated[
@@ -175,7 +177,7 @@ def logs(
     """Print logs by task, item or failure class.
 
     \b
-      slurmgpu logs runs/judge                  which log files there are
+      slurmgpu logs runs/judge                  the log files that exist
       slurmgpu logs runs/judge 7                what task 7 and its workers wrote
       slurmgpu logs runs/judge --item 4711      what happened to item 4711
       slurmgpu logs runs/judge --failed         every failed item

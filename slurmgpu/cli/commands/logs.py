@@ -49,7 +49,8 @@ def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
     lines = run.submissions()
     if not files and (is_over(lines) or not follow):
         why = (
-            "no merge has started, or the command itself merged, as with the executor local, and wrote to its terminal"
+            "no merge has started, or the command that submitted merged the run itself (as with the executor local) "
+            "and wrote to its terminal"
         )
         if lines and lines[-1].get("by_hand"):
             why = (
@@ -108,7 +109,7 @@ def print_failed(run: Run, n_lines: int | None) -> None:
     said = f"{count_of(n_failed, 'item')} failed" if count else "No item failed, by the last report"
     if n_failed > count:
         said += (
-            f"; the first {count:,} are listed, as in the report, and `slurmgpu show {run.typed} --failed` shows others"
+            f"; the first {count:,} are listed, as in the report. `slurmgpu show {run.typed} --failed` shows the others"
         )
     say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
 
@@ -174,7 +175,7 @@ def attempts_there(run: Run) -> list[str]:
 
 
 def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
-    """Raise SlurmGPUError on an unknown task or attempt; not if the command `waits` and it may still come."""
+    """Raise SlurmGPUError on an unknown task or attempt, unless the command `waits` and it may still start."""
     known, there = known_tasks(run), attempts_there(run)
     base = re.sub(r"\.\d+$", "", task)
     meant = [name for name in known if base in (name, name.rpartition("_")[2])]
@@ -196,7 +197,7 @@ def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
 
 
 def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
-    """Raise SlurmGPUError on a run without submissions; not if the command `waits` and Slurm has its jobs."""
+    """Raise SlurmGPUError on a run without submissions, unless the command `waits` and Slurm has its jobs."""
     from slurmgpu.executors import live_tasks
 
     if run.submissions() or run.attempts():
@@ -220,7 +221,7 @@ def is_at_rest(run: Run) -> bool:
 
 
 def _refuse_contradiction(asked: Sequence[str], *, follow: bool, has_lines: bool) -> None:
-    """Raise SlurmGPUError if these arguments, each of which asks for logs, do not go together, or with the others."""
+    """Raise SlurmGPUError if more than one of these arguments is given, or if they exclude --follow or --lines."""
     if len(asked) > 1:
         raise SlurmGPUError(f"{' and '.join(asked)} exclude each other: give one of them.")
     if follow and asked and asked[0] not in ("TASK", "--merge"):

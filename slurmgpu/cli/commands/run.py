@@ -26,7 +26,7 @@ SCRIPTS = (".py", ".sh", ".R", ".jl", ".pl", ".js")
 
 
 class WithProgram(TyperCommand):
-    """A command behind whose options a `--` stands, and then a program with its arguments."""
+    """A command whose options are followed by `--` and a program with its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the program for `run`, and read what comes before it as options."""
@@ -34,7 +34,7 @@ class WithProgram(TyperCommand):
             place = args.index("--")
             args, ctx.meta[PROGRAM] = args[:place], args[place + 1 :]
         elif not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
-            raise SlurmGPUError(f"There is no -- between the options and the program: slurmgpu run {USAGE}")
+            raise SlurmGPUError(f"-- is missing between the options and the program: slurmgpu run {USAGE}")
         ctx.allow_extra_args = True
         left: list[str] = super().parse_args(ctx, args)
         if left and not ctx.resilient_parsing:
@@ -46,8 +46,8 @@ def _refuse_words(words: Sequence[str]) -> None:
     first = Path(words[0])
     quoted = f"--each '{first.parent / '*'}{first.suffix}'" if first.suffix else "--each 'images/*.png'"
     raise SlurmGPUError(
-        f"{count_of(len(words), 'word')} before -- {'belongs' if len(words) == 1 else 'belong'} to no option, as "
-        f"{words[0]!r}. If the shell has expanded a glob, quote it: {quoted}. A program stands behind --."
+        f"{count_of(len(words), 'word')} before -- {'belongs' if len(words) == 1 else 'belong'} to no option, such as "
+        f"{words[0]!r}. If the shell has expanded a glob, quote it: {quoted}. The program comes after --."
     )
 
 
@@ -65,14 +65,14 @@ def run(
         typer.Option(
             "--col",
             metavar="NAME:TYPE",
-            help="A column of the results, for a key of what the program writes. Types: text, json, bool, int64, "
-            "float32 and NumPy's others, float32[384] (an array), float32[] (of any length).",
+            help="A column of the results: a key of what the program writes. Types: text, json, bool, int64, float32 "
+            "and NumPy's others, float32[384] (an array), float32[] (of any length).",
         ),
     ] = None,
     keep: Annotated[
-        str | None, typer.Option("--keep", metavar="A,B", help="Fields of the items that the rows keep as columns.")
+        str | None, typer.Option("--keep", metavar="A,B", help="Fields of the items to keep as columns of the rows.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Items of a slice, at most.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="The most items in a slice.")] = None,
     **given: Any,
 ) -> None:
     """Submit a command for the items of an input, without a run file.
@@ -85,9 +85,10 @@ def run(
         -- python train.py --lr {lr}
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
-    slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each. For a program that reads the fields as JSON
-    lines, a list or a table, and writes them back with the columns, {in:jsonl}, {in:json} or {in:csv} has the index
-    beside the fields. For one whose rows have a field of their item in place of the index, --set match=FIELD names it.
+    slice; the program writes a line {"index": …, COLUMN: VALUE} for each item to {out}. If the program reads the
+    fields as JSON lines, a list or a table, and writes them back with the columns, use {in:jsonl}, {in:json} or
+    {in:csv}, which has the index with the fields. If its rows have a field of their item instead of the index, name
+    that field with --set match=FIELD.
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result, say
@@ -95,9 +96,9 @@ def run(
 
     if not each and not any(re.match(r"(sweep|input)\b", text) for text in given["settings"] or ()):
         raise SlurmGPUError(
-            "--each FILE is missing: the input, whose items the program is run for. For a training script a CSV file "
-            "with a configuration in each record will do: lr,name in its first line, then 1e-3,first and so on. Or a "
-            "grid in its place: -s 'sweep.lr=[1e-2, 1e-3]' -s 'sweep.seed=[0, 1]'."
+            "--each FILE is missing: the input, for each item of which the program runs. For a training script it can "
+            "be a CSV file with one configuration per record: lr,name in its first line, then 1e-3,first and so on. Or "
+            "give a grid instead: -s 'sweep.lr=[1e-2, 1e-3]' -s 'sweep.seed=[0, 1]'."
         )
     kept = options.names(keep)
     overrides = whole_run_file(each or (), col or (), context.meta[PROGRAM], given, batch_size, kept)
@@ -110,16 +111,16 @@ def run(
     has_input, is_fed = "input" in overrides, "in" in named or "stream" in overrides["settings"]
     if not has_input and not is_fed and (unused := [key for key in varied if key not in named]):
         say(
-            f"sweep.{unused[0]} is in no argument of the program: its values repeat the same calls. To give them to "
-            f"it, name {{{unused[0]}}} behind --."
+            f"sweep.{unused[0]} is in no argument of the program, so each of its values repeats the same call. To pass "
+            f"the value, write {{{unused[0]}}} after --."
         )
     try:
         code = submitting.submit(Path.cwd() / NO_RUN_FILE, overrides, earlier=earlier, **asked)
     except SlurmGPUError as error:
         if has_input and (key := next((key for key in varied if key in named and repr(key) in str(error)), None)):
             raise SlurmGPUError(
-                f"{error} Beside --each a sweep varies settings: for a run for each value of {{{key}}} write "
-                f"-s 'sweep.values.{key}=[…]'; without --each each value is an item."
+                f"{error} With --each, a sweep varies settings: to make a run for each value of {{{key}}}, write "
+                f"-s 'sweep.values.{key}=[…]'; without --each, each value is an item."
             ) from error
         raise
     raise typer.Exit(code)
@@ -140,11 +141,11 @@ def whole_run_file(
     batch_size: int | None = None,
     keep: Sequence[str] = (),
 ) -> Overrides:
-    """The tables of a run file that runs `program` for the items of `each`; options that were `given` go over them."""
+    """The tables of a run file that runs `program` for the items of `each`; options that were `given` override them."""
     from slurmgpu.plan.overrides import Overrides
 
     if odd := [text for text in program if not is_utf8(text)]:
-        raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
+        raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, so a plan cannot hold it. Pass it in a file.")
     tables = Overrides()
     if each:
         tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
@@ -158,15 +159,15 @@ def whole_run_file(
 
 
 def _name_of(program: Sequence[str]) -> str:
-    """The name of a run: of `python score.py`, also as the code of `bash -c`, that of the script."""
+    """The name of a run: for `python score.py`, also as the code of `bash -c`, the script's."""
     words = (word.strip("'\";") for text in program for word in text.split())
     return next((Path(word).stem for word in words if _is_script(word)), Path(*program[:1]).stem) or "run"
 
 
 def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
-    """The run directory by the program's name, or the next that is free, as of `slurmgpu.map`.
+    """The run directory named after the program, or the next free name, as `slurmgpu.map` chooses it.
 
-    A look lies beside the first, where the next look takes its place; the folder of a sweep takes what it lacks.
+    A look has its own directory, which the next look replaces; the folder of a sweep is reused.
     """
     from slurmgpu.run.directory import free_run_dir
     from slurmgpu.util.shared_files import exists
@@ -190,15 +191,15 @@ def _columns(texts: Sequence[str]) -> dict[str, str]:
 
     if not texts:
         raise SlurmGPUError(
-            "--col NAME:TYPE is missing: one for each key to keep of what the program prints, or writes to {out}, as "
-            f"in --col label:text --col score:float32. The types are {', '.join(WORDS)}, float32[384] for an array, "
-            "and float32[] for one of any length."
+            "--col NAME:TYPE is missing: give one for each key to keep from what the program prints or writes to "
+            f"{{out}}, such as --col label:text --col score:float32. The types are {', '.join(WORDS)}, float32[384] "
+            "for an array, and float32[] for one of any length."
         )
     columns: dict[str, str] = {}
     for text in texts:
         name, colon, kind = text.partition(":")
         if not (name and colon and kind):
-            raise SlurmGPUError(f"--col {text!r} is not of the form NAME:TYPE, as in text:text or emb:float32[384].")
+            raise SlurmGPUError(f"--col {text!r} is not of the form NAME:TYPE, such as text:text or emb:float32[384].")
         if name in columns:
             raise SlurmGPUError(f"--col names the column {name!r} twice. Leave one out.")
         columns[name] = kind
@@ -230,7 +231,7 @@ def _value(value: Any) -> str:
         return "{" + ", ".join(_lines(value)) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
-    # JSON's scalars are TOML's, but that TOML has an escape for DEL, too.
+    # JSON's scalars are valid TOML, except that TOML also escapes DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""The command show: rows of a run, with filters, also while it is at work."""
+"""The command show: rows of a run, with filters, also while it is running."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
 
 
 def _spans_of(run: Run, items: str, stop: int) -> list[tuple[int, int]]:
-    """The items of `10:20,35`, or the one that has this name by the run's key, `q17` or `id=q17`."""
+    """The items of `10:20,35`, or the one with this name in the run's key, `q17` or `id=q17`."""
     if _RANGES.fullmatch(items) or (run.plan.key is None and "=" not in items):
         spans, plan = parse_item_ranges(items, stop, "run", clip=True), run.plan
         if not any(plan.n_before(stop) - plan.n_before(start) for start, stop in spans):
@@ -83,13 +83,13 @@ def _spans_of(run: Run, items: str, stop: int) -> list[tuple[int, int]]:
 
 
 def _drawn(selection: Selection, n: int, seed: int) -> list[tuple[int, int]]:
-    """The items of `n` rows, drawn at random; none of a shard that turns out to be damaged."""
+    """The items of `n` rows, drawn at random from undamaged shards."""
     spans = selection.spans
     while True:
         present, selection.spans = selection.source.present(), spans
         drawn = [(index, index + 1) for index in selection.draw(n, seed)]
         selection.spans = drawn
-        for _ in selection.blocks():  # which finds what is damaged
+        for _ in selection.blocks():  # reading them finds what is damaged
             pass
         if selection.source.present() == present:
             return drawn

@@ -107,16 +107,16 @@ def _refuse_for_sweep(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             raise SlurmGPUError(
-                f"{name} is for one run, and [sweep] stands for several. Leave it out, or take the keys of the run "
-                f"file out of [sweep]."
+                f"{name} works with one run, and [sweep] makes several. Leave {name} out, or remove the keys of the "
+                "run file from [sweep]."
             )
 
 
 def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
-    """Run the probe; the forecast, which is printed unless it becomes part of the JSON."""
+    """Run the probe and return its forecast, which is printed unless it becomes part of the JSON."""
     small = draft_probe(draft, n_items)
     n_probed, n_all = small.plan.n_items, draft.plan.n_items
-    twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
+    twice = f" (the whole run: a batch has {draft.plan.batch_size} items); the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
     with following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
         estimate = probe_draft(draft, small, follow.run, follow.status)
@@ -177,7 +177,7 @@ def _drafted(
     look: Look | None,
     extends: Run | None,
 ) -> Iterator[Draft]:
-    """The draft of a run; the bar is gone once it is made, also where an input tells no progress, as a folder."""
+    """The draft of a run. The bar is removed at the end, also if the input reports no progress, like a folder."""
     with contextlib.ExitStack() as open_ones:
         with _planning() as progress:
             draft = open_ones.enter_context(

@@ -39,7 +39,7 @@ def resubmit_followed(run: Run, asked: Request, *, force: bool) -> Outcome:
 
 
 def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[int, Mapping[str, Any]]:
-    """Print what became of a submission, `wait` for its report or not; the exit code, and what `--json` prints."""
+    """Print the outcome of a submission; with `wait`, wait for its report. Return the exit code and the JSON."""
     report = outcome.report
     if report is None and wait:
         _say_submitted(run, outcome, to_stderr=True)
@@ -53,7 +53,7 @@ def conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[
         show_report(report)
     if n_left := _not_again(run):
         what = count_of(n_left, "item")
-        say(f"Not computed again: {what}; the former rows stay. The same command computes what is left.")
+        say(f"Not recomputed: {what}; the former rows stay. Repeat the command to compute the rest.")
     verdicts = judge(run, report)
     if verdicts and not as_json:
         say("")
@@ -72,9 +72,9 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
 
 
 class _Follower:
-    """Shows how far a run is: by a bar on a terminal, else by the lines of `status --watch` in a pipe.
+    """Shows the progress of a run: a bar on a terminal, else lines as `status --watch` prints them in a pipe.
 
-    A run in this process has lines on a terminal, too: a bar would draw over what is typed in a debugger.
+    With the executor debug it prints lines on a terminal, too: a bar would draw over what is typed in a debugger.
     """
 
     def __init__(self, shown: contextlib.ExitStack, n_items: int) -> None:
@@ -97,7 +97,7 @@ class _Follower:
             self._bar(completed=sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
 
     def status(self, status: Status) -> None:
-        """Show a status, with the progress of the first attempt that tells one."""
+        """Show a status, with the progress of the first attempt that reports one."""
         self._begin(draws=True)
         if self._bar is not None:
             told = next(filter(None, (attempt["progress"] for attempt in status["attempts"])), "")
@@ -136,7 +136,7 @@ def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[
 
 
 def _not_again(run: Run) -> int:
-    """How many items the last submission was to compute again, and did not: a complete run has their former rows."""
+    """How many items the last submission should have recomputed but did not; a complete run has their former rows."""
     asked = run.computing(run.last_submission()["submission"])
     if asked.recompute is None:
         return 0

@@ -59,9 +59,9 @@ def submit(
     as_json: bool,
     inject: Sequence[str],
 ) -> int:
-    """Plan all runs of a sweep, then submit each unless it is a dry run; the largest exit code of them.
+    """Plan all runs of a sweep, then submit each unless it is a dry run; return their largest exit code.
 
-    With `wait`, also of the runs that were there already: 3 if one of them is not complete at its end.
+    With `wait` that includes runs that existed already: 3 if one of them ends incomplete.
     """
     with drafted(run_file, variants, after, look) as drafts, settings_asked_once():
         _say_first(drafts)
@@ -109,7 +109,7 @@ def submit(
 
 
 def _wait_for_end(run: Run) -> int:
-    """Wait for a run that was there already, if it is at work; 3 if it is not complete then."""
+    """Wait for a run that existed already, if it is running; return 3 if it ends incomplete."""
     if not is_complete(run) and not is_over(run.submissions()):
         try:
             with submitted.following(run.folder, run.plan.n_items) as follow:
@@ -146,10 +146,10 @@ def plan(run_file: Path, variants: Variants, look: Look | None, *, as_json: bool
 
 def _say_first(drafts: Drafts) -> None:
     variants = drafts.variants
-    say(f"{variants.said}, in {variants.folder}; GPUs, tasks and limits are of each.")
+    say(f"{variants.said}, in {variants.folder}; GPUs, tasks and limits apply to each run.")
     for run in drafts.there:
         state = "complete" if is_complete(run) else f"not complete: slurmgpu status {run.typed}"
-        say(f"{run.name} is there already, and {state}.")
+        say(f"{run.name} already exists and is {state}.")
     for note in drafts.notes():
         say(note)
     said = dict.fromkeys(line for _, draft in drafts.to_submit for line in (*draft.notes, *draft.plan.placement))
@@ -191,7 +191,7 @@ def _show_drafts(
     wide_console().print(table)
     for number, (variant, each) in enumerate(shown):
         if not number:
-            result(f"\n# ---- {variant.name}; the others differ in the values of [sweep]. --json has all ----")
+            result(f"\n# ---- {variant.name}; the others differ in the values of [sweep]. --json shows all ----")
             show(each)
         elif each.seen.trials and each.code:
             result(f"{variant.name}: {each.verdict}")
@@ -199,7 +199,7 @@ def _show_drafts(
 
 
 def report(folders: Sequence[Path], *, as_json: bool) -> int:
-    """Print rows, failed items and the first values of the summary of each run; 3 if one is incomplete, or missing."""
+    """Print each run's rows, failed items and first values of its summary; return 3 if one is incomplete or missing."""
     reports, without = {}, []
     for folder in folders:
         if not was_submitted(folder):
@@ -222,7 +222,7 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
             table.add_row(escape(plain(name)), rows, f"{each['n_errors']:,}", *(escape(plain(cell)) for cell in cells))
         wide_console().print(table)
         if len(names) > MAX_VALUES:
-            result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
+            result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json shows them.")
     for line in without:
         say(line)
     return EXIT_COMPLETE if not without and all(each["complete"] for each in reports.values()) else EXIT_INCOMPLETE
@@ -248,10 +248,10 @@ def say_not_submitted(folders: Sequence[Path]) -> None:
 
 @json_alone
 def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool, as_json: bool) -> int:
-    """Submit what the runs of a sweep lack; runs that lack nothing, or are at work, are left as they are.
+    """Submit what the runs of a sweep lack; runs that lack nothing, or are running, are left as they are.
 
-    All are submitted before the first is waited for. The largest exit code; 2 if one is refused, or if nothing was
-    submitted although something may be missing.
+    All are submitted before the first is waited for. Returns the largest exit code; 2 if one is refused, or if nothing
+    was submitted although something may be missing.
     """
     outcomes: list[tuple[Run, Outcome]] = []
     told: list[Mapping[str, Any]] = []
@@ -285,12 +285,12 @@ def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool
     if not codes and not all(was_submitted(folder) and is_complete(Run.open(folder)) for folder in folders):
         return EXIT_BAD_USAGE
     if not codes:
-        say(f"All of {count_of(len(folders), 'run')} are complete: there is nothing to compute.")
+        say(f"All {count_of(len(folders), 'run')} are complete: nothing is left to compute.")
     return max(codes, default=0)
 
 
 def cancel(folders: Sequence[Path]) -> int:
-    """Stop the tasks and merges of all runs of a sweep; 2 if those of one could not be stopped."""
+    """Stop the tasks and merges of all runs of a sweep; return 2 if one run could not be stopped."""
     say_not_submitted(folders)
     code = EXIT_COMPLETE
     runs = []

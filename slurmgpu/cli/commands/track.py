@@ -41,9 +41,9 @@ def track(
       slurmgpu track runs/digits --to tensorboard:tb
       slurmgpu track runs/digits --to wandb:digits --follow
 
-    Tasks write what task.log gets into the run directory, and never speak to a tracker.
-    A tracker that has a part already gets the rest.
-    A step to which a living task may still add is sent later.
+    Tasks write what task.log gets into the run directory; they never contact a tracker.
+    A tracker that already has a part gets only the rest.
+    A step to which a running task may still add is sent later.
     """  # noqa: D301
     from slurmgpu.cli.console import result, result_json
     from slurmgpu.executors import on_end
@@ -57,7 +57,7 @@ def track(
     run = options.open_run(folder)
     texts = to or run.plan.track
     if not texts:
-        raise SlurmGPUError("Say where to: --to tensorboard:DIR, wandb:PROJECT, mlflow:URI or trackio:PROJECT.")
+        raise SlurmGPUError("Name a tracker: --to tensorboard:DIR, wandb:PROJECT, mlflow:URI or trackio:PROJECT.")
     if not to:  # folders of [track] are relative to the run file, as those of its merge job
         os.chdir(on_end.folder_of(run))
     replay = Replay(run, list(dict.fromkeys(map(parse_destination, texts))))
@@ -66,7 +66,7 @@ def track(
         replay.look(final=over)
         while follow and not over:
             time.sleep(LOOK_S)
-            over = is_over(run.submissions())  # before the look, which then reads all that was written
+            over = is_over(run.submissions())  # asked first, so that the replay reads all that was written
             replay.look(final=over)
     except KeyboardInterrupt:
         _say_interrupted(run, to or ())
@@ -86,23 +86,23 @@ def _say_interrupted(run: Run, to: Sequence[str]) -> None:
     from slurmgpu.cli.console import say
 
     given = "".join(f" --to {shlex.quote(text)}" for text in to)
-    say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed}{given}")
+    say(f"interrupted; the run goes on. To send the rest: slurmgpu track {run.typed}{given}")
 
 
 def _say_left(run: Run, replay: Replay, *, goes_on: bool) -> None:
-    """Print which steps were not sent, and why; those held back only if the command does not go on to send them."""
+    """Print how many steps were not sent, and why; held-back steps only if the command does not send them later."""
     from slurmgpu.cli.console import say
     from slurmgpu.util.amounts import count_of
 
     if not goes_on and (n_held := replay.points.n_held):
         say(
-            f"{count_of(n_held, 'step')} left for later, as tasks may still add to them: the same command sends them "
-            f"once the run has ended."
+            f"{count_of(n_held, 'step')} not sent yet, because tasks may still add to them: repeat the command once "
+            "the run has ended."
         )
     if n_late := replay.points.n_late:
         say(
-            f"{count_of(n_late, 'step')} came too late: something was logged after they, or later steps, were sent. "
-            f"{run.folder} has everything, and so does another DIR or PROJECT that is sent to once the run has ended."
+            f"values of {count_of(n_late, 'step')} came too late: these or later steps had been sent already. "
+            f"{run.folder} has all values. To have them all in a tracker, send to another DIR or PROJECT after the run."
         )
     if not replay.points.items():
-        say(f"Nothing was logged in {run.folder} yet. A workload logs by task.log(step, loss=…).")
+        say(f"Nothing has been logged in {run.folder} yet. A workload logs with task.log(step, loss=…).")

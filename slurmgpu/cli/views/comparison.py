@@ -21,7 +21,7 @@ from slurmgpu.util.ansi import harmless, plain
 MAX_VALUES = 40
 """The most values of summaries; `--json` has all."""
 MAX_ROWS, MAX_COLUMNS = 20, 8
-"""The most of a table in a summary."""
+"""The most rows and columns of a table in a summary."""
 VALUE_CHARACTERS = 300
 BEFORE = 60
 """Characters before the first difference of long values."""
@@ -56,7 +56,7 @@ def show_comparison(found: Comparison) -> None:
     for name, side, other in (("A", found.a, "B"), ("B", found.b, "A")):
         if side.n_only:
             some = ", ".join(map(str, side.only)) + (", …" if side.n_only > len(side.only) else "")
-            result(f"\n{count_of(side.n_only, 'row')} of {name} alone, without a partner in {other}: items {some}")
+            result(f"\n{count_of(side.n_only, 'row')} only in {name}, without a partner in {other}: items {some}")
         for problem in side.damaged:
             say(f"{name}: {problem}")
 
@@ -65,7 +65,7 @@ DType: TypeAlias = "np.dtype[Any] | None"
 
 
 def texts_apart(values: tuple[Any, Any], dtypes: tuple[DType, DType] = (None, None)) -> list[str]:
-    """Two values that differ, as texts of one line that differ: with as many digits, and of long ones that part."""
+    """Two values that differ, as one-line texts that differ: with enough digits, or the part of long values."""
     shown: list[str] = []
     for text_for in (_briefly, _wholly, _exactly):
         one, other = map(text_for, values, dtypes)
@@ -100,7 +100,7 @@ def _exactly(value: Any, dtype: DType) -> str:
 
 
 def _part(text: str, start: int) -> str:
-    """The beginning, or if what is at `start` lies behind it, that with what stands before it."""
+    """The beginning of a text; if `start` is further back, the part around it."""
     first = 0 if start < VALUE_CHARACTERS - BEFORE else start - BEFORE
     part = text[first : first + VALUE_CHARACTERS]
     return f"{'…' if first else ''}{part}{'…' if first + len(part) < len(text) else ''}"
@@ -132,11 +132,11 @@ def _show_sides(found: Comparison) -> None:
         table.add_row(escape(plain(name)), *(escape(plain(values.get(name, "–"))) for values in summaries))
     wide_console().print(table)
     if len(names) > MAX_VALUES:
-        result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
+        result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json shows them.")
 
 
 def values_of(summary: Mapping[str, Any] | None) -> dict[str, str]:
-    """The values of a summary by their names, those of tables by row and column."""
+    """The values of a summary by their names; values in tables by row and column."""
     shown = summary_of(summary, MAX_ROWS, MAX_COLUMNS)
     if shown is None:
         return {}

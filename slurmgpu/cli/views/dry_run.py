@@ -1,4 +1,4 @@
-"""`submit --dry-run`, and that of `resubmit`: the submission, the cluster's limits, and an upper bound of the cost."""
+"""`--dry-run` of `submit` and `resubmit`: the submission, the cluster's limits, and an upper bound of the cost."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _show_plan(shown: Shown) -> None:
     table.add_row("run", escape(f"{shown.draft.run_dir} (not made)"))
     for number, line in enumerate(_items_of(shown.draft)):
         table.add_row("" if number else "input", escape(hide_in(line)))
-    # Digests that planning found in files are long; `--json` has them.
+    # Digests of files are long; `--json` shows them.
     settings = hidden({name: value for name, value in plan["settings"].items() if name not in DIGESTS})
     table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings, ensure_ascii=False)}"))
     columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
@@ -228,30 +228,30 @@ def _verdict(seen: Preview, title: str) -> str:
     from slurmgpu.slurm.limits import NEVER, REFUSED
 
     if not seen.trials:
-        return f"not known, as {title} gives no answer"
+        return f"not known: {title} does not answer"
     if refused := [job for job, trial in seen.trials.items() if not trial.taken]:
         return f"Slurm refuses the {' and the '.join(refused)} job. Correct [slurm], [merge] or [resources]."
-    for then, words in ((REFUSED, "sbatch will refuse it"), (NEVER, "Slurm takes it, and it pends for ever")):
+    for then, words in ((REFUSED, "sbatch will refuse it"), (NEVER, "Slurm takes it, but it pends for ever")):
         if names := [limit.limit for limit in seen.limits if limit.then.startswith(then)]:
             return f"{words}, by {', '.join(names)}"
     if names := [limit.limit for limit in seen.limits if not limit.fits]:
-        return f"Slurm takes it, and runs fewer tasks at once than asked for, by {', '.join(names)}"
+        return f"Slurm takes it, but runs fewer tasks at once than asked for, by {', '.join(names)}"
     return "Slurm takes it, and it is within all of these limits"
 
 
 def _bound(seen: Preview, auto_resubmit: int) -> str:
     submission, hours = seen.submission, seen.bound_gpu_hours
     if submission.gpus_per_task == 0:
-        return "at most: no GPU-hours, it runs on CPUs"
+        return "at most: no GPU-hours; it runs on CPUs"
     if hours is None or seen.walltime_s is None:
-        return "at most: not known, as the tasks have no walltime; set time under [slurm]"
+        return "at most: not known, because the tasks have no walltime; set time under [slurm]"
     text = (
         f"at most: {hours:,.2f} GPU-hours = {count_of(submission.n_tasks, 'task')} × "
         f"{count_of(submission.gpus_per_task, 'GPU')} × "
         f"{time_words(seen.walltime_s)}"
     )
     if submission.n_concurrent < submission.n_tasks:
-        text += f"; {hours * submission.n_concurrent / submission.n_tasks:,.2f} by those that run at once"
+        text += f"; {hours * submission.n_concurrent / submission.n_tasks:,.2f} by the tasks that run at once"
     return text + (f"; as much again by each of {auto_resubmit} automatic resubmissions" if auto_resubmit else "")
 
 
@@ -265,13 +265,13 @@ def _in_words(trial: Trial) -> str:
 
 
 def _items_of(draft: Draft) -> list[str]:
-    """Lines on the input: its files, or a description of other items, and the first configurations of a sweep."""
+    """Lines about the input: its files, or a description of other items; the first configurations of a sweep."""
     lines = [draft.items.said] if draft.items.said else []
     if configurations := draft.items.configurations or ():
         first = enumerate(configurations[:MAX_CONFIGURATIONS])
         lines += [f"{number}: {sweeps.describe(each)}" for number, each in first]
         if (n_more := len(configurations) - MAX_CONFIGURATIONS) > 0:
-            lines.append(f"… and {n_more:,} more; --json has all")
+            lines.append(f"… and {n_more:,} more; --json shows all")
     files = draft.items.spec.files
     size = size_of(sum(max(0, file.size_bytes) for file in files))
     return lines or [f"{count_of(draft.plan.n_items, 'item')} in {count_of(len(files), 'file')}, {size}"]

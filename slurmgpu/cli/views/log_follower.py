@@ -51,7 +51,7 @@ class LogFollower:
             now = time.monotonic()
             if now - looked >= LOOK_S or not self._files:
                 looked = now
-                is_over = self._look()  # before reading, so that nothing written until the end is missed
+                is_over = self._look()  # before reading, so that the last lines are not missed
             if self.print_new():
                 spoke = now
             elif now - max(spoke, looked - DOUBT_S) >= DOUBT_S:

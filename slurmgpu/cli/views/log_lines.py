@@ -39,7 +39,7 @@ class Printer:
             self._labels[path] = f"{shown} | " if many else ""
 
     def show(self, line: Line, mark: bool = False) -> None:
-        """Print a line, in bold if it is to `mark`."""
+        """Print a line; in bold with `mark`."""
         text = line.text if self._is_coloured else without_colours(line.text)
         if self._is_coloured and mark:
             text = Style(bold=True).render(without_colours(text))
@@ -65,7 +65,7 @@ def print_run(run: Run, n_lines: int) -> dict[Path, int]:
         labels |= {file.path: own[file] for file in files}
         stops |= {file.path: last_end(file.path) for file in files}
         starts = {file.path: tail_start(file.path, n_lines, stops[file.path]) for file in files}
-        # Attempt by attempt, so that not thousands of files are open at once.
+        # Attempt by attempt: thousands of files would be open at once.
         since = 0.0 if record is None else record["started"]
         lines += deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines)
     printer = Printer(labels, always=True)

@@ -14,7 +14,7 @@ from slurmgpu.cli.console import say, wide_console
 from slurmgpu.util.amounts import about, count_of, digits, size_of, time_words
 
 WORTH_SAYING = 0.2
-"""The first batch counts as slower than others from this share of a batch's time."""
+"""The first batch is reported as slower if it takes longer by more than this share of a batch's time."""
 
 INTERRUPTED = "interrupted; the probe is cancelled, and nothing of the run is queued."
 
@@ -34,7 +34,7 @@ def show_forecast(forecast: Mapping[str, Any]) -> None:
     table.add_row("probe", escape(f"{count_of(probe['n_items'], 'item')} in {batches}, {forecast['probe_dir']}"))
     started = [f"{about(probe['start_s'])} to the first batch"]
     if probe["load_s"] is not None:
-        started.append(f"{about(probe['load_s'])} of them to load")
+        started.append(f"{about(probe['load_s'])} of them loading")
     if probe["first_s"] > WORTH_SAYING * forecast["batch_s"]["expected"]:
         started.append(f"the first batch took {about(probe['first_s'])} longer")
     table.add_row("start", ", ".join(started))
@@ -44,7 +44,7 @@ def show_forecast(forecast: Mapping[str, Any]) -> None:
     n_tasks, at_once = forecast["n_tasks"], forecast["n_concurrent"]
     many = count_of(n_tasks, "task") + (f", {at_once} at once" if at_once < n_tasks else "")
     table.add_row(
-        "run", f"{_spread(forecast['run_s'])} on {many}; {forecast['starting_share']:.0%} of it to start tasks"
+        "run", f"{_spread(forecast['run_s'])} on {many}; {forecast['starting_share']:.0%} of it starting tasks"
     )
     if forecast["gpus_per_task"]:
         hours = forecast["gpu_hours"]

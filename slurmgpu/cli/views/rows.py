@@ -1,4 +1,4 @@
-"""Rows as a table where they are short, else one below the other with their columns in lines."""
+"""Rows as a table if they are short, else one below the other, with a line for each column."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slurmgpu.shards.columns import Column
 from slurmgpu.util.ansi import harmless
 
 MOST_CHARACTERS = 2000
-"""The most characters of a value; `--json` and `export` have all of them."""
+"""The most characters of a value; `--json` and `export` give all of them."""
 MOST_CELL = 40
 """The widest cell of a table."""
 
 
 def show_rows(rows: Sequence[Row], columns: Mapping[str, Column], items: Mapping[int, Any]) -> None:
-    """Print rows; `items` are the data of their items, by index, if they are shown as well."""
+    """Print rows; `items` are the data of their items by index, if these are shown, too."""
     console = wide_console()
     texts = [_texts(row, columns, items) for row in rows]
     if not items and _fit(texts, console.width):

@@ -142,7 +142,7 @@ def _folders(folder: Path, notes: Counter[str]) -> list[tuple[str, bool]]:
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number >= MAX_ENTRIES:
-                notes[f"{{}} with more than {MAX_ENTRIES:,} entries, not searched to the end"] += 1
+                notes[f"{{}} with more than {MAX_ENTRIES:,} entries, not searched completely"] += 1
                 break
             if entry.name == "pyvenv.cfg":
                 return []
@@ -167,10 +167,10 @@ def _open(folder: Path) -> Run | str:
 
 
 def _ask_queues(runs: Sequence[Run], notes: Counter[str]) -> dict[str, Sequence[Any]]:
-    """All of the user's jobs by executor, by one request each; without the queues that do not answer."""
+    """The user's jobs by executor, with one request each; queues that do not answer are left out and noted."""
     wanted: dict[Executor, bool] = {}
     for run in runs:
-        with contextlib.suppress(Exception):  # its row says what is wrong with it
+        with contextlib.suppress(Exception):  # the run's own row says what is wrong with it
             is_queued = any(line["state"] == "queued" for line in run.submissions())
             wanted |= {executor: is_queued or wanted.get(executor, False) for executor in queueing(run)}
     found: dict[str, Sequence[Any]] = {}
@@ -259,7 +259,7 @@ def show_list(value: RunList) -> None:
             table.add_row(*(escape(line[name]) for name in shown))
         console.print(table)
         if left_out := [name for name in lines[0] if name not in shown]:
-            say(f"There is no room for: {', '.join(left_out)}. A wider terminal shows them, and so does --json.")
+            say(f"Left out for lack of space: {', '.join(left_out)}. A wider terminal or --json shows them.")
     for row in runs:
         if row["problem"]:
             say(f"{row['run_dir']}: {row['problem']}")

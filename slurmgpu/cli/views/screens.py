@@ -29,7 +29,7 @@ from slurmgpu.util.amounts import clock, rate_of, share_of
 from slurmgpu.util.ansi import plain
 
 LEAST_MESSAGE = 12
-"""The least width for messages; columns are dropped to leave it."""
+"""The least width of messages; columns are dropped to keep it."""
 ROOM_FOR_MESSAGES = 48
 """Optional columns are added while messages keep this width."""
 STYLES = {"running": "green", "loading": "cyan", "starting": "cyan", "silent": "yellow", "failed": "red"}

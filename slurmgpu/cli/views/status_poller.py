@@ -31,7 +31,7 @@ TAIL_BYTES = 16_384
 PREFIX = re.compile(r"^\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? (?:[A-Z]+ )?(?:[\w.]+: )?")
 """Time, level and logger before a logged message."""
 OWN = re.compile(r"\d{4}-\d\d-\d\dT\S+ INFO slurmgpu\..*")
-"""Messages on begun and published shards, which the columns show; also behind a progress bar."""
+"""Messages about begun and published shards, which the columns show; also after a progress bar."""
 BEGINS = re.compile(r" INFO slurmgpu\.worker: shard \d+: items ")
 """The message at the start of a shard."""
 FIRST_WORDS = " INFO slurmgpu.worker: this worker is process "
@@ -87,7 +87,7 @@ def last_line(path: Path, computes: bool = False) -> str:
     lines = re.split(r"[\r\n]", text)
     lines = lines[1:] if start and len(lines) > 1 else lines
     firsts = [number for number, line in enumerate(lines) if FIRST_WORDS in line]
-    lines = lines[firsts[-1] + 1 :] if firsts else lines  # lines above are of a worker that has died
+    lines = lines[firsts[-1] + 1 :] if firsts else lines  # lines above belong to a worker that has died
     begun = [number for number, line in enumerate(lines) if BEGINS.search(line)]
     if computes and (begun or firsts or not start):
         lines = lines[begun[0] + 1 :] if begun else []

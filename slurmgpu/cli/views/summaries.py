@@ -37,7 +37,7 @@ def show_summary(console: Console, summary: Mapping[str, Any] | None) -> None:
 def _show_table(console: Console, table: Table) -> None:
     title = plain(table.title)
     if table.note:
-        result(f"  {title}: {table.note}; report --json has them")
+        result(f"  {title}: {table.note}; report --json lists them")
     elif not table.columns:
         more = f" and {table.n_more:,} more; report --json lists them" if table.n_more else ""
         result(f"  {title}: {', '.join(f'{plain(key)} {text}' for key, text in table.rows)}{more}")

@@ -45,9 +45,9 @@ EVERYWHERE = ("python", "numpy", "h5py")
 MAX_ODD = 8
 """The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
-"""The ledger of fewer hours is not printed: some minutes are not representative."""
-NONE_BEGAN = "no task has begun: slurmgpu logs {} lists what their jobs wrote"
-OTHER_RUN = "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir"
+"""The ledger of fewer hours is not printed: a few minutes are not representative."""
+NONE_BEGAN = "no task has started: slurmgpu logs {} lists what their jobs wrote"
+OTHER_RUN = "to change settings or input, which a run freezes, submit a new run with another --run-dir"
 
 
 def show_status(status: Status, max_rows: int | None = None) -> None:
@@ -108,15 +108,15 @@ def _job_words(job: Job, now: float) -> str:
     if is_held(job):
         free = array_of(job["job_id"]) if "[" in job["job_id"] else job["job_id"]
         return (
-            f"held: {job['job_id']} ({job['reason']}); it starts after `scontrol release {free}`, which an "
-            f"administrator must type if Slurm refuses it"
+            f"held: {job['job_id']} ({job['reason']}); release it with `scontrol release {free}`, or ask an "
+            f"administrator to, if Slurm refuses that"
         )
     if job["state"] == "PENDING":
         start = f"start estimated for {moment(job['start'], now)}" if job["start"] else ""
         told = ", ".join(filter(None, (reason_of(job), start)))
         return f"queued: {'job' if job['n_tasks'] else 'merge job'} {job['job_id']}" + f" ({told})" * bool(told)
     if is_suspended(job):
-        return f"suspended by Slurm: {job['job_id']}; its tasks are silent until they are resumed"
+        return f"suspended by Slurm: {job['job_id']}; its tasks stay silent until Slurm resumes them"
     return ""
 
 
@@ -204,8 +204,8 @@ def _show_origin(report: Report) -> None:
 def _show_damage(report: Report) -> None:
     """Print the revisions and records that cannot be used."""
     for name, why in report["damaged_revisions"].items():
-        result(f"damaged: shards/{plain(name)}, of items that were computed again: {plain(why)}")
-        result("  Their rows are those of before, unless merged.h5 had the new ones.")
+        result(f"damaged: shards/{plain(name)}, with recomputed items: {plain(why)}")
+        result("  These items keep their former rows, unless merged.h5 already had the new ones.")
     for name in report["damaged_records"]:
         result(f"record damaged: tasks/{name}.json; the work of attempt {name} is unknown")
     for name in report["unreadable_records"]:
@@ -213,7 +213,7 @@ def _show_damage(report: Report) -> None:
 
 
 def _show_next(report: Report) -> None:
-    """Print the command that goes on; where the same would fail again, what to change first."""
+    """Print the next command, and what to change first if the same command would fail again."""
     folder = shlex.quote(report["run_dir"])
     again = report.get("resubmit_failed") or f"slurmgpu resubmit {folder} --failed"
     by = "with" if again.startswith("slurmgpu ") else "in Python, with the edited function, by"
@@ -221,7 +221,7 @@ def _show_next(report: Report) -> None:
     if report["resubmit"] and lines and lines[-1].get("after") and not of_last_submission(report["attempts"], lines):
         jobs = f"{'jobs' if len(lines[-1]['after']) > 1 else 'job'} {', '.join(lines[-1]['after'])}"
         result(
-            f"\nno task has started: the array waited for {jobs} (--after), and Slurm cancels it where that run stays "
+            f"\nno task has started: the array waited for {jobs} (--after), and Slurm cancels it if that run ends "
             "incomplete. Complete that run first."
         )
     elif report["resubmit"] and all(attempt["submission"] is None for attempt in report["attempts"]):
@@ -235,7 +235,7 @@ def _show_next(report: Report) -> None:
             result(OTHER_RUN)
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
-        result(f"after a change of the code, recompute them {by}: {again}")
+        result(f"after fixing the code, recompute them {by}: {again}")
         result(OTHER_RUN)
     elif report["n_errors"]:
         result(f"\nafter fixing the cause, recompute failed items {by}: {again}")
@@ -298,7 +298,7 @@ def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
 
 
 def _show_errors(console: Console, report: Report) -> None:
-    """Print each message once, after the first item that failed by it."""
+    """Print each message once, with the first item that failed with it."""
     if not report["errors"]:
         return
     classes = ", ".join(f"{count:,} {name}" for name, count in report["errors_by_class"].items())
@@ -314,7 +314,9 @@ def _show_errors(console: Console, report: Report) -> None:
     _more(len(met), "report --json lists them")
     if report["n_errors"] > (n_listed := len(report["errors"])):
         folder = shlex.quote(report["run_dir"])
-        result(f"  These are of the first {n_listed:,} failed items; `slurmgpu show {folder} --failed` shows others.")
+        result(
+            f"  Only the first {n_listed:,} failed items are listed; `slurmgpu show {folder} --failed` shows others."
+        )
 
 
 def _show_attempts(console: Console, report: Report) -> None:
@@ -340,7 +342,7 @@ def _show_attempts(console: Console, report: Report) -> None:
 
 
 def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence[AttemptRow]) -> None:
-    """Print each message once, after the attempts that ended with it."""
+    """Print each message once, with the attempts that ended with it."""
     met: dict[str, list[str]] = {}
     for a in attempts:
         if a["failure"]:
@@ -350,7 +352,7 @@ def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequenc
     console.print("\n[bold]failures[/]")
     for message, names in list(met.items())[:MAX_LISTED]:
         result(f"  {some_of(names, MAX_NAMES)}: {message}")
-    _more(len(met), "--json has them all")
+    _more(len(met), "--json lists them all")
 
 
 def _show_idle(attempts: Sequence[AttemptRow]) -> None:
@@ -361,9 +363,9 @@ def _show_idle(attempts: Sequence[AttemptRow]) -> None:
     share, name = idle[0]
     others = f" (and under {IDLE_PERCENT} % in {len(idle) - 1:,} more)" if len(idle) > 1 else ""
     result(
-        f"\nthe GPU of attempt {name} was used {share:.0f} % on average{others}: a larger batch_size gives it more "
-        "work at once; if the workload prepares its items on the CPU, the GPU may wait for that, and several tasks can "
-        "share it (docs/how-to/share-a-gpu.md)"
+        f"\nthe GPU of attempt {name} was used {share:.0f} % on average{others}. A larger batch_size gives it more "
+        "work at once. If it waits while the workload prepares items on the CPU, several tasks can share it "
+        "(docs/how-to/share-a-gpu.md)."
     )
 
 

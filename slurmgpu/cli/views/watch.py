@@ -47,7 +47,7 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
         say(f"the run continues. To see it: slurmgpu status --watch {run.typed}")
         raise
     if status is None:
-        return EXIT_INCOMPLETE  # what is to follow the run's completion does not follow `q`
+        return EXIT_INCOMPLETE  # a script that waits for completion must not go on after `q`
     return EXIT_INCOMPLETE if status["state"] in ("incomplete", "ended") else EXIT_COMPLETE
 
 
