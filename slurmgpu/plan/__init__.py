@@ -1,4 +1,4 @@
-"""From a run file to a frozen plan: everything that can be refused is refused here.
+"""Turn a run file into a frozen plan: whatever can be checked before submission is checked here.
 
 May import: code, containers, inputs, run, report, shards, util and workload.
 """

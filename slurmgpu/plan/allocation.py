@@ -1,4 +1,4 @@
-"""How many tasks a run has, and how many GPUs each of them."""
+"""The number of tasks of a run, and of GPUs per task."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Allocation:
 
 
 def allocate(resources: Resources, n_shards: int | None) -> Allocation:
-    """Tasks and GPUs by [resources], with at most as many tasks as shards: docs/reference/cli.md has the rule."""
+    """The tasks and GPUs that [resources] ask for, at most one task per shard; docs/reference/cli.md has the rule."""
     gpus, per_task, nodes = resources.gpus, resources.gpus_per_task, resources.nodes_per_task
     if gpus == 0:
         if per_task is not None:
-            raise SlurmGPUError("gpus = 0 runs on CPUs, so gpus_per_task cannot be set; tasks says how many tasks.")
+            raise SlurmGPUError("gpus = 0 runs on CPUs, so gpus_per_task cannot be set; use tasks for the number.")
         n_concurrent, per_task = resources.tasks or 1, 0
     elif resources.array:
         per_task = per_task or 1
@@ -34,13 +34,13 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
     else:
         if per_task not in (None, gpus):
             raise SlurmGPUError(
-                f"Without --array one task holds all of gpus = {gpus}, but gpus_per_task = {per_task}; add --array."
+                f"gpus_per_task = {per_task}, but without --array one task holds all of gpus = {gpus}; add --array."
             )
         n_concurrent, per_task = 1, gpus
     if nodes > 1 and (per_task == 0 or per_task % nodes):
         raise SlurmGPUError(
-            f"nodes_per_task = {nodes}, but a task has {count_of(per_task, 'GPU')}: expected a multiple of {nodes}, "
-            f"the same number on each node. Correct gpus or gpus_per_task."
+            f"nodes_per_task = {nodes}, but a task has {count_of(per_task, 'GPU')}; expected a multiple of {nodes}, "
+            f"so that each node has the same number. Correct gpus or gpus_per_task."
         )
     if nodes > 1 and resources.processes == "one":
         raise SlurmGPUError(

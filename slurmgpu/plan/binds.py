@@ -1,6 +1,6 @@
 """The binds of a run in its container: its own folders, its input, and paths among its settings.
 
-Found on the node, as links may lead elsewhere there. `containers.command.needed_binds` adds the targets of links.
+They are computed on the node, where links may have other targets. `containers.command.needed_binds` adds these.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from slurmgpu.containers.settings import Bind, ContainerError, home_folder
 from slurmgpu.run.directory import Run
 
 MANY_FOLDERS = 100
-"""If there are more folders, their parents are bound instead, as the length of a command line is limited."""
+"""If there are more folders, their parents are bound instead, because the length of a command line is limited."""
 
 MOST_BYTES = 64 * 1024
-"""The total length of the paths of files whose folder cannot be bound.
+"""The most characters of paths of files that are bound one by one because their folder cannot be.
 
 Some runtimes put all binds into one variable, which the kernel limits to 128 kB.
 """
@@ -33,7 +33,7 @@ def container_binds(run: Run) -> list[Bind]:
     """
     known: Known = {}
     private = {name for folder in (home_folder(os.environ), *SHARED) for name in names(folder, known)}
-    # Folders that hold more than a run's files: none of them is bound because a file in it is read.
+    # Folders that hold more than a run's files: they are not bound just because a file in them is read.
     apart = {folder for name in private for folder in upwards(name)} | set(OF_THE_IMAGE)
     binds = [Bind(folder, folder) for folder in (str(run.folder), run.plan.search_path)]
     settings = list(_named_by_settings(run, apart, known))
@@ -53,14 +53,14 @@ def container_binds(run: Run) -> list[Bind]:
         for name in names(folder, known):
             if name in apart:
                 raise ContainerError(
-                    f"the input has files in {folder}, which is not bound as a whole, because it holds more than the "
-                    f"run's; move them into a folder of their own"
+                    f"the input has files in {folder}, which is not bound as a whole, because it holds files of "
+                    "others, too; move the input's files into a folder of their own"
                 )
             folders |= {name} if brought.isdisjoint(upwards(name)) else set()
     if sum(len(os.fsencode(path)) + 1 for path in files) > MOST_BYTES:
         raise ContainerError(
             f"{len(files)} files that the run reads are directly in {os.path.dirname(min(files))} or another folder "  # noqa: PTH120
-            f"that is not bound as a whole, because it holds more than the run's; move them into a folder of their own"
+            f"that is not bound as a whole, because it holds other files, too; move them into a folder of their own"
         )
     wanted = sorted(files) + sorted(_gathered(folders, apart))
     return [*binds, *(Bind(path, path, read_only=True) for path in wanted)]
@@ -76,9 +76,9 @@ def _named_by_settings(run: Run, apart: set[str], known: Known) -> Iterator[str]
 
 
 def _linked_in(paths: Iterable[str]) -> Iterator[str]:
-    """The links in these folders: every file of a Hugging Face snapshot is one.
+    """The links in these folders; every file of a Hugging Face snapshot is one.
 
-    One that leads into a folder that may not be entered is none of them; pathlib raises for it.
+    Links into a folder that may not be entered are left out; pathlib raises for them.
     """
     for path in paths:
         if os.path.isdir(path) and os.access(path, os.R_OK):  # noqa: PTH112

@@ -1,4 +1,4 @@
-"""Build the workload that a run file names, and check its settings, each by its annotation."""
+"""Build the workload that a run file names, and check each setting against its annotation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_workload(
 def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
     outer, dot, inner = name.partition(".")
     if dot:
-        return f" A table is set whole: {outer}={{{inner}={json.dumps(settings[name])}}}."
+        return f" A table is set as a whole: {outer}={{{inner}={json.dumps(settings[name])}}}."
     if name in RunFile.model_fields:
         return f" {name} is a key at the top of the run file, above its tables: set it there, or with -s .{name}=…."
     for table in TABLES:
@@ -61,15 +61,15 @@ def batch_size_of(config: RunFile, workload: Adapted) -> int:
     if workload.takes_one:
         if asked in (None, 1):
             return 1
-        own = " Under [settings], batch_size is its own." if "batch_size" in _hints(type(workload.user)) else ""
+        own = " Its own batch_size is set in [settings]." if "batch_size" in _hints(type(workload.user)) else ""
         raise SlurmGPUError(
-            f"[workload] batch_size = {asked}, and {title_of(workload.name, 'workload')} computes items one by one: "
-            f"remove it.{own}"
+            f"[workload] batch_size = {asked}, but {title_of(workload.name, 'workload')} computes items one by one. "
+            f"Remove the key.{own}"
         )
     size = asked or workload.batch_size
     if size is None:
         raise SlurmGPUError(
-            f"{title_of(workload.name)} has no batch_size, a whole number of at least 1. "
+            f"{title_of(workload.name)} has no batch_size; expected a whole number of at least 1. "
             f"Set it in the class or in [workload]."
         )
     return size
@@ -88,7 +88,7 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
         frozen: dict[str, Any] = json.loads(json.dumps(settings))
     except TypeError as error:
         raise SlurmGPUError(
-            f"[settings] of {title_of(full_name, 'workload')}: {error}; use text, numbers, booleans and lists."
+            f"[settings] of {title_of(full_name, 'workload')}: {error}; expected text, numbers, booleans and lists."
         ) from error
     cls = load_class(full_name, search_path)
     frozen |= texts_of_files(full_name, cls, frozen)
@@ -109,7 +109,7 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         # JSON mode, strict: "5" is no int, but 5 is a float and a list is a tuple.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        # If a setting may be of several types, the deepest error is of the one that was meant.
+        # If a setting may have several types, the deepest error belongs to the one that was meant.
         worst = max(error.errors(), key=lambda each: len(each["loc"]))
         problem, found, place = worst["msg"].removeprefix("Input "), worst.get("input", value), worst["loc"]
         where = f"setting {name!r}" + (f", at {place[-1]!r}," if place and found != value else "")

@@ -1,4 +1,4 @@
-"""The container of a run, from [container] of its run file, and what a resubmission may change of it."""
+"""The container of a run, from [container] in its run file, and what a resubmission may change in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def contain(
     if image is None and (overrides or {}).get("container", {}).get("image"):
         found = origins(run_file, overrides or {})["container"]
         raise SlurmGPUError(
-            f'{found["image"]["from"]} names an image, and [container] runtime = "none" in {found["runtime"]["from"]} '
+            f'{found["image"]["from"]} names an image, but [container] runtime = "none" in {found["runtime"]["from"]} '
             f"runs without one. Remove one of the two."
         )
     if image is None:
@@ -90,7 +90,7 @@ def packages_of(full_name: str, base: Path) -> tuple[tuple[str, str], ...]:
         outside = [folder for folder in folders if folder.is_dir() and folder.resolve() != base / top]
         found = [(f".{number}/{top}" if number else top, folder) for number, folder in enumerate(outside)]
     if not folders and not found:
-        raise SlurmGPUError(f"{title_of(full_name)}: package {top!r} has no file, and cannot be taken into an image.")
+        raise SlurmGPUError(f"{title_of(full_name)}: package {top!r} has no file, so it cannot be bound into an image.")
     return tuple((name, str(path.resolve())) for name, path in found if path.resolve() != base / name)
 
 
@@ -100,26 +100,26 @@ def _refuse_home(table: ContainerTable, base: Path) -> None:
     if (table.strict or table.home != "host") and base in (home, *home.parents):
         what = "strict = true" if table.strict else f'home = "{table.home}"'
         raise SlurmGPUError(
-            f"The run file is in {base}, which holds your home directory. Its folder is bound into the container, "
-            f"and [container] {what} is to keep home out. Move it into a folder of its own, or remove that line."
+            f"The run file is in {base}, which holds your home directory and would be bound into the container, but "
+            f"[container] {what} keeps home out of it. Move the run file into a folder of its own, or remove that line."
         )
 
 
 def contain_again(
     frozen: ContainerRecord, run_file: Path, overrides: Mapping[str, Any]
 ) -> tuple[ContainerRecord, list[str]]:
-    """A run's container with the current [container] of its run file, for another submission; and a note on changes.
+    """A run's container with the current [container] of its run file, for a resubmission; and notes on changes.
 
-    `overrides` are the values of [container] that the run was planned with over its run file. The image must be the
-    same, but may have another path. A run file that is gone, or cannot be read, changes nothing.
+    `overrides` are the values of [container] that overrode the run file when the run was planned. The image must be
+    the same, but may have another path. If the run file is missing or cannot be read, nothing changes.
     """
     before = Container.from_json(frozen)
     try:
         table, base = read_run_file(run_file, {"container": overrides}).container, run_file.parent
     except SlurmGPUError as error:
-        return frozen, [f"[container] stays as it was: {error}"] if os.path.exists(run_file) else []  # noqa: PTH110
+        return frozen, [f"[container] is unchanged: {error}"] if os.path.exists(run_file) else []  # noqa: PTH110
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))
     runtime_named(after.runtime).check(after)
     changed = [name for name in before.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
-    notes = [f"[container] of {run_file} is read again; changed: {', '.join(changed)}."] if changed else []
+    notes = [f"[container] in {run_file} has changed and is used: {', '.join(changed)}."] if changed else []
     return after.to_json(), notes

@@ -1,6 +1,6 @@
 """The executors that a run file may name: built-in ones, and those of packages (entry points `slurmgpu.executors`).
 
-Their classes are in `executors`, some floors above: see `executors/interface.py`.
+Their classes are in the folder `executors`, on a higher floor: see `executors/interface.py`.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTS
 
 @dataclass(frozen=True)
 class Extension:
-    """The run that is extended, and its published shards that have the same items in both runs, by revisions.
+    """The run that is extended, and its published shards with the same items in both runs, with their files.
 
-    `files_of_item` is the workload's.
+    `files_of_item` is the workload's method.
     """
 
     run: Run
@@ -46,23 +46,23 @@ class Extension:
         return self.run.plan.fingerprints
 
     def describe(self, plan: Plan) -> str:
-        """A note on the shards that are taken, and those that are computed."""
+        """A note on the shards that are reused, and the items that are computed."""
         n_taken = sum(stop - start for start, stop in map(plan.bounds, self.shards))
         shards = count_of(len(self.shards), "shard")
         return (
-            f"{shards} with {count_of(n_taken, 'item')} are those of {self.run.folder}; "
+            f"reused from {self.run.folder}: {shards} with {count_of(n_taken, 'item')}; "
             f"{count_of(plan.n_items - n_taken, 'item')} {'is' if plan.n_items - n_taken == 1 else 'are'} computed."
         )
 
     def check(self) -> None:
-        """SlurmGPUError, before anything is made, for files of the workload that cannot be taken."""
+        """Raise SlurmGPUError if files of the workload cannot be reused, before anything is written."""
         for _ in self._files():
             pass
 
     def put_into(self, run: Run) -> None:
         """Link the shards into the run directory of the extending run, or copy them where they cannot be linked.
 
-        So are the files that the workload keeps beside the rows; those that are not there are left out.
+        The same is done with the files that the workload keeps beside the rows, if they exist.
         """
         for path in self._files():
             _link_or_copy_into(run.folder, path, self.run.folder)
@@ -72,7 +72,7 @@ class Extension:
         fsync_dir(run.shards)
 
     def _files(self) -> Iterator[PurePosixPath]:
-        """The workload's files of the items in these shards; SlurmGPUError if one is not below the run directory."""
+        """The workload's files of the items in these shards. SlurmGPUError if one is outside the run directory."""
         if (files_of_item := self.files_of_item) is None:
             return
         for shard in self.shards:
@@ -81,34 +81,34 @@ class Extension:
                     path = PurePosixPath(name)
                     if path.is_absolute() or ".." in path.parts or not path.parts:
                         raise SlurmGPUError(
-                            f"files_of_item({index}) of the workload gave {name!r}; expected paths of files below "
-                            "the run directory, relative to it."
+                            f"The workload's files_of_item({index}) returned {name!r}; expected paths of files in the "
+                            "run directory, relative to it."
                         )
                     yield path
 
 
 def extend(old: Run, plan: Plan, folder: Path, files_of_item: FilesOfItem | None = None) -> Extension:
-    """The extension of `old` by a plan; SlurmGPUError says why the plan does not extend it.
+    """The extension of `old` by a plan. Raises SlurmGPUError if the plan does not extend it.
 
     `folder` has the input's files that lie in run directories. `files_of_item` is the workload's.
     """
     before, spec = InputSpec.from_json(old.plan.input), InputSpec.from_json(plan.input)
     if before.ranges is not None:
         raise _refusal(
-            old, "it is a run of some items of its input. Extend one of a whole input, or leave out --extend"
+            old, "it computed only some items of its input. Extend a run of a whole input, or leave out --extend"
         )
     for what, mine in plan.basis.items():
         others = old.plan.basis[what]
         if what not in OF_INPUT and not _is_same(mine, others):
             raise _refusal(old, _difference(what, mine, others))
     if (before.format, before.columns) != (spec.format, spec.columns):
-        raise _refusal(old, f"its input is {_kind(before)}, and this one {_kind(spec)}")
+        raise _refusal(old, f"its input is {_kind(before)}, and the new one is {_kind(spec)}")
     if any(file.size_bytes == PROMISED for file in (*before.files, *spec.files)):
-        raise _refusal(old, "the merged file that is the input did not exist yet when one of the two was planned")
+        raise _refusal(old, "the input, a merged file, did not exist yet when one of the two runs was planned")
     _check_prefix(old, before.files, spec, folder)
     if spec.n_items <= before.n_items:
         raise _refusal(
-            old, f"the input has its {count_of(before.n_items, 'item')} and no more. Nothing is to be computed"
+            old, f"the input has no items after its {count_of(before.n_items, 'item')}. There is nothing to compute"
         )
     n_whole = before.n_items // plan.shard_items
     there = old.shard_files(fresh=True)
@@ -119,35 +119,35 @@ def extend(old: Run, plan: Plan, folder: Path, files_of_item: FilesOfItem | None
 
 
 def _check_prefix(old: Run, before: tuple[InputFile, ...], spec: InputSpec, folder: Path) -> None:
-    """SlurmGPUError unless the files are those of before, of which the last may have grown, and others after them."""
+    """Raise SlurmGPUError unless the files are the former ones, the last of which may have grown, then new ones."""
     grows, files = named(spec.format).grows, spec.files
     for number, former in enumerate(before):
         was = _origin(former)
         if number == len(files):
-            raise _refusal(old, f"its input has {was} as well, and this one ends before it")
+            raise _refusal(old, f"its input also has {was}, which the new input lacks")
         if (file := files[number]).sha256 == former.sha256:
             continue
         now = _origin(file)
         if any(later.sha256 == former.sha256 for later in files[number + 1 :]):
             raise _refusal(
                 old,
-                f"{now} comes before {was}, which was file {number + 1} of its input. New files go "
-                f'behind the former ones: list them in that order, as in input = ["former/*.jsonl", "new.jsonl"]',
+                f"{now} comes before {was}, which was file {number + 1} of its input. List new files "
+                f'after the former ones, for example input = ["former/*.jsonl", "new.jsonl"]',
             )
         if grows and spec.repacked:
             raise _refusal(
                 old,
-                f"{now} is not {was} as it was, and whether it has the same lines and more cannot be told of an "
-                f"input with compressed files. Put the new lines into a file of their own, behind the others",
+                f"{now} differs from the former {was}, and with compressed files in the input it cannot be checked "
+                f"whether only lines were added. Put the new lines into a file of their own, after the others",
             )
         has_grown = grows and _begins_with(folder / file.path, former)
         if not has_grown:
-            raise _refusal(old, f"{now} is not {was} as it was, nor that with more lines at its end")
+            raise _refusal(old, f"{now} differs from the former {was} by more than lines added at its end")
         if number < len(before) - 1:
             raise _refusal(
                 old,
-                f"{now} has more lines than it had, and other files of its input follow it. "
-                f"Put the new lines into a file of their own, behind the others",
+                f"{now} has more lines than before, and other files of the input follow it. "
+                f"Put the new lines into a file of their own, after the others",
             )
 
 
@@ -184,7 +184,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         try:
             os.link(source, target)
         except FileExistsError:
-            if not source.samefile(target):  # else the reply to a first request was lost
+            if not source.samefile(target):  # if it is: NFS lost the reply to a first, successful request
                 raise
 
     def copy() -> None:
@@ -206,7 +206,7 @@ def _difference(what: str, mine: Any, others: Any) -> str:
         what = f"{what}.{names[0]}"
     else:
         found = [f"{each!r:.200}" for each in (mine, others)]
-    return f"{what} is {found[0]}, and it was {found[1]} there. Plan a run of its own, or set it as it was"
+    return f"{what} is {found[0]}, and in that run it was {found[1]}. Restore that value, or plan a separate run"
 
 
 def _is_same(mine: Any, others: Any) -> bool:

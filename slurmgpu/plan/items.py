@@ -1,4 +1,4 @@
-"""The items of a run that is planned: from files, from [sweep], or the workload's own, as one kind of input."""
+"""The items of a planned run, from files, from [sweep] or from the workload itself, as one kind of input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slurmgpu.util.users import expanded
 
 Configurations = Sequence[Mapping[str, Any]]
 SWEEP = "[sweep]"
-"""What an input made of [sweep] is called."""
+"""The name of an input that is made from [sweep]."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Items:
 
 @dataclass(frozen=True)
 class Look:
-    """Some items of an input: those of `items`, such as "10:20,35", and of these the first `limit`."""
+    """Some items of an input: the first `limit` of those in `items`, such as "10:20,35"."""
 
     items: str | None
     limit: int | None = None
 
     def __str__(self) -> str:
-        """The options that ask for it."""
+        """The options that the user gave for it."""
         options = {"--items": self.items, "--limit": self.limit}
         return " ".join(f"{name} {value}" for name, value in options.items() if value is not None)
 
@@ -61,7 +61,7 @@ class Look:
         """The items as ranges (start, stop), in input order; SlurmGPUError if the input lacks one."""
         left = n_items if self.limit is None else self.limit
         if left < 1:
-            raise SlurmGPUError(f"--limit {self.limit}: expected how many items to compute, 1 at least.")
+            raise SlurmGPUError(f"--limit {self.limit}: expected the number of items to compute, at least 1.")
         found = parse_item_ranges(self.items or "0:", n_items, "input")
         for place, (start, stop) in enumerate(found):
             if left <= stop - start:
@@ -77,7 +77,7 @@ def look_at(items: str | None, limit: int | None) -> Look | None:
 
 @dataclass(frozen=True)
 class Scans:
-    """The inputs that were read for the runs of a sweep, each with its index, which lies in `folder`."""
+    """The inputs that were read for the runs of a sweep, each with its index in `folder`."""
 
     folder: Path
     _found: dict[Any, tuple[inputs.InputSpec, Path]] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class Scans:
     def scan(
         self, paths: Sequence[Path], index: Path, stride: int, read: Callable[[], inputs.InputSpec]
     ) -> inputs.InputSpec:
-        """What `read` makes of these files, with their index; it is called once for files that are the same."""
-        # `read` says that one is gone.
+        """The result of `read` for these files, and their index; `read` is called once for equal files."""
+        # If a file is missing, `read` raises the error.
         files = [
             (path, (status := status_of(path)) and (status.st_ino, status.st_size, status.st_mtime_ns))
             for path in paths
@@ -103,12 +103,12 @@ class Scans:
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """The run file at `path` and its workload, whose items are read, and where what is made of them lies.
+    """The run file at `path` and its workload, and what is needed to read the workload's items.
 
-    `kept` are fields that rows keep. Files about the items are made in `folder`, and those that are repacked, and may
-    be large, in the one that `room` gives. The index has a place for each `stride` items. `after` are runs, one of
-    whose merged files may be the input before it exists. `progress` is called with the bytes of the input that were
-    read, and with all of them. `scans` has the inputs of a sweep's other runs.
+    `kept` are the fields that rows keep. Files about the items are written to `folder`; repacked files, which may be
+    large, to the folder that `room` returns. The index has one entry per `stride` items. The merged file of a run in
+    `after` may be the input before it exists. `progress` is called with the bytes of the input that were read so far,
+    and with the total. `scans` has the inputs of a sweep's other runs.
     """
 
     config: RunFile
@@ -130,14 +130,14 @@ class ItemRequest:
     def check(self, spec: inputs.InputSpec, called: str | None = None) -> Sequence[str]:
         """Refuse items that the workload does not accept; notes on the others."""
         workload, key, title = self.workload, self.config.key, title_of(self.workload.name)
-        given = spec.files[0].source or spec.files[0]  # a repacked file lies where nobody looks for it
+        given = spec.files[0].source or spec.files[0]  # the user does not know the path of a repacked file
         fields = inputs.InputFields(spec, self.index, called or f"the input {given.path}")
         fields.require(self.kept, "keep")
         fields.require([key] if key else (), "key")
         notes = [said] if key and (said := check_names(spec, self.index, key)) else []
         advice = workload.advice
         if called == SWEEP:
-            also = " Vary it as well, or name an input whose items have it."
+            also = " Add it to [sweep], or name an input whose items have it."
             advice = {name: f"{advice.get(name, '')}{also}" for name in workload.fields}
         fields.require(workload.fields, title, advice)
         fields.refuse(workload.not_fields, title, workload.advice)
@@ -156,8 +156,7 @@ class ItemRequest:
 def items_of(asked: ItemRequest, *, records: Any = None, made: Path | None = None) -> Items:
     """The items of a run file, checked for its workload.
 
-    `records` is a table from Python, in place of `input`; `made` is a file of items that is to move into the run
-    directory.
+    `records` is a table from Python that replaces `input`; `made` is a file of items that moves into the run directory.
     """
     if made is not None:
         found = inputs.scan([made], asked.index, stride=asked.stride)
@@ -171,7 +170,7 @@ def _of_input(asked: ItemRequest) -> Items:
     config, base = asked.config, asked.path.parent
     assert config.input is not None
     if config.sweep is not None:
-        sweeps.expand(config.sweep, config.seed)  # which refuses it: there is no key in it
+        sweeps.expand(config.sweep, config.seed)  # raises: [sweep] has no key
     passed = [note] if (note := inputs.passed_over(config.input, base)) else []
     if (listed := _listed(asked, config.input)) is not None:
         lines = asked.check(listed.spec, f"the input {config.input}")
@@ -189,8 +188,8 @@ def _without_files(asked: ItemRequest) -> Items:
     own = configurations or asked.workload.default_items
     if not own:
         raise SlurmGPUError(
-            f'{named(asked.path)}: input is missing. Name the files with the items, as in input = "items.jsonl", '
-            f"or give configurations under [sweep]."
+            f'{named(asked.path)}: input is missing. Name the files with the items, such as input = "items.jsonl", '
+            f"or give configurations in [sweep]."
         )
     made = asked.folder / sweeps.FILE
     sweeps.write(own, made)
@@ -205,7 +204,7 @@ def _without_files(asked: ItemRequest) -> Items:
 
 
 def items_of_look(items: Items, look: Look | None) -> Items:
-    """The items of a look; all of them without one."""
+    """The items of a look; all items without one."""
     if look is None:
         return items
     spec = items.spec.taking(look.ranges(items.spec.n_items))
@@ -252,7 +251,7 @@ def _listed(asked: ItemRequest, named: str | list[str]) -> Items | None:
 
 
 def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | None:
-    """The input that a run before will merge, if the run file names it and it is not complete yet."""
+    """The merged file of a run before, if the run file names it as input and that run is not complete yet."""
     if not isinstance(named, str):
         return None
     path = (asked.path.parent / expanded(named)).resolve()

@@ -1,4 +1,4 @@
-"""Values over a run file: from options, from `-s KEY=VALUE` for any key, and from a profile of the site file."""
+"""Values that override a run file: from options, from `-s KEY=VALUE`, and from a profile of the site file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SET = "--set"
 TABLES = [name for name, field in RunFile.model_fields.items() if table_of((name,)) or "dict[" in str(field.annotation)]
 """The tables of a run file."""
 OF_SBATCH = ("slurm", "merge")
-"""Those of options of sbatch."""
+"""The tables that hold options of sbatch."""
 
 
 class Overrides(dict[str, Any]):
     """Values by key and table, as in a run file.
 
     `sources` has, by table and key, the option or the profile that gave a value; a key at the top is in the table "".
-    `bare` are keys at the top that were named without a dot, as a setting may be, by who named them: `-s` or [sweep].
-    `replaced` are values in place of those of the run file, tables as a whole.
+    `bare` are keys at the top that were written without a dot, like a setting, each with its source: `-s` or [sweep].
+    `replaced` are values that replace those of the run file, tables as a whole.
     """
 
     def __init__(self) -> None:
@@ -34,35 +34,35 @@ class Overrides(dict[str, Any]):
         self.replaced: dict[str, Any] = {}
 
     def put(self, tables: Mapping[str, Any], source: str = "") -> None:
-        """Put tables over the values; without `source` each is from an option of its own name."""
+        """Override values by tables; without `source`, each value comes from the option of the same name."""
         for table, key in _keys_of(tables):
             self.sources[table, key] = source or f"--{key.replace('_', '-')}"
         self.update({key: value for key, value in merge_tables(self, tables).items() if value != {}})
 
     def assign(self, path: Sequence[str], value: Any, source: str = SET) -> None:
-        """Put one value over the others, as `-s` does, or [sweep]; SlurmGPUError if an option gives it as well."""
+        """Override one value, as `-s` or [sweep] does. SlurmGPUError if an option also gives it."""
         for name in reversed(path):
             value = Part({name: value})
         for place in _keys_of(value):
             if (other := self.sources.get(place, source)).startswith("--") and other != source:
                 both = f"{'-s' if other == SET else other} and {'-s' if source == SET else source}"
-                raise SlurmGPUError(f"{both} {'.'.join(path)} set the same key. Leave one of them out.")
+                raise SlurmGPUError(f"{both} {'.'.join(path)} set the same key. Leave one out.")
         self.put(value, source)
 
     def assign_text(self, text: str) -> None:
-        """Assign KEY=VALUE; the value is TOML if it can be read so and its key takes it, else the text itself.
+        """Assign KEY=VALUE; the value is read as TOML if it is valid and fits the key, else as text.
 
-        A key that takes a list takes one value, or texts with commas between them.
+        A key that takes a list also takes one value, or texts separated by commas.
         """
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
+            raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, such as -s resources.gpus=4.")
         path, found = self.path_of(key.strip()), read_value(value)
         if path[0] == "sweep" and found == value and "," in value and not value.startswith("["):
             several, one = ([read_value(part.strip()) for part in value.strip("()").split(",")], [value])
             raise SlurmGPUError(
-                f"-s {text} is one text with a comma in it. For a value each: -s '{key}={json.dumps(several)}'; for "
-                f"this text: -s '{key}={json.dumps(one)}'."
+                f"-s {text} is read as one text with a comma. For several values write -s "
+                f"'{key}={json.dumps(several)}'; for this text, -s '{key}={json.dumps(one)}'."
             )
         if takes(path, found) is False:
             found = next(
@@ -79,7 +79,7 @@ class Overrides(dict[str, Any]):
     def path_of(self, key: str, source: str = "-s") -> tuple[str, ...]:
         """The path of a key in a run file: `resources.gpus`, a key at the top, or the name of a setting.
 
-        `source` is who names it, in errors.
+        `source` names the origin of the key in errors.
         """
         first, *rest = parts_of(key.removeprefix("."))
         if _is_of_file(key):
@@ -87,32 +87,32 @@ class Overrides(dict[str, Any]):
                 self.bare[first] = source
         elif rest and (hint := did_you_mean(first, TABLES)).startswith(" Did"):
             raise SlurmGPUError(
-                f"{source} {key}: there is no table {first!r} in a run file.{hint} If it is a setting: "
+                f"{source} {key}: a run file has no table {first!r}.{hint} For a setting, write "
                 f"{source} settings.{key}."
             )
         return place_of(key)
 
     def refuse_ambiguous(self, full_name: str, names: Collection[str] | None) -> None:
-        """SlurmGPUError if a bare key may be a setting of the workload; `names` are its settings, None for any."""
+        """Raise SlurmGPUError if a bare key may also be a setting; `names` are the workload's, None for any."""
         for key in sorted(self.bare if names is None else self.bare.keys() & set(names)):
             source = self.bare[key]
             former, latter = ("-s .{}=…", "-s settings.{}=…") if source == "-s" else ('".{}" = …', "settings.{} = …")
             typed, workload = "=…" if source == "-s" else "", title_of(full_name, "workload")
             raise SlurmGPUError(
-                f"{source} {key}{typed} may be the key of the run file or the setting of {workload}. "
-                f"Write {former.format(key)} for the former, or {latter.format(key)} for the latter."
+                f"{source} {key}{typed} is ambiguous. Write {former.format(key)} for the key of the run file, or "
+                f"{latter.format(key)} for the setting of {workload}."
             )
 
 
 def plain(value: Any, where: str) -> Any:
-    """A value as TOML has it: paths are text, tuples are lists, and keys without a value are left out.
+    """A value as TOML has it: paths become text, tuples become lists, and keys without a value are left out.
 
-    SlurmGPUError for a key that is no text; `where` names the value in it.
+    Raises SlurmGPUError for a key that is no text; `where` names the value in the message.
     """
     if isinstance(value, Mapping):
         if odd := [name for name in value if not isinstance(name, str)]:
             raise SlurmGPUError(
-                f"{where}: the key {odd[0]!r:.80} is {type(odd[0]).__name__!r}; expected text, as in a run file."
+                f"{where}: the key {odd[0]!r:.80} is of type {type(odd[0]).__name__}; expected text, as in a run file."
             )
         return {name: plain(inner, f"{where}, {name}") for name, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
@@ -144,6 +144,6 @@ def place_of(key: str) -> tuple[str, ...]:
 
 
 def _is_of_file(key: str) -> bool:
-    """Whether a key is one at the top of a run file or in its tables, and not the name of a setting alone."""
+    """Whether a key is one of a run file, at the top or in a table, and not the bare name of a setting."""
     first, *rest = parts_of(key.removeprefix("."))
     return key.startswith(".") or (first in TABLES if rest else first in RunFile.model_fields)

@@ -1,4 +1,4 @@
-"""The use of a task's GPUs by its workload, asked before anything is queued; and the memory of GPUs by name."""
+"""How a workload uses the GPUs of a task, asked before anything is queued; and the memory of GPUs by name."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _sizes_of(card: str) -> tuple[str, dict[int, float]]:
 
 
 GPU_MEMORY_GB = dict(map(_sizes_of, _MEMORY_GB.split(",")))
-"""Memory by words in a GPU's name: the gigabytes that it is sold with, and those that programs find.
+"""Memory by words in a GPU's name, as pairs: gigabytes on the data sheet, and gigabytes that programs find.
 
-A data sheet's gigabyte is most often 1024³ bytes, of which error correction and the driver take some. An MI250 is two
+A data sheet's gigabyte is usually 1024³ bytes, of which error correction and the driver take some. An MI250 is two
 GPUs.
 """
 
 
 def gpu_memory_of(resources: Resources) -> tuple[int, int] | None:
-    """The least and the most bytes of one GPU, by [resources]; None if they are not known."""
+    """The least and the most bytes of one GPU that [resources] imply; None if they are unknown."""
     name = _name_of(resources)
     if resources.gpu_memory is not None:
         size = _really(size_bytes(resources.gpu_memory), name)
@@ -58,14 +58,14 @@ def _card(name: str) -> dict[int, float] | None:
 
 
 def _really(size: int, name: str) -> int:
-    """The bytes of a GPU that is sold with a size, the least of several; a size that no data sheet has is itself."""
+    """The usable bytes of a GPU with this size on its data sheet; the size itself if no data sheet has it."""
     card = _card(name)
     cards = GPU_MEMORY_GB.values() if card is None else [card]
     return int(min((each[size // 10**9] * 1e9 for each in cards if size in (n * 10**9 for n in each)), default=size))
 
 
 def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placement:
-    """How many processes a task has, and lines on why: by the run file, else by the workload."""
+    """How many processes a task has, and lines that say why: from the run file, else from the workload."""
     name = workload.name
     if workload.place is not None:
         found = _ask(workload.place, resources, gpus_per_task)
@@ -78,11 +78,11 @@ def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placem
     if resources.nodes_per_task > 1 and found.processes == "one":
         raise SlurmGPUError(
             f"nodes_per_task = {resources.nodes_per_task}, but {title_of(name, 'workload')} runs in one process, which "
-            f'sees the GPUs of its own node only. Set processes = "per-gpu" in [resources] if it can run in several.'
+            f'sees the GPUs of one node only. Set processes = "per-gpu" in [resources] if it can run in several.'
         )
     is_chosen = resources.array or resources.gpus_per_task is not None or bool(found.lines)
     if found.processes == "one" and gpus_per_task > 1 and not is_chosen:
-        line = f"One process has all {gpus_per_task} GPUs, as one task. For a task on each GPU: array = true, --array."
+        line = f"One task with one process has all {gpus_per_task} GPUs. For a task on each GPU: array = true, --array."
         return replace(found, lines=(line,))
     return found
 
@@ -106,12 +106,12 @@ def _ask(asked: Callable[[Share], Placement], resources: Resources, gpus_per_tas
         found = answer(most)
     except SlurmGPUError as error:
         raise SlurmGPUError(
-            f'{error} (gpu_type = "{kind}" is taken for {most / 1e9:.1f} GB, the most that is sold under that name; '
-            f"set gpu_memory under [resources] if it has more.)"
+            f'{error} (gpu_type = "{kind}" is assumed to have {most / 1e9:.1f} GB, the most that is sold under that '
+            f"name; set gpu_memory in [resources] if it has more.)"
         ) from error
     sold = sorted(_card(_name_of(resources)) or ())
     warning = (
-        f'gpu_type = "{kind}" is sold with {sold[0]} and with {sold[-1]} GB; this fits the larger only: '
-        f'gpu_memory = "{sold[-1]}G" under [resources] says which it is; a task on a smaller one ends at once.'
+        f'gpu_type = "{kind}" is sold with {sold[0]} and with {sold[-1]} GB, and this run fits only the larger one. '
+        f'Set gpu_memory = "{sold[-1]}G" in [resources] if your cluster has that; a task on a smaller one ends at once.'
     )
     return replace(found, lines=(*found.lines, warning))

@@ -1,4 +1,4 @@
-"""From a run file to a plan: everything is checked here, before anything is queued or written."""
+"""Make a plan from a run file: everything is checked here, before anything is queued or written."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from slurmgpu.workload import Placement
 
 @dataclass(frozen=True)
 class Draft:
-    """A run that is not written yet: its plan, directory, items, whose files are temporary, and code.
+    """A run that is not written yet: its plan, directory, items (in temporary files) and code.
 
-    `resumes`: the workload keeps the progress of its items; `notes` are for the user. With `replaces_look` an earlier
-    look in its directory is removed before it is made.
+    `resumes`: the workload keeps the progress of its items; `notes` are for the user. With `replaces_look`, an earlier
+    look in its directory is removed first.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ class Draft:
         return self.plan.n_shards - (len(self.extension.shards) if self.extension else 0)
 
     def fill(self, run: Run) -> None:
-        """Put into its run directory what is there before anything is submitted: code, and shards of another run."""
+        """Write what the run directory holds before submission: code, and shards of the run that this one extends."""
         snapshots.write(run.folder, self.code)
         if self.extension is not None:
             self.extension.put_into(run)
@@ -94,22 +94,21 @@ def draft_run(
     scans: Scans | None = None,
     git: Callable[[Path], Git | None] = git_state,
 ) -> Iterator[Draft]:
-    """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
+    """The plan of a run file, for the duration of the `with` block. Raises SlurmGPUError if anything cannot work.
 
-    `run_file` is its path, or a `GivenRunFile`.
-    `after` are runs that this one waits for: a merged file of theirs may be the input before it exists. A `look` is a
-    run of some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items,
-    whose shards are taken. `records` is a table from Python with an Arrow form, in place of `input`. A look takes the
-    place of an earlier one, unless it has a `run_dir`; with `replaces_look` also there. `most_shards` says how many
-    shards so many items have at most, unless the run file or the tasks say otherwise. `scans` has the inputs of a
-    sweep's other runs, and `git` gives the state of a folder's repository.
+    `run_file` is its path, or a `GivenRunFile`. This run waits for the runs in `after`, one of whose merged files may
+    be the input before it exists. A `look` computes some of the items, in a directory next to the one of the whole run;
+    it replaces an earlier look, unless it has a `run_dir`, and with `replaces_look` also there. `extends` is a run of
+    fewer items, whose shards are reused. `records` is a table from Python with an Arrow form that replaces `input`.
+    `most_shards` gives the most shards for a number of items, unless the run file or the tasks say otherwise. `scans`
+    has the inputs of a sweep's other runs, and `git` gives the state of a folder's repository.
     """
     source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
     config, folder = read_run_file(source, overrides), path_of(source).parent
     written = written_in(path_of(source))  # now, as it may be edited while its input is read
     refuse_variants(config, path_of(source))
     if look is not None and extends is not None:
-        raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
+        raise SlurmGPUError("--extend computes all items that were added to the input; leave out --items and --limit.")
     given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, folder)
     target = run_path(config, path_of(source), run_dir, is_look=look is not None)
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
@@ -179,7 +178,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Built:
-    """The workload as it was built and checked, and what of it goes into the plan."""
+    """The workload, built and checked, and the parts of it that go into the plan."""
 
     full_name: str
     settings: Mapping[str, Any]
@@ -217,7 +216,7 @@ def _built(asked: _Asked, full_name: str, settings: dict[str, Any], workload: Ad
 
 def _size_of(asked: _Asked, built: _Built, n_items: int, most_shards: Callable[[int], int]) -> ShardSize:
     """The shards' size: as asked for, as in the run that is extended, or as suits the tasks."""
-    # The progress of an item that resumes is one task's, and the processes of a group call it together.
+    # An item that resumes keeps its progress in one task, and the processes of a group call it together.
     divides = built.placement.processes == "one" and not built.workload.resumes
     most_parts = built.workload.most_parts if divides else 1
     if asked.shard_items is None:
@@ -274,19 +273,19 @@ def _is_look(folder: Path) -> bool:
 
 
 def _refuse_incomplete(workload: Adapted, after: Sequence[Run]) -> None:
-    """Refuse a workload that reads the merged file of a run that is incomplete, and that is not waited for."""
+    """Refuse a workload that reads the merged file of an incomplete run that this run does not wait for."""
     waited_for = {run.folder.resolve() for run in after}
     for folder in map(Path, workload.awaits):
         if folder.resolve() not in waited_for:
             raise SlurmGPUError(
-                f"{title_of(workload.name)} reads {folder / 'merged.h5'}, and that run is not complete. If it is "
-                f"queued or at work, let this one wait for it: --after {shlex.quote(str(folder))}, in Python "
-                f"after=[…]; else `slurmgpu resubmit {shlex.quote(str(folder))}` completes it."
+                f"{title_of(workload.name)} reads {folder / 'merged.h5'}, but that run is not complete. If it is "
+                f"queued or running, make this run wait for it: --after {shlex.quote(str(folder))} (in Python: "
+                f"after=[…]). Otherwise `slurmgpu resubmit {shlex.quote(str(folder))}` completes it."
             )
 
 
 def _check_here(workload: Adapted, config: RunFile, folder: Path) -> list[str]:
-    """Let the workload refuse this machine; a note in place of the refusal where the tasks' machines may differ."""
+    """Let the workload check this machine; return a note instead of its error if the tasks' nodes may differ."""
     if workload.check_here is None:
         return []
     try:
@@ -295,12 +294,12 @@ def _check_here(workload: Adapted, config: RunFile, folder: Path) -> list[str]:
     except SlurmGPUError as error:
         if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
             raise
-        return [f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again."]
+        return [f"{error} [slurm] setup may provide it, so the tasks check again."]
     return []
 
 
 def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
-    """A temporary folder on the disk of the run directory, where what is made needs no copy and /tmp may be small."""
+    """A temporary folder on the run directory's file system: files move there without a copy, and /tmp may be small."""
     there = next(folder for folder in run_dir.parents if folder.is_dir())
     room = tempfile.TemporaryDirectory(
         prefix=f".{run_dir.name}.", suffix=".partial", dir=there if os.access(there, os.W_OK) else None

@@ -44,13 +44,13 @@ SLURM_RESERVED = {
     "gpus_per_node": "[resources] gpus and gpus_per_task set it",
     "gpus_per_task": "[resources] gpus_per_task sets it",
     "nodes": "[resources] nodes_per_task sets it",
-    **dict.fromkeys(NTASKS, "a task is one process on each of its nodes, which starts those of the GPUs"),
+    **dict.fromkeys(NTASKS, "a task is one process on each of its nodes, which starts one for each GPU if needed"),
     **dict.fromkeys(
-        ("clusters", "cluster", "M"), "slurmgpu looks for its jobs on this cluster; submit on the other one"
+        ("clusters", "cluster", "M"), "slurmgpu finds its jobs on this cluster only; submit on the other cluster"
     ),
-    "output": "logs lie in the run directory",
-    "error": "logs lie in the run directory",
-    "open_mode": "logs lie in the run directory",
+    "output": "logs are in the run directory",
+    "error": "logs are in the run directory",
+    "open_mode": "logs are in the run directory",
     "wrap": "slurmgpu writes the script",
     "parsable": "slurmgpu reads sbatch's answer",
 }
@@ -70,7 +70,7 @@ def _slurm_names(value: Any) -> Any:
         if name in SLURM_RESERVED:
             raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
         if isinstance(option, list) and name != "setup":
-            raise ValueError(f"{name!r} is a list; only setup, the commands that the script runs first, is one")
+            raise ValueError(f"{name!r} is a list; only setup (the commands that the script runs first) takes a list")
     if isinstance(options.get("setup"), str):
         options["setup"] = [options["setup"]]
     return options
@@ -85,7 +85,7 @@ SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
 
 
 ALL = "all"
-"""In place of a number of GPUs: as many as this machine has."""
+"""Instead of a number of GPUs: as many as this machine has."""
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *([GMT])(i?)B?\Z")
 
@@ -182,7 +182,7 @@ def _destinations(value: Any) -> Any:
             parse_destination(str(text))
         except SlurmGPUError as error:
             errors.append(error)
-    # A secret first: the message about any other of them would show all.
+    # Check for secrets first: the message about another error would show all texts.
     for cause in sorted(errors, key=lambda error: not isinstance(error, CredentialError)):
         raise ValueError(str(cause).removesuffix(".")) from cause
     return texts
@@ -221,7 +221,7 @@ class RunFile(Table):
 
 
 def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[BaseModel] | None:
-    """The model of a table, by default of the run file; None for tables of any keys, and for what is no table."""
+    """The model of a table, by default in the run file; None for a table of any keys, or if it is no table."""
     for name in path:
         field = model.model_fields.get(name)
         kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
@@ -237,7 +237,7 @@ def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[Base
 
 
 def takes(path: Sequence[str], value: Any) -> bool | None:
-    """Whether a key of the run file takes a value of this type; None for a key that is not in it by its name."""
+    """Whether a key of the run file takes a value of this type; None for an unknown key."""
     field = None if (table := table_of(path[:-1])) is None else table.model_fields.get(path[-1])
     if field is None or field.annotation is None:
         return None
@@ -252,9 +252,9 @@ def takes(path: Sequence[str], value: Any) -> bool | None:
 
 
 def read_value(text: str) -> Any:
-    """The value that a text is in TOML; the text itself if it is none, or a date."""
+    """The value of a text as TOML; the text itself if it is no valid TOML, or a date."""
     try:
-        # In an inline table, nothing can follow the value: no comment, no other key.
+        # In an inline table nothing can follow the value, neither a comment nor another key.
         value = tomllib.loads(f"table = {{ value = {text} }}")["table"]
     except (tomllib.TOMLDecodeError, RecursionError):
         return text
@@ -278,12 +278,12 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _of_script(path: Path) -> str:
-    """The command to type where a script was named in place of a run file; an empty text for other files."""
+    """The command to type if a script was named instead of a run file; an empty text for other files."""
     runs = {".py": "python", ".sh": "bash"}.get(path.suffix)
     if runs is None:
         return ""
     return (
-        f" A run file says what to compute; a script itself is run for each item of an input by "
+        f" A run file says what to compute. To run a script for each item of an input, use "
         f"slurmgpu run --each FILE --col NAME:TYPE -- {runs} {path.name} …"
     )
 
@@ -297,19 +297,19 @@ def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> Ta
 
 
 def parse_resources(value: Mapping[str, Any]) -> Resources:
-    """[resources] from a mapping, such as a run's with flags over it."""
+    """[resources] from a mapping, such as a run's, updated by flags."""
     return parse_table(Resources, counted(value), "resources")
 
 
 def counted(resources: Mapping[str, Any]) -> Mapping[str, Any]:
-    """[resources] with this machine's number of GPUs in place of `gpus = "all"`."""
+    """[resources] with this machine's number of GPUs instead of `gpus = "all"`."""
     if resources.get("gpus") != ALL:
         return resources
     executor = EXECUTORS.make(resources.get("executor", DEFAULT))
     if executor.queues:
         raise SlurmGPUError(
-            f'gpus = "{ALL}" takes those of this machine, and {executor.name} computes elsewhere: say how many, as in '
-            f"--gpus 4, or compute here with --executor local."
+            f'gpus = "{ALL}" counts the GPUs of this machine, but the executor {executor.name} computes elsewhere. '
+            f"Give a number, such as --gpus 4, or compute here with --executor local."
         )
     try:
         return {**resources, "gpus": gpus.count()}
@@ -320,7 +320,7 @@ def counted(resources: Mapping[str, Any]) -> Mapping[str, Any]:
 def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
     """The sbatch options in KEY=VALUE of --slurm; KEY alone is an option without a value, such as `no-requeue`.
 
-    Values are text, so that a time or a name of digits is not changed, except true and false.
+    Values stay text, except true and false, so that times and names of digits are not changed.
     """
     pairs = (text.partition("=") for text in texts)
     words = {"true": True, "false": False}
@@ -332,7 +332,7 @@ def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
 
 
 class Part(dict[str, Any]):
-    """A table of which only these keys are set: it is put over another one, and does not replace it."""
+    """A table with some keys set: it updates another table instead of replacing it."""
 
 
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
 
 
 def _put_over(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A Part put over a Part, or over nothing, is a Part still."""
+    """Update a table; a Part over a Part, or over nothing, stays a Part."""
     merged = Part() if not isinstance(table, Mapping) or isinstance(table, Part) else dict(table)
     merged.update(table if isinstance(table, Mapping) else {})
     for name, value in given.items():
@@ -360,7 +360,7 @@ def _put_over(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_problem(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    # A misspelt key is also missing under its right name: the wrong name says more.
+    # A misspelt key is also missing under its right name; the message about the wrong name says more.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in problem["loc"] if part not in ("str", "int", "float", "bool", "list[str]")]
     table, key = path[:-1], path[-1] if path else ""

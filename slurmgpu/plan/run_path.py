@@ -1,4 +1,4 @@
-"""The path of a run directory: where it lies by the run file and the options, and which paths are refused."""
+"""The path of a run directory, from the run file and the options, and the paths that are refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LOOK = "-look"
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 NOT_UTF8 = re.compile(r"[\ud800-\udfff]")
-"""Python's characters for the bytes of a path that are no UTF-8."""
+"""Python's characters for bytes in a path that are not UTF-8."""
 
 
 def run_path(config: RunFile, path: Path, run_dir: Path | None, *, is_look: bool) -> Path:
-    """The absolute path of the directory for a run of the run file at `path`; `run_dir` is that of an option."""
+    """The absolute path of the run directory for the run file at `path`; `run_dir` is the option's."""
     named = expanded(config.run_dir or f"runs/{path.stem}")
     if is_look:
         named = named.with_name(f"{named.name}{LOOK}")
@@ -26,19 +26,19 @@ def run_path(config: RunFile, path: Path, run_dir: Path | None, *, is_look: bool
 
 
 def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
-    """Raise SlurmGPUError for a run directory whose path Slurm would change, or that is no UTF-8.
+    """Raise SlurmGPUError for a run directory whose path Slurm would change, or that is not UTF-8.
 
     The executor refuses `not_in_paths`. Submitit and Slurm replace %j and other patterns anywhere in the path of a log;
-    a backslash turns that off. A line break ends a line of #SBATCH, and versions of sbatch differ in how they read a
-    quote in one.
+    a backslash turns that off. A line break ends an #SBATCH line, and versions of sbatch read a quote in one
+    differently.
     """
     path = str(run_dir)
     if found := CONTROL.search(path):
         what = f"the control character {found[0]!a}"
     elif found := NOT_UTF8.search(path):
-        what = f"{found[0]!a}, a byte that is no UTF-8, as the files of a run and Slurm's messages are"
+        what = f"{found[0]!a}, a byte that is not valid in UTF-8, which a run's files and Slurm's messages are in"
     elif "%" in path:
-        what = "a %, which Slurm replaces by numbers of jobs in the paths of logs"
+        what = "a %, which in the paths of logs Slurm replaces by job numbers"
     elif odd := sorted({each for each in path if each in not_in_paths}):
         what = f"{' and '.join(odd)}, which versions of Slurm read differently"
     else:

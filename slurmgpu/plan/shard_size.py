@@ -1,4 +1,4 @@
-"""The size of shards, unless the run file sets it: by the input, and for a small one by the tasks."""
+"""The default size of shards, from the size of the input, and for a small input from the number of tasks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from slurmgpu.util.amounts import count_of
 
 TARGET_SHARDS = 2048
-"""The most shards by the input's size: enough for balance over hundreds of GPUs, few enough for one directory."""
+"""The most shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """The items of a shard, the parts of each item, and a note for the user if a run with one task has others."""
+    """The items per shard, the parts per item, and a note for the user if they depend on the number of tasks."""
 
     n_items: int
     parts: int = 1
@@ -20,17 +20,17 @@ class ShardSize:
 
 
 def default_shard_items(n_items: int, batch_size: int, most_shards: int = TARGET_SHARDS) -> int:
-    """Items in a shard by the input's size alone: whole batches, for at most so many shards."""
+    """The items per shard by the input's size alone: whole batches, for at most `most_shards` shards."""
     return batch_size * -(-n_items // (batch_size * most_shards))
 
 
 def shard_size(
     n_items: int, batch_size: int, n_tasks: int, most_shards: int = TARGET_SHARDS, most_parts: int = 1
 ) -> ShardSize:
-    """The default size of a shard, but an equal part for each of the tasks where they are more than such shards.
+    """The default size of a shard; if there are more tasks than such shards, an equal share of items for each task.
 
-    Each item of a shard of its own is computed in several parts where there are tasks for them: never in more, since an
-    item in parts takes a GPU longer than in one.
+    If even shards of one item are too few, each item is computed in several parts: only as many as there are tasks for,
+    because an item in parts takes more GPU time in total.
     """
     size = default_shard_items(n_items, batch_size, most_shards)
     part = -(-n_items // n_tasks)
@@ -38,8 +38,8 @@ def shard_size(
     note = None
     if n_shards < n_tasks and n_shares > n_shards:
         note = (
-            f"{count_of(n_items, 'item')} are cut into {count_of(n_shares, 'shard')} of {part:,}, in place of "
-            f"{n_shards:,} of {size:,}, so that {n_shares:,} tasks have one each; shard_items sets another size."
+            f"{count_of(n_items, 'item')} are cut into {count_of(n_shares, 'shard')} of {part:,} (instead of "
+            f"{n_shards:,} of {size:,}), so that {n_shares:,} tasks have one each; shard_items sets another size."
         )
         size = part
     parts = max(1, min(n_tasks // n_items, most_parts)) if min(size, n_items) == 1 else 1

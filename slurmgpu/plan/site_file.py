@@ -1,6 +1,6 @@
 """The site file: settings for all of a user's runs on a cluster, and profiles of them by name.
 
-Run files override the settings, a profile that was chosen overrides run files, and options override all.
+Run files override the settings, a chosen profile overrides run files, and options override all.
 
 docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 """
@@ -44,11 +44,11 @@ TABLES = ("resources", "container", "slurm", "merge")
 
 @dataclass(frozen=True)
 class GivenRunFile:
-    """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path.
+    """A run file as a mapping instead of TOML. Relative paths in it are relative to `folder`, an absolute path.
 
-    `items` is a file that is the input and moves into the run directory, as do `files`. `modules` are modules of the
-    user's that tasks import although no setting names them, `texts` those of functions, which may name files.
-    `called` is what it is, with all options, where it is wrong; by default a run file.
+    The file `items` is the input and moves into the run directory, as do `files`. `modules` are modules of the user
+    that tasks import although no setting names them; `texts` are the sources of functions, which may name files.
+    `called` is its name in errors; by default a run file's.
     """
 
     tables: Mapping[str, Any]
@@ -61,7 +61,7 @@ class GivenRunFile:
 
     @property
     def path(self) -> Path:
-        """The path, at which there is no file, that stands for it in the plan."""
+        """The path that stands for it in the plan; no file exists there."""
         return self.folder / GIVEN_RUN_FILE
 
 
@@ -119,13 +119,13 @@ def read_profile(name: str) -> dict[str, Any]:
     """The tables of a profile, with only the keys that it sets; SlurmGPUError for an unknown name."""
     known, path = _read_site().get("profiles", {}), site_path()
     if name not in profile_names():
-        hint = did_you_mean(name, known) or " It has none: write one as [profiles.debug.slurm], for example."
+        hint = did_you_mean(name, known) or " It has none; write one, for example [profiles.debug.slurm]."
         raise SlurmGPUError(f"The site file {path} has no profile {name!r}.{hint}")
     return _tables(Profile, known[name], f"{path}, profile {name}")
 
 
 def put_profile(overrides: Overrides, name: str | None) -> None:
-    """Put the values of a profile over others; without a name, of the one in SLURMGPU_PROFILE, if there is one."""
+    """Put the values of a profile into the overrides; by default of the profile in SLURMGPU_PROFILE, if it is set."""
     if name := name or os.environ.get("SLURMGPU_PROFILE"):
         overrides.put(read_profile(name), f"{site_path().name}, profile {name}")
 
@@ -146,7 +146,7 @@ def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[st
 
 
 def path_of(source: RunFileSource) -> Path:
-    """The path of a run file; one at which there is no file for a mapping."""
+    """The path of a run file; for a mapping, a path without a file."""
     return source.path if isinstance(source, GivenRunFile) else source
 
 
@@ -207,8 +207,8 @@ def _read(source: RunFileSource) -> dict[str, Any]:
             raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
     alone = value
     if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
-        alone = {**value, "resources": {**resources, "gpus": 0}}  # the executor may be the site file's, or an option's
-    parse_table(RunFile, alone, _called(source) or named(path_of(source)))  # by itself, so that errors name this file
+        alone = {**value, "resources": {**resources, "gpus": 0}}  # the site file or an option may set the executor
+    parse_table(RunFile, alone, _called(source) or named(path_of(source)))  # alone, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
 

@@ -33,8 +33,8 @@ def split_sweep(config: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
                 inside = [name in names for name in group] if isinstance(group, list) else []
                 if any(inside) and not all(inside):
                     raise SlurmGPUError(
-                        f"[sweep] zip: {', '.join(map(str, group))} are keys of the run and of its items, which vary "
-                        f"apart. Take them out of one group, or name an input."
+                        f"[sweep] zip: {', '.join(map(str, group))} mix keys of the run with keys of its items, which "
+                        f"vary independently. Put them into separate groups, or name an input."
                     )
                 part = of_runs if any(inside) else of_items
                 part.setdefault(key, []).append(group)
@@ -46,13 +46,13 @@ def split_sweep(config: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def refuse_variants(config: RunFile, path: Path) -> None:
-    """Raise SlurmGPUError if the [sweep] of a run file stands for several runs."""
+    """Raise SlurmGPUError if [sweep] of a run file makes several runs."""
     of_runs, _ = split_sweep(config)
     if of_runs:
         keys = ", ".join(key for key in of_runs if key not in (sweeps.ZIP, sweeps.RANDOM))
         raise SlurmGPUError(
-            f"{named(path)}: [sweep] varies {keys}, so there is a run for each value. `slurmgpu submit` and "
-            f"slurmgpu.submit_all submit them all; here one run is expected."
+            f"{named(path)}: [sweep] varies {keys}, which makes a run for each value; expected a single run here. "
+            f"`slurmgpu submit` and slurmgpu.submit_all submit all of them."
         )
 
 

@@ -29,7 +29,7 @@ CREDENTIALS = re.compile(
     rf"|[?&;](?:(?:[^=&;\s]*[_.-])?(?:{NAME}s?|pwd|sig(?:nature)?)|key)=[^&;\s]",
     re.IGNORECASE,
 )
-"""Passwords, and what stands for one before a web server's name or among a query's parameters."""
+"""Passwords and tokens in an address: before the host name, or among the query's parameters."""
 
 
 class CredentialError(SlurmGPUError):
@@ -48,14 +48,14 @@ class Destination:
 
 
 def parse_destination(text: str) -> Destination:
-    """The destination in TRACKER:WHERE; SlurmGPUError for anything else.
+    """The destination in TRACKER:WHERE. Raises SlurmGPUError for anything else.
 
-    One that holds a secret is refused by a CredentialError, whose text does not have it.
+    An address with a secret raises CredentialError, whose text does not show the secret.
     """
     if CREDENTIALS.search(text) or hide_in(text) != text:
         raise CredentialError(
-            "The address of the tracker holds a password or a token, which files and process lists would show. Leave "
-            "it out, and set the tracker's own variable in the environment, such as MLFLOW_TRACKING_PASSWORD or "
+            "The tracker's address holds a password or a token, which files and process lists would show. Leave it "
+            "out, and set the tracker's own environment variable, such as MLFLOW_TRACKING_PASSWORD or "
             "MLFLOW_TRACKING_TOKEN."
         )
     tracker, _, where = text.partition(":")
@@ -63,5 +63,5 @@ def parse_destination(text: str) -> Destination:
         known = ", ".join(f"{name}:{WHERE.get(name, 'WHERE')}" for name in names)
         raise SlurmGPUError(f"There is no tracker {tracker!r}; expected one of {known}.{did_you_mean(tracker, names)}")
     if not where:
-        raise SlurmGPUError(f"{text!r} does not say where to: write {tracker}:{WHERE.get(tracker, 'WHERE')}.")
+        raise SlurmGPUError(f"{text!r} names no destination: write {tracker}:{WHERE.get(tracker, 'WHERE')}.")
     return Destination(tracker, where)

@@ -1,4 +1,4 @@
-"""Variables of the environment in run files and site files: `${NAME}` and `${NAME:-default}`."""
+"""Environment variables in run files and site files: `${NAME}` and `${NAME:-default}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.redact import NAMED, hide_in
 
 VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}")
-"""A variable; with two dollar signs it stands for the text with one."""
+"""A variable; with two dollar signs it is a literal text with one."""
 
 LITERAL = {
     ("on_end",),
@@ -25,16 +25,16 @@ LITERAL = {
     ("container", "env"),
     ("container", "scratch"),
 }
-"""Keys whose texts are left alone: a shell, a program or the node has variables of its own there."""
+"""Keys whose texts are not substituted: a shell, a program or the node expands its own variables there."""
 
 SHOWN = 120
-"""How many characters of a text are told."""
+"""The most characters of a text that are shown."""
 
 
 def substitute(tables: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """The tables of a file with the values of variables in their texts, and a line for each text that changed.
 
-    SlurmGPUError for a variable that is not set, or that looks like a secret; `where` names the file.
+    Raises SlurmGPUError for a variable that is not set, or that looks like a secret; `where` names the file.
     """
     told: list[str] = []
     sweep = tables.get("sweep")
@@ -55,7 +55,7 @@ def substitute(tables: Mapping[str, Any], where: str) -> tuple[dict[str, Any], l
         ):
             return value
         told.append(f"{'.'.join(path)} is {_shown(text)}, from {_shown(value)} in {where}")
-        # A number, where a key takes no text.
+        # If the key takes no text, read it as a number.
         return read_value(text) if takes(place, text) is False else text
 
     return each((), tables), told
@@ -82,12 +82,12 @@ def _value(match: re.Match[str], path: tuple[str, ...], where: str) -> str:
     key = ".".join(path)
     if value is None:
         raise SlurmGPUError(
-            f"{where}: {key} has ${{{name}}}, and the environment has no {name}. Set it, give a default as in "
-            f"${{{name}:-value}}, or write $${{{name}}} for the text itself."
+            f"{where}: {key} has ${{{name}}}, but the variable {name} is not set. Set it, give a default with "
+            f"${{{name}:-value}}, or write $${{{name}}} for the literal text."
         )
     if NAMED.search(name) or hide_in(value) != value:
         raise SlurmGPUError(
-            f"{where}: {key} has ${{{name}}}, which looks like a secret, and run.json, in which values are frozen, can "
-            f"be read by others. Leave it out: tasks have the environment in which you submit."
+            f"{where}: {key} has ${{{name}}}, which looks like a secret, and others may read run.json, where values "
+            "are frozen. Leave it out: tasks inherit the environment in which you submit."
         )
     return value

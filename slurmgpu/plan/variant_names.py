@@ -1,4 +1,4 @@
-"""The names of a sweep's runs: from their values that vary, but a run that sweep.json has keeps its name there."""
+"""The names of a sweep's runs, made from the values that vary; a run in sweep.json keeps its name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunName:
-    """The name of a run, and the run that already has the name which its values alone would give, if any."""
+    """The name of a run, and the other run, if any, that already has the name that these values would give."""
 
     name: str
     namesake: str | None = None
@@ -35,11 +35,11 @@ def names_beside(
     listed: Mapping[str, Values],
     differs: Callable[[str, Values], bool] = lambda name, values: False,
 ) -> list[RunName]:
-    """A name for each configuration, beside the runs that sweep.json has, whose values are `listed` without secrets.
+    """A name for each configuration, given the runs in sweep.json, whose values are `listed` without secrets.
 
-    A run is known by its values: of a configuration that is listed the name stays, whatever else [sweep] stands for.
-    Others get names that none has. `differs` tells of a listed run, and of values that are the same as its own once
-    secrets are hidden, whether these secrets are others.
+    A run is identified by its values: a listed configuration keeps its name, whatever else [sweep] makes. Others get
+    unused names. `differs` says whether a listed run and values that look the same without their secrets have
+    different secrets.
     """
     names = names_of(configurations, zipped)
     free: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def names_beside(
 
 
 def respelled(listed: Mapping[str, Values], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The values of runs by `keys` where they name the same key of the run file, as `settings.lr` and `lr` may."""
+    """The values of runs under the names in `keys`; `settings.lr` and `lr` may name the same key of the run file."""
     spelled = {place_of(key): key for key in keys}
     return {
         name: {spelled.get(place_of(key), key): value for key, value in values.items()}
@@ -75,14 +75,14 @@ def respelled(listed: Mapping[str, Values], keys: Iterable[str]) -> dict[str, di
 
 
 def as_text(values: Values) -> str:
-    """A text that is equal for equal values alone."""
+    """A text that is equal only for equal values."""
     return json.dumps(values, sort_keys=True)
 
 
 def names_of(configurations: Sequence[Values], zipped: Sequence[str] = ()) -> list[str]:
     """A name for each configuration, from its values that vary: `small_math`, `temperature=0.5`.
 
-    Keys in `zipped` vary with another one, which tells the runs apart.
+    Keys in `zipped` are left out: they vary with another key, which distinguishes the runs.
     """
     numbers = range(len(configurations))
     keys = list(dict.fromkeys(key for each in configurations for key in each))
@@ -111,13 +111,13 @@ def _texts_of(key: str, configurations: Sequence[Values]) -> dict[int, str]:
 
 
 def _texts(key: str, values: Sequence[Any]) -> list[str]:
-    """A short text for each value, as part of a name; equal for equal values alone."""
+    """A short text for each value, as part of a name; equal only for equal values."""
     distinct = {json.dumps(value, sort_keys=True): value for value in values}
     last = parts_of(key)[-1]
     made: list[str] = []
     if all(isinstance(value, str) for value in distinct.values()):
         texts = list(distinct.values())
-        # As few parts of paths, and of names with slashes, as tell them apart.
+        # The fewest last parts of paths, or of names with slashes, that distinguish them.
         for n_parts in (1, 2, 3):
             made = [_text_of(text, n_parts, is_file=key == "input") for text in texts]
             if len(set(made)) == len(made):
@@ -134,7 +134,7 @@ def _texts(key: str, values: Sequence[Any]) -> list[str]:
 
 
 def _text_of(text: str, n_parts: int, *, is_file: bool) -> str:
-    """The last parts of a text with slashes, with letters, digits and a few signs alone."""
+    """The last parts of a text with slashes, reduced to letters, digits and a few signs."""
     pieces = [piece for piece in text.split("/") if re.search(r"\w", piece)]
     if is_file and pieces:
         stem = pieces[-1].lstrip(".").partition(".")[0]

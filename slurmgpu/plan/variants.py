@@ -31,7 +31,7 @@ from slurmgpu.util.users import expanded
 MOST_RUNS = 1000
 """The most runs of a sweep; each has jobs and a directory of its own."""
 REFUSED = {
-    "run_dir": "the runs lie in the folder run_dir, by their values",
+    "run_dir": "it is the folder that holds all runs",
     "sweep": "it is the table itself",
 }
 """Keys that are the same for all runs of a sweep, and why."""
@@ -39,10 +39,10 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a sweep: its values by key of [sweep], its name, and the values over the run file that it has.
+    """One run of a sweep: its values by key of [sweep], its name, and the overrides of the run file.
 
-    `namesake` is a run that sweep.json has with other values, and that these alone would have named so. It may compute
-    the same all the same: `a.txt` and `./a.txt` are one input.
+    `namesake` is a run in sweep.json that has other values but took the name that these would get. It may still
+    compute the same: `a.txt` and `./a.txt` are one input.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """The runs of a sweep, each in a directory of its name in `folder`; `said` are they in a line.
+    """The runs of a sweep, each in `folder` in a directory of its name; `said` describes them in a line.
 
-    With `replace_looks` they take the place of earlier looks. `listed` is what sweep.json had by then.
+    With `replace_looks` they replace earlier looks. `listed` is the content of sweep.json when it was read.
     """
 
     folder: Path
@@ -67,9 +67,9 @@ class Variants:
 
 @dataclass(frozen=True)
 class Drafts:
-    """The runs of a sweep: those to submit, with their drafts, and those that are there already.
+    """The runs of a sweep: those to submit, with their drafts, and those that exist already.
 
-    `changed` says, by name of a run that is there, which files have changed since it was submitted.
+    `changed` says, by name of an existing run, which files have changed since it was submitted.
     """
 
     variants: Variants
@@ -78,23 +78,23 @@ class Drafts:
     changed: Mapping[str, str]
 
     def notes(self) -> list[str]:
-        """A sentence for each run that is there with the rows of other code."""
+        """A sentence for each existing run whose rows were computed by other code."""
         return [
-            f"{run.name} is of other code: {changed} Its rows stay as they are; "
-            f"slurmgpu resubmit --other-code {run.typed} computes them by the present code."
+            f"{run.name} was computed by other code: {changed} Its rows stay as they are; "
+            f"slurmgpu resubmit --other-code {run.typed} recomputes them with the current code."
             for run in self.there
             if (changed := self.changed.get(run.name))
         ]
 
     def record(self) -> None:
-        """Write into the folder of the sweep which runs it has, before each of them is made.
+        """List the runs in sweep.json, before any of them is made.
 
-        SlurmGPUError if another command has since begun to make runs of these names, or of these values.
+        SlurmGPUError if another command has meanwhile begun to make runs with these names or values.
         """
         record_runs(self.variants.folder, {each.name: each.values for each in self.variants.runs}, self._beside)
 
     def _beside(self, listed: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-        """The runs of sweep.json as it is now, by the keys of this sweep."""
+        """The runs in the current sweep.json, under the keys of this sweep."""
         variants = self.variants
         own = {each.name: as_text(hidden(each.values)) for each in variants.runs}
         now = respelled(listed, _keys_of(variants.runs))
@@ -102,8 +102,8 @@ class Drafts:
             text = as_text(values)
             if values != variants.listed.get(name) and own.get(name) != text and (name in own or text in own.values()):
                 raise SlurmGPUError(
-                    f"Another command submits runs of this sweep right now, such as {variants.folder / name}. Submit "
-                    f"again: runs that are there stay as they are."
+                    f"Another command is submitting runs of this sweep, such as {variants.folder / name}. Submit again "
+                    f"when it has finished: existing runs stay as they are."
                 )
         return now
 
@@ -111,7 +111,7 @@ class Drafts:
 def variants_of(
     source: RunFileSource, overrides: Overrides, run_dir: Path | None = None, look: Look | None = None
 ) -> Variants | None:
-    """The runs that [sweep] of a run file stands for; None if it stands for items, or is absent.
+    """The runs that [sweep] of a run file makes; None if it makes items, or is absent.
 
     With an input, each key of [sweep] is named as `-s` names it: `input`, `seed`, `settings.lr`, or `lr` for the
     setting. Without one, keys of tables, such as `settings.lr`, vary the run and all others the items.
@@ -125,8 +125,8 @@ def variants_of(
     said = sweeps.headline(of_runs, len(found), "run")
     if len(found) > MOST_RUNS:
         raise SlurmGPUError(
-            f"[sweep] stands for {len(found):,} runs; expected at most {MOST_RUNS:,}, as each has jobs and a directory "
-            f"of its own. Shorten its lists, or draw from them with random = 20, for example."
+            f"[sweep] makes {len(found):,} runs; expected at most {MOST_RUNS:,}, because each has its own jobs and "
+            f"directory. Shorten its lists, or draw from them, for example with random = 20."
         )
     folder = run_path(config, path_of(source), run_dir, is_look=look is not None)
     if exists(folder / "run.json"):
@@ -163,7 +163,7 @@ def _has_other_secrets(folder: Path, values: Mapping[str, Any]) -> bool:
         there: Any = {"settings": run.plan.settings}
         for name in place_of(key):
             there = there.get(name) if isinstance(there, Mapping) else None
-        # What planning froze in another form tells nothing.
+        # Values that planning froze in another form cannot be compared.
         if there != value and hidden({key: there}) == hidden({key: value}):
             return True
     return False
@@ -176,9 +176,9 @@ def drafted(
     after: Sequence[Run] = (),
     look: Look | None = None,
 ) -> Iterator[Drafts]:
-    """The drafts of all runs of a sweep, while the `with` block lasts; SlurmGPUError if one of them cannot work.
+    """The drafts of all runs of a sweep, for the duration of the `with` block. SlurmGPUError if one cannot work.
 
-    A run that exists, and computes the same, is left out; one that computes something else is refused.
+    An existing run that computes the same is left out; one that computes something else is refused.
     """
     to_submit, there, found = [], [], []
     changed: dict[str, str] = {}
@@ -205,7 +205,7 @@ def drafted(
                 since = _changed_since(run, source, variant, drafting) if since is None else since
                 if since is None:
                     raise SlurmGPUError(
-                        f"{folder} holds a run that computes something else. Name another folder, by --run-dir or "
+                        f"{folder} holds a run that computes something else. Name another folder with --run-dir or "
                         f"run_dir, or move that run away."
                     )
                 changed[run.name] = since
@@ -218,18 +218,18 @@ def _changed_since(
     variant: Variant,
     drafting: Callable[..., contextlib.AbstractContextManager[Draft]],
 ) -> str | None:
-    """The code that has changed since the submission of a run that computes the same as this one of [sweep].
+    """The code that has changed since an existing run was submitted that computes the same as this one of [sweep].
 
-    None for a run that computes something else.
+    None if that run computes something else.
     """
-    # The directory of a run that is there cannot be planned once more.
+    # Planning refuses a directory that exists.
     target = run.folder.with_name(f".{run.name}.again")
     with drafting(_cut_as(run, source, variant.overrides), target) as draft:
         return changed_since(run, draft.code) if draft.plan.computes_same(run.plan) else None
 
 
 def _cut_as(run: Run, source: RunFileSource, overrides: Overrides) -> Overrides:
-    """The values with the shards of a run that is there, which may have been planned for another number of tasks."""
+    """The overrides with the shard size of an existing run, which may have been planned for another number of tasks."""
     if read_run_file(source, overrides).shard_items is not None:
         return overrides
     found = copy.deepcopy(overrides)
@@ -246,12 +246,12 @@ def _naming(variant: Variant) -> Iterator[None]:
 
 
 def _varied(overrides: Overrides, values: Mapping[str, Any], of_items: Mapping[str, Any]) -> Overrides:
-    """The values over the run file for one run of a sweep."""
+    """The overrides of the run file for one run of a sweep."""
     found = copy.deepcopy(overrides)
     found.replaced["sweep"] = dict(of_items) or None
     for key, value in values.items():
         path = found.path_of(key, "[sweep]")
         if path[0] in REFUSED:
-            raise SlurmGPUError(f"[sweep] varies {key}, which is one for all of its runs: {REFUSED[path[0]]}.")
+            raise SlurmGPUError(f"[sweep] cannot vary {key}: {REFUSED[path[0]]}.")
         found.assign(path, value, "[sweep]")
     return found

@@ -1,4 +1,4 @@
-"""What a run file said when its run was planned, to notice a later edit: the run keeps what was planned."""
+"""Digests of a run file's values at planning, to notice later edits; the run keeps what was planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def written_in(run_file: Path) -> dict[str, str]:
 
 
 def edited_notes(plan: Plan) -> list[str]:
-    """A note on the keys that the run file gives other values than when the run was planned; none without such keys."""
+    """A note on the keys whose values in the run file have changed since the run was planned, if there are any."""
     then, run_file = plan.provenance.get("written", {}), Path(plan.provenance["run_file"])
     now = written_in(run_file) if then else {}
     if not now:
@@ -33,13 +33,13 @@ def edited_notes(plan: Plan) -> list[str]:
     if not changed:
         return []
     return [
-        f"{run_file.name} has changed since the run was planned: {', '.join(changed)}. The run keeps what was planned, "
-        f"and computes by that; for rows by the new values submit again, with another --run-dir."
+        f"{run_file.name} has changed since the run was planned: {', '.join(changed)}. The run keeps the values that "
+        f"were planned; to compute with the new ones, submit again with another --run-dir."
     ]
 
 
 def _of_rows(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys with their values; [sweep] makes the items of a run without an input, and of others several runs."""
+    """The keys that rows depend on, with their values; [sweep] only without an input, where it makes the items."""
     yield from ((key, tables[key]) for key in ("input", "keep", "key", "seed") if key in tables)
     for name in ("workload", "settings", *(() if "input" in tables else ("sweep",))):
         if isinstance(table := tables.get(name), dict):

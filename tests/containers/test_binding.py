@@ -349,7 +349,7 @@ def test_a_run_file_directly_in_a_home_that_is_kept_out_is_refused(tmp_path, mon
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
     table = ContainerTable.model_validate(apptainer.table(**change))
     name = "slurmgpu.workloads.embed:Embed"
-    with pytest.raises(SlurmGPUError, match="Move it into a folder of its own"):
+    with pytest.raises(SlurmGPUError, match="Move the run file into a folder of its own"):
         contain(table, name, tmp_path / where / "slurmgpu.toml", None)
     (tmp_path / "home" / "me" / "project").mkdir()
     assert contain(table, name, tmp_path / "home" / "me" / "project" / "slurmgpu.toml", None)

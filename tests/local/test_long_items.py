@@ -125,12 +125,12 @@ def test_a_share_tells_how_many_processes_there_could_be_also_on_cpus(gpus, devi
 def test_a_batch_size_is_refused_where_items_are_computed_one_by_one(project, slurmgpu):
     folder = project(3, **{**LONG, "batch_size": 2})
     said = slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=2).stderr
-    assert "[workload] batch_size = 2, and workload" in said
-    assert "one by one: remove it.\n" in said
+    assert "[workload] batch_size = 2, but workload" in said
+    assert "one by one. Remove the key.\n" in said
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(source.replace("n: int = 20,", "n: int = 20, batch_size: int = 8,"))
     said = slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=2).stderr
-    assert "Under [settings], batch_size is its own." in said
+    assert "Its own batch_size is set in [settings]." in said
 
 
 def test_a_walltime_that_the_margin_takes_whole_is_refused(project, slurmgpu):

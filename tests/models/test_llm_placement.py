@@ -603,7 +603,7 @@ def test_a_model_that_does_not_fit_is_refused_at_submission(judging, slurmgpu):
     folder = judging(gpus=4, gpu_type="v100")
     said = slurmgpu("submit", "--executor", "local", cwd=folder, expect=2).stderr
     assert "does not fit 4 GPUs of 34.0 GB" in said
-    assert '"v100" is taken for 34.0 GB, the most that is sold under that name; set gpu_memory under' in said
+    assert '"v100" is assumed to have 34.0 GB, the most that is sold under that name; set gpu_memory under' in said
     assert not (folder / "runs").exists()
 
 
@@ -614,7 +614,7 @@ def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(ju
 
     assert "Split over 2 GPUs of 85.0 GB" in lines(gpu_type="a100", gpus=2)[1]
     assert (
-        'gpu_type = "a100" is sold with 40 and with 80 GB; this fits the larger only'
+        'gpu_type = "a100" is sold with 40 and with 80 GB, and this run fits only the larger one'
         in lines(gpu_type="a100", gpus=2)[-1]
     )
     assert not any("sold" in line for line in lines(gpu_type="a100", gpu_memory="80G", gpus=2))

@@ -99,7 +99,7 @@ def test_two_runs_that_are_not_complete_are_compared_if_both_are_waited_for(tmp_
             "fingerprint": two.plan.fingerprint,
             "keep": ["question"],
         }
-    refused = rf"reads {two.merged}, and that run is not complete. .* --after {two.folder}, in Python after="
+    refused = rf"reads {two.merged}, but that run is not complete. .* --after {two.folder} \(in Python: after="
     with pytest.raises(SlurmGPUError, match=refused), drafted(one):
         pass
     shutil.rmtree(two.folder)

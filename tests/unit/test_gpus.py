@@ -170,7 +170,9 @@ def test_all_gpus_are_those_that_the_machine_shows(driver, monkeypatch):
     for hidden, n_shown in (("-1", 0), ("", 0), ("NoDevFiles", 0), ("1,-1,0", 1), ("0, 1", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert parse_resources(here).gpus == n_shown
-    with pytest.raises(SlurmGPUError, match=r"slurm computes elsewhere: say how many, as in --gpus 4, or .*local"):
+    with pytest.raises(
+        SlurmGPUError, match=r"the executor slurm computes elsewhere. Give a number, such as --gpus 4, or .*local"
+    ):
         parse_resources({"gpus": "all"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     driver(code=100)

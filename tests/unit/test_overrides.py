@@ -72,7 +72,7 @@ def test_a_key_within_a_table_leaves_its_other_keys():
     [
         ("lr", "not of the form KEY=VALUE"),
         ("=3", "not of the form KEY=VALUE"),
-        ("resorces.gpus=3", "no table 'resorces' in a run file. Did you mean 'resources'?"),
+        ("resorces.gpus=3", "a run file has no table 'resorces'. Did you mean 'resources'?"),
         ("resources.gpsu=3", "unknown key [resources] gpsu. Did you mean 'gpus'?"),
         ("resources.gpus=four", "with the options over it: [resources] gpus: should be a valid integer; found 'four'"),
         ("slurm.array=3", "'array' cannot be set here"),
@@ -112,9 +112,9 @@ def test_what_is_wrong_without_a_run_file_is_said_of_the_options():
 
 
 def test_a_text_with_a_comma_is_no_value_of_a_sweep_unless_it_is_quoted():
-    with pytest.raises(SlurmGPUError, match=r"For a value each: -s 'sweep.lr=\[0.1, 0.4\]'"):
+    with pytest.raises(SlurmGPUError, match=r"For several values write -s 'sweep.lr=\[0.1, 0.4\]'"):
         given("sweep.lr=(0.1, 0.4)")
-    with pytest.raises(SlurmGPUError, match=r"""each: -s 'sweep.o=\["adam", 1\]'; for .*: -s 'sweep.o=\["adam,1"\]'"""):
+    with pytest.raises(SlurmGPUError, match=r"""write -s 'sweep.o=\["adam", 1\]'; for .*, -s 'sweep.o=\["adam,1"\]'"""):
         given("sweep.o=adam,1")
     assert given('sweep.o="adam,1"', "sweep.p=one") == {"sweep": {"o": "adam,1", "p": "one"}}
 
@@ -134,9 +134,9 @@ def test_values_from_python_are_taken_as_a_mapping_for_a_run_file_takes_them():
     )
     assert overrides == {"input": "a.jsonl", "slurm": {"nice": 3}, "settings": {"opts": {"files": ["b"]}}}
     for odd, where in (({3: 4}, "overrides: the key 3"), ({"slurm": {1: 2}}, "overrides, slurm: the key 1")):
-        with pytest.raises(SlurmGPUError, match=rf"^{where} is 'int'; expected text, as in a run file\.$"):
+        with pytest.raises(SlurmGPUError, match=rf"^{where} is of type int; expected text, as in a run file\.$"):
             Overrides().assign_keys(odd)
-    with pytest.raises(SlurmGPUError, match=r"^the given run file, slurm: the key 1 is 'int'"):
+    with pytest.raises(SlurmGPUError, match=r"^the given run file, slurm: the key 1 is of type int"):
         read_run_file(GivenRunFile({"slurm": {1: 2}}, Path("/")))
 
 

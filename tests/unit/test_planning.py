@@ -96,7 +96,7 @@ def test_shards_of_a_small_input_are_for_the_tasks_that_run_at_once(project, res
     else:
         n = made.n_shards
         assert notes == (
-            f"100 items are cut into {n} shards of {cut[0]}, in place of 1 of 128, so that {n} tasks have one each; "
+            f"100 items are cut into {n} shards of {cut[0]} (instead of 1 of 128), so that {n} tasks have one each; "
             "shard_items sets another size.",
         )
     assert plan(folder, resources=resources, shard_items=64).n_shards == 2
@@ -299,7 +299,7 @@ def test_a_workload_that_cannot_be_found_is_refused_with_a_hint(project, use, sa
         ({"item_z": 1.0}, "no setting 'item_z'. Did you mean 'item_s'?"),
         ({"seed": 5}, "seed is a key at the top of the run file, above its tables: set it there, or with -s .seed=…."),
         ({"gpus": 5}, "gpus is a key of [resources] in the run file: set it there, or with -s resources.gpus=…."),
-        ({"faults.x": False}, "A table is set whole: faults={x=false}."),
+        ({"faults.x": False}, "A table is set as a whole: faults={x=false}."),
         ({"item_s": "long"}, "'item_s' should be a valid number; found 'long'"),
         ({"faults": 3}, "setting 'faults'"),
     ],
@@ -458,7 +458,7 @@ def test_run_json_freezes_where_everything_came_from(project, slurmgpu):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"gpus": 6, "nodes_per_task": 4}, "expected a multiple of 4, the same number on each node"),
+        ({"gpus": 6, "nodes_per_task": 4}, "expected a multiple of 4, so that each node has the same number"),
         ({"gpus": 0, "nodes_per_task": 2}, "but a task has 0 GPUs"),
         ({"gpus": 4, "nodes_per_task": 2, "processes": "one"}, "one process sees the GPUs of its own node only"),
         ({"gpus": 4, "nodes_per_task": 2}, 'Set processes = "per-gpu" in [resources] if it can run in several'),
@@ -520,18 +520,18 @@ def test_an_image_that_is_named_but_would_not_be_used_is_refused(project):
     folder = project(8, container={"image": "site.sif", "runtime": "none"})
     said = refused(folder, container={"image": "/no.sif"})
     assert said.startswith(
-        '--image names an image, and [container] runtime = "none" in slurmgpu.toml runs without one.'
+        '--image names an image, but [container] runtime = "none" in slurmgpu.toml runs without one.'
     )
 
 
 @pytest.mark.parametrize(
     ("name", "executor", "sentence"),
     [
-        ("at %j", "local", "has a %, which Slurm replaces by numbers"),
-        ("100%", "slurm", "has a %, which Slurm replaces by numbers"),
+        ("at %j", "local", "has a %, which in the paths of logs Slurm replaces by job numbers"),
+        ("100%", "slurm", "has a %, which in the paths of logs Slurm replaces by job numbers"),
         ("a\n#SBATCH --wrap=id", "local", r"has the control character '\\n'"),
         ("it's", "slurm", "has ', which versions of Slurm read"),
-        ("caf\udce9", "local", r"has '\\udce9', a byte that is no UTF-8"),
+        ("caf\udce9", "local", r"has '\\udce9', a byte that is not valid in UTF-8"),
         ('a "b" \\ c', "slurm", r'has " and \\, which versions of Slurm read'),
     ],
 )
@@ -567,7 +567,7 @@ def test_a_mapping_plans_what_the_run_file_plans(project):
     [
         ({"resources": {"gpu": 1}}, r"the given run file: unknown key \[resources\] gpu\. Did you mean 'gpus'\?"),
         ({"input": None}, r"^the given run file: input is missing"),
-        ({"sweep": {"item_s": [1, 2]}}, r"^the given run file: \[sweep\] varies item_s, so there is a run for each"),
+        ({"sweep": {"item_s": [1, 2]}}, r"^the given run file: \[sweep\] varies item_s, which makes a run for each"),
         ({"input": 3}, "the given run file: input: should be a valid string; found 3"),
     ],
 )
@@ -583,7 +583,7 @@ def test_a_mapping_is_refused_as_a_run_file_is(project, tables, sentence):
 def test_all_gpus_are_counted_once_at_planning_wherever_all_and_the_executor_are_given(project, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     folder = project(8, resources={"gpus": "all", "array": True})
-    assert 'gpus = "all" takes those of this machine, and slurm computes elsewhere' in refused(folder)
+    assert 'gpus = "all" counts the GPUs of this machine, but the executor slurm computes elsewhere' in refused(folder)
     assert plan(folder, resources={"executor": "local"}).resources["gpus"] == 2
     assert plan(folder, resources={"gpus": 1}).resources["gpus"] == 1
     edit(folder, 'gpus = "all"', 'executor = "local"')
@@ -603,7 +603,7 @@ def test_a_training_without_pytorch_is_refused_unless_the_node_may_bring_it(proj
         pass
     on_a_node = {**tables, "resources": {"executor": "slurm"}, "slurm": {"setup": ["module load pytorch"]}}
     with draft_run(GivenRunFile(on_a_node, folder)) as draft:
-        assert any("train needs PyTorch" in note and "left to the tasks" in note for note in draft.notes)
+        assert any("train needs PyTorch" in note and "the tasks check again" in note for note in draft.notes)
 
 
 @pytest.mark.parametrize(
@@ -618,7 +618,7 @@ def test_a_training_without_pytorch_is_refused_unless_the_node_may_bring_it(proj
 )
 def test_several_gpus_of_one_process_are_told_unless_they_were_asked_for_as_such(project, resources, is_told):
     lines = list(plan(project(20), resources=resources).placement)
-    said = "One process has all 4 GPUs, as one task. For a task on each GPU: array = true, --array."
+    said = "One task with one process has all 4 GPUs. For a task on each GPU: array = true, --array."
     assert lines == ([said] if is_told else [])
 
 

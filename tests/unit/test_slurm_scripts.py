@@ -165,7 +165,7 @@ def test_a_number_of_processes_is_not_the_users_to_set(name, table):
 
 @pytest.mark.parametrize("name", ["clusters", "cluster", "M"])
 def test_another_cluster_is_no_option(name):
-    with pytest.raises(SlurmGPUError, match="cannot be set here: slurmgpu looks for its jobs on this cluster"):
+    with pytest.raises(SlurmGPUError, match="cannot be set here: slurmgpu finds its jobs on this cluster only"):
         parse_slurm_options([f"{name}=far"])
 
 

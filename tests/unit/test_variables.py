@@ -93,7 +93,9 @@ def test_values_are_frozen_and_told_and_those_of_options_are_left_alone(project,
     assert 'slurm.account is "4x", from "${N}x" in site.toml' in notes
     assert "${N}" not in json.dumps(plan.to_json())
     assert read_profile("b") == {"slurm": {"qos": "4090"}}
-    with pytest.raises(SlurmGPUError, match=r"profile a: slurm\.qos has \$\{UNSET\}, and the environment has no UNSET"):
+    with pytest.raises(
+        SlurmGPUError, match=r"profile a: slurm\.qos has \$\{UNSET\}, but the variable UNSET is not set"
+    ):
         read_profile("a")
 
 
@@ -102,7 +104,7 @@ def test_values_are_frozen_and_told_and_those_of_options_are_left_alone(project,
     [
         (
             "${UNSET}",
-            "and the environment has no UNSET. Set it, give a default as in ${UNSET:-value}, or write $${UNSET}",
+            "but the variable UNSET is not set. Set it, give a default with ${UNSET:-value}, or write $${UNSET}",
         ),
         ("${HF_TOKEN}", "marks has ${HF_TOKEN}, which looks like a secret"),
         ("${LEAK}", "marks has ${LEAK}, which looks like a secret"),

@@ -58,7 +58,7 @@ def test_without_an_input_keys_of_tables_vary_the_run_and_all_others_its_items(t
     ]
     drawn = found(tmp_path, {"settings": {"lr": {"uniform": [0, 1]}}, "random": 3})
     assert len({c.settings["lr"] for _, c in drawn}) == 3
-    with pytest.raises(SlurmGPUError, match=r"zip: lr, settings\.model are keys of the run and of its items"):
+    with pytest.raises(SlurmGPUError, match=r"zip: lr, settings\.model mix keys of the run with keys of its items"):
         found(tmp_path, {"zip": [["lr", "settings.model"]], "settings": {"model": ["a", "b"]}, "lr": [1, 2]})
 
 
@@ -143,9 +143,13 @@ def test_values_whose_secrets_alone_differ_are_told_apart():
     ("sweep", "texts", "said"),
     [
         ({"input": ["a", "b"]}, ["input=c"], r"-s and \[sweep\] input set the same key"),
-        ({"input": ["a", "b"], "run_dir": ["c", "d"]}, [], r"\[sweep\] varies run_dir, which is one for all"),
-        ({"input": "a", "settings": {"n": list(range(2000))}}, [], "stands for 2,000 runs; expected at most 1,000"),
-        ({"input": ["a", "b"], "resorces.gpus": [1]}, [], "there is no table 'resorces'"),
+        (
+            {"input": ["a", "b"], "run_dir": ["c", "d"]},
+            [],
+            r"\[sweep\] cannot vary run_dir: it is the folder that holds all runs",
+        ),
+        ({"input": "a", "settings": {"n": list(range(2000))}}, [], "makes 2,000 runs; expected at most 1,000"),
+        ({"input": ["a", "b"], "resorces.gpus": [1]}, [], "a run file has no table 'resorces'"),
         (
             {"input": "a", "n": [1, 2], "settings": {"n": [3, 4]}},
             [],
@@ -180,13 +184,13 @@ def test_a_key_that_may_be_a_setting_as_well_is_refused_with_both_ways_to_write_
     tables = {"workload": {"use": "w.py:W"}, "input": "a.jsonl"}
     source = GivenRunFile({**tables, "sweep": {"seed": [1, 2]}}, tmp_path)
     [first, _] = variants_of(source, Overrides()).runs
-    both = r'Write "\.seed" = … for the former, or settings\.seed = … for the latter'
+    both = r'is ambiguous\. Write "\.seed" = … for the key of the run file, or settings\.seed = … for the setting of'
     with pytest.raises(SlurmGPUError, match=both), draft_run(source, first.overrides):
         pass
     source = GivenRunFile({**tables, "sweep": {".seed": [1, 2]}}, tmp_path)
     with draft_run(source, variants_of(source, Overrides()).runs[1].overrides) as draft:
         assert draft.plan.seed == 2
-    with pytest.raises(SlurmGPUError, match=r"varies \.seed, so there is a run for each"), draft_run(source):
+    with pytest.raises(SlurmGPUError, match=r"varies \.seed, which makes a run for each"), draft_run(source):
         pass
     empty = GivenRunFile({**tables, "sweep": {}}, tmp_path)
     with pytest.raises(SlurmGPUError, match="has no key to vary"), draft_run(empty):
