@@ -42,10 +42,10 @@ class Checker:
     pattern: Pattern | None
 
     def load(self) -> None:
-        """Start what it needs in a task; SlurmGPUError if that is not there."""
+        """Start what the checker needs in a task; SlurmGPUError if it is missing."""
 
     def check_here(self) -> None:
-        """Refuse, at planning, a machine that lacks what it needs; not called where tasks run in an image."""
+        """At planning, refuse a machine that lacks what the checker needs; not called if tasks run in an image."""
 
     def answer(self, text: str) -> str | None:
         """The final answer in a text, or None: the pattern's match, else the marked answer, else the last line.
@@ -80,7 +80,7 @@ class Numeric(Checker):
     """Compares answers as numbers; see `number_in` for where a number is found.
 
     `tolerance` is the allowed relative difference; None for no difference between integers, and TOLERANCE otherwise.
-    If one has a percent sign or a word such as million, the other may be the number before it, or all that it means.
+    If one number has a percent sign or a word such as million, the other may be the bare number or the full value.
     """
 
     tolerance: Fraction | None
@@ -158,7 +158,7 @@ class Symbolic(Checker):
             )
 
     def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
-        """Whether the answer is equal to the right one, which the library takes first: the two are not alike to it."""
+        """Whether the answer equals the right one, which math-verify takes first: it treats the two differently."""
         said = self.answer(text)
         return said is not None and self.symbols.are_equal(self._wanted(data), _as_formula(said))
 
@@ -169,18 +169,18 @@ class Symbolic(Checker):
 
 @dataclass(frozen=True)
 class Program(Checker):
-    """Runs the program in an answer, and behind it the tests in the item's field `reference`, apart from all else.
+    """Runs the program in an answer, followed by the tests in the item's field `reference`, in a sandbox.
 
-    The program is the last block between three backticks, or the whole text without one. Right is one with which the
-    tests come to their end.
+    The program is the last block between triple backticks, or the whole text without one. It is right if the tests
+    run to their end.
     """
 
     def load(self) -> None:
-        """Refuse a machine on which programs cannot be run apart."""
+        """Refuse a machine that cannot run programs in a sandbox."""
         sandbox.check()
 
     def check_here(self) -> None:
-        """Refuse a machine on which programs cannot be run apart."""
+        """Refuse a machine that cannot run programs in a sandbox."""
         sandbox.check()
 
     def answer(self, text: str) -> str | None:
@@ -199,7 +199,7 @@ class Program(Checker):
         self._tests(data)
 
     def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
-        """Whether the tests come to their end behind the program."""
+        """Whether the tests run to their end after the program."""
         program = self.answer(text)
         return program is not None and sandbox.passes(program, self._tests(data))
 
@@ -269,7 +269,7 @@ def _reference_in(data: Mapping[str, Any], field: str) -> Any:
 
 
 def _as_formula(answer: str) -> str:
-    """An answer as a text in which math-verify sees a formula: without a mark it takes x^2 for words."""
+    """An answer as text that math-verify parses as a formula: without delimiters it reads x^2 as words."""
     return answer if _FORMULA.search(answer) else rf"\boxed{{{answer}}}"
 
 

@@ -1,4 +1,4 @@
-"""Errors of single items of a call: each stands in its item's place, and the other items are computed together."""
+"""Errors of single items in a call: an ItemError replaces the item's result; other items are computed together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def value_or_error(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def value_of(found: T | ItemError) -> T:
-    """The value; raises the ItemError that stands in its place."""
+    """The value; raises it if it is an ItemError."""
     if isinstance(found, ItemError):
         raise found
     return found
@@ -33,7 +33,7 @@ def value_of(found: T | ItemError) -> T:
 def compute_good(
     items: Iterable[ItemT], ask: Callable[[ItemT], T], compute: Callable[[list[T]], Iterable[ResultT | ItemError]]
 ) -> list[ResultT | ItemError]:
-    """The results of `compute` for what `ask` makes of each item; its ItemError in the place of one that it refuses."""
+    """The results of `compute(ask(item))`, computed together; the ItemError of `ask` for an item that it refuses."""
     given = [value_or_error(ask, item) for item in items]
     results = iter(compute([each for each in given if not isinstance(each, ItemError)]))
     return [each if isinstance(each, ItemError) else next(results) for each in given]

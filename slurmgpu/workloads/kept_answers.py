@@ -1,7 +1,7 @@
-"""Answers that a worker had when its engine broke, for the next worker of its attempt.
+"""Answers from a worker whose engine broke, kept for the next worker of its attempt.
 
-Rows are published by the shard, so a worker that ends in the middle of a call loses the answers that it has, and the
-next one computes what was in flight item by item.
+Rows are published a shard at a time, so a worker that ends in the middle of a call would lose its answers; the next
+worker computes the items in flight one by one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from slurmgpu.util.shared_files import make_folder, read_bytes
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 2048
-"""The most answers that are kept, the latest ones: a call has `batch_size` items of `n` each, or several rounds."""
+"""The most answers that are kept, the latest ones: a call has `batch_size` items of `n` answers, or several rounds."""
 MOST_BYTES = 1 << 30
 
 
 class KeptAnswers:
-    """The latest answers of a worker, which are written to `path` when its engine breaks, and read by the next worker.
+    """The latest answers of a worker, written to `path` when its engine breaks, and read by the next worker.
 
-    An answer belongs to its prompt, sampling and key, whatever else is in its batch. `path` must be of one attempt:
-    its workers have the same settings and the same code.
+    An answer depends on its prompt, sampling and key, not on its batch. `path` must belong to one attempt, so that
+    all its workers have the same settings and code.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,12 +40,12 @@ class KeptAnswers:
         self._latest: deque[tuple[str, Output]] = deque(maxlen=MOST_ANSWERS)
         self._former = _read(path)
         if self._former:
-            log.info("%d answers of a worker whose engine broke are there", len(self._former))
+            log.info("found %d answers from a worker whose engine broke", len(self._former))
 
     def each(
         self, requests: Sequence[Request], generate: Callable[[Sequence[Request]], Iterable[Output]]
     ) -> Iterator[Output]:
-        """Each request's output: one that is kept, or what the engine's `generate` gives."""
+        """Each request's output, kept or from the engine's `generate`."""
         names = {request.id: digest_of_request(dataclasses.replace(request, id=0)) for request in requests}
         for request in requests:
             if (value := self._former.get(names[request.id])) is not None:
@@ -55,7 +55,7 @@ class KeptAnswers:
             return
         try:
             for output in generate(left):
-                if output.error is None:  # an error may be the engine's last
+                if output.error is None:  # an error may be the engine's last output
                     self._latest.append((names[output.id], output))
                 yield output
         except WorkerBrokenError:
@@ -71,22 +71,22 @@ class KeptAnswers:
             if len(content) > MOST_BYTES:
                 raise ValueError(f"they have {len(content):,} bytes; at most {MOST_BYTES:,} are kept")
             make_folder(self._path.parent)
-            # Nothing is fsynced: with the machine, the attempt is lost as well.
+            # No fsync: if the machine crashes, the attempt is lost as well.
             write_bytes(self._path, content, durable=False)
-        except Exception as error:  # whatever it is, the worker's own error is that of its engine
-            log.warning("%d answers are not kept, and will be computed again: %s", len(kept), message_of(error))
+        except Exception as error:  # any error: the worker must report the engine's
+            log.warning("cannot keep %d answers, which will be computed again: %s", len(kept), message_of(error))
         else:
-            log.info("%d answers are kept for the next worker", len(kept))
+            log.info("kept %d answers for the next worker", len(kept))
 
 
 def _read(path: Path) -> Mapping[str, dict[str, Any]]:
     try:
         found = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
         if not isinstance(found, dict):
-            raise ValueError("it is no object of JSON")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read, and what it has is computed again: %s", path, error)
+        log.warning("%s cannot be read, so its answers are computed again: %s", path, error)
         return {}
     return found

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 BLOCK_ROWS = 1 << 16
-"""Rows of a merged file that a summary reads at once."""
+"""The number of rows of a merged file that a summary reads at once."""
 
 IMAGE_ITEMS = 32
-"""The most items of a call if they have images, which a task holds in memory as the model takes them."""
+"""The most items of a call if they have images: a task holds the preprocessed images in memory."""
 
 CUT_RATE = 0.1
-"""Above this share of answers cut by max_tokens, a summary has a hint."""
+"""The share of answers cut by max_tokens above which a summary has a hint."""
 
 
 class Numbered(Protocol):
-    """A request to an engine under the caller's number."""
+    """A request to an engine with the caller's number."""
 
     @property
     def id(self) -> int:
@@ -52,7 +52,7 @@ class Numbered(Protocol):
 
 
 class Answered(Numbered, Protocol):
-    """The output for a request, under its number."""
+    """The output for a request, with its number."""
 
     @property
     def error(self) -> str | None:
@@ -63,11 +63,11 @@ AskedT = TypeVar("AskedT", bound=Numbered)
 FoundT = TypeVar("FoundT", bound=Answered)
 Divide = Callable[[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]], Sequence[Any]]
 
-SCORES_NOTHING = "it does not tell the probabilities of given answers."
+SCORES_NOTHING = "it does not return the probabilities of given answers."
 
 
 class LanguageModelWorkload:
-    """The base class; `engine` exists once the model is loaded."""
+    """The base class of these workloads; `engine` exists once the model is loaded."""
 
     engine: Engine
     prompts: Prompts
@@ -82,10 +82,10 @@ class LanguageModelWorkload:
     def use_model(
         self, model: str, settings: Mapping[str, Any], *, max_tokens: int = 0, beyond: Iterable[str] = ()
     ) -> None:
-        """Check the settings of the engine; `max_tokens` are those of an answer, 0 if none is generated.
+        """Check the settings of the engine; `max_tokens` is the length of an answer, 0 if none is generated.
 
-        `beyond` says what the workload needs that a server does not give. The model itself is looked up later, since
-        the merge may run when it is gone.
+        `beyond` has sentences on what the workload needs and a server does not give. The model itself is looked up
+        later, since the merge may run when the model is gone.
         """
         check_engine(settings)
         refuse_beyond(settings, beyond)
@@ -114,7 +114,7 @@ class LanguageModelWorkload:
 
     @property
     def _frozen_adapters(self) -> dict[str, Any]:
-        """The settings of adapters, with the hub's commits in their names, and digests of the files of the others."""
+        """The adapter settings, with commits in the names of hub adapters, and digests of the files of local ones."""
         adapters = self.options.adapters
         names = {name: pinned(source) for name, source in adapters.sources.items()}
         digests = {name: digests_of(source) for name, source in adapters.sources.items()}
@@ -133,7 +133,7 @@ class LanguageModelWorkload:
 
     @property
     def paths(self) -> list[Path]:
-        """The model's files, which a task reads beside the input."""
+        """The model's files, which a task reads besides the input."""
         if self.options.url:
             return self._image_folders
         adapters = self.options.adapters.sources.values()
@@ -141,7 +141,7 @@ class LanguageModelWorkload:
         return [*found, *self._image_folders]
 
     def check_here(self) -> None:
-        """Refuse a machine without the engine's packages, where tasks run in this Python."""
+        """Refuse a machine without the engine's packages, if tasks run in this Python."""
         if self.options.engine == "transformers":
             check_transformers('engine = "transformers" needs')
         elif self.options.engine == "vllm":
@@ -149,14 +149,14 @@ class LanguageModelWorkload:
 
     @property
     def _image_folders(self) -> list[Path]:
-        """The folder at which relative paths of images start, if it is set."""
+        """The folder for relative paths of images, if it is set."""
         folder = self._settings.get("image_folder")
         return [] if folder is None else [expanded(folder).absolute()]
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit.
 
-        SlurmGPUError also if the engine cannot keep answers to their structure.
+        SlurmGPUError also if the engine cannot constrain answers to their structure.
         """
         if self.sampling.structure is not None:
             check_structure(self.sampling.structure, self.options.engine, self.sampling.stop)
@@ -164,7 +164,7 @@ class LanguageModelWorkload:
         if self.options.engine == "server":
             if share.processes == "per-gpu":
                 raise SlurmGPUError(
-                    'engine = "server" has one server for a task, which uses all of its GPUs: {gpus} in serve is their '
+                    'engine = "server" starts one server for each task, on all of its GPUs: {gpus} in serve is their '
                     'number. Remove processes = "per-gpu".'
                 )
             return Placement("one", (describe(self.options, share.gpus),))
@@ -183,18 +183,18 @@ class LanguageModelWorkload:
         for folder in self._image_folders:
             if not folder.is_dir():
                 raise SlurmGPUError(
-                    f"image_folder: there is no folder {folder}; expected the one at which the items' paths start."
+                    f"image_folder: there is no folder {folder}; expected the folder that the items' paths start from."
                 )
 
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""
         if self.options.url:
-            return f"the model is on the server at {self.options.url}: there is nothing to download"
+            return f"the model is on the server at {self.options.url}: nothing to download"
         adapters = self.options.adapters.sources.values()
         return "; ".join(map(fetch, (self.options.model, *adapters)))
 
     def sort_key(self, item: Item) -> int | tuple[str, int]:
-        """Long prompts first; where items choose an adapter, those of one beside each other."""
+        """Long prompts first; if items choose an adapter, grouped by adapter."""
         length = -self.prompts.length(item.data)
         return length if self.prompts.choice is None else (str(item.data.get(self.prompts.choice.field)), length)
 
@@ -204,16 +204,16 @@ class LanguageModelWorkload:
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
         self.engine = open_engine(self.options, where)
         self._told_answers, self._told_scores = Progress(task.tell, "answers"), Progress(task.tell, "prompts scored")
-        if self.options.engine == "server":  # the others break with their process
+        if self.options.engine == "server":  # other engines break together with their process
             self._kept_answers = KeptAnswers(task.run_dir / "parts" / f"{task.attempt}.answers")
         self.divide_by(task)
 
     def divide_by(self, task: TaskContext) -> None:
-        """Let other tasks compute parts of what an item asks of the engine, if the plan has parts."""
+        """Let other tasks compute parts of an item's requests, if the plan has parts."""
         self._divide = task.divide if task.parts > 1 else None
 
     def check_files(self) -> None:
-        """Refuse a model whose files changed since the run was planned."""
+        """SlurmGPUError if the model's files changed since the run was planned."""
         if planned := self._settings.get("model_files"):
             check_unchanged(self.options.model, planned)
         for name, planned in self._settings.get("adapter_files", {}).items():
@@ -225,7 +225,7 @@ class LanguageModelWorkload:
         return [value_or_error(answer_of, found.get(request.id)) for request in requests]
 
     def _generated(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Each request's output, by the engine or by a worker before, whose engine broke."""
+        """Each request's output, from the engine or from an earlier worker whose engine broke."""
         if self._kept_answers is None:
             return self.engine.generate(requests)
         return self._kept_answers.each(requests, self.engine.generate)
@@ -252,15 +252,15 @@ class LanguageModelWorkload:
         for each, value in zip(asked, values, strict=True):
             if value["asked"] != exchange.digest_of_request(each):
                 raise ItemError(
-                    "another task asked the model something else for this item. What a checker says of a text must "
-                    "depend on the item alone; shard_items = 1 computes each item in one task."
+                    "another task made different requests to the model for this item. A checker's result must depend "
+                    "only on the text and the item; shard_items = 1 computes each item in one task."
                 )
         found = (exchange.from_json(kind, value["found"]) for value in values if value["found"] is not None)
         return {one.id: one for one in found}
 
 
 def answer_of(found: FoundT | None) -> FoundT:
-    """An output of an engine; ItemError if there is none, or if it is an error."""
+    """An engine's output; ItemError if it is missing or an error."""
     if found is None:
         raise ItemError("the engine gave no answer")
     if found.error is not None:
@@ -277,7 +277,7 @@ def good_blocks(merged: Merged, name: str) -> Iterator[Any]:
 
 
 def good_values(merged: Merged, name: str) -> Iterator[Any]:
-    """A column's values of the items that did not fail."""
+    """A column's values for the items that did not fail."""
     return chain.from_iterable(good_blocks(merged, name))
 
 
@@ -287,19 +287,19 @@ def total(merged: Merged, name: str) -> int:
 
 
 def n_truncated(merged: Merged) -> int:
-    """How many rows of a merged file have a prompt of which a part was cut off."""
+    """The number of rows with a truncated prompt in a merged file."""
     return sum(int((each > 0).sum()) for each in good_blocks(merged, "n_truncated"))
 
 
 def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:
-    """Part of a summary: why answers ended, the share that max_tokens cut, and a hint if that is large."""
+    """Part of a summary: why answers ended, the share cut by max_tokens, and a hint if the share is large."""
     n_answers, n_cut = sum(reasons.values()), reasons.get("length", 0)
     summary: dict[str, Any] = {"finish_reasons": dict(sorted(reasons.items())), "cut_rate": ratio(n_cut, n_answers)}
     return summary | cut_hint(n_cut, n_answers, max_tokens, "answers")
 
 
 def cut_hint(n_cut: int, n_all: int, max_tokens: int, what: str) -> dict[str, str]:
-    """Part of a summary: a hint if a large share of answers, or of other things named `what`, was cut."""
+    """Part of a summary: a hint if a large share of answers, or of other outputs named `what`, was cut."""
     if n_cut <= CUT_RATE * n_all:
         return {}
     return {

@@ -20,7 +20,7 @@ class Progress:
         self._n_done, self._told = 0, time.monotonic()
 
     def add(self, n_done: int) -> None:
-        """Report that many more."""
+        """Report that `n_done` more are done."""
         self._n_done += n_done
         self._told = time.monotonic()
         self._tell(f"{self._n_done:,} {self._things}")

@@ -1,4 +1,4 @@
-"""All texts of an item, each judged or scored: their rows joined to one, and the choice among them."""
+"""Judge or score all texts of an item: their rows joined into one, and the choice among them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_PATHS = ("text", "steps")
 NUMBER = (int, float, np.integer, np.floating)
 
 MOST_PARTS = 64
-"""Into how many parts the texts of an item are divided at most; how many it has is known when it is computed."""
+"""The most parts that an item's texts are divided into; the number of texts is known only when it is computed."""
 
 CHOICES = ("best", "vote", "weighted_vote")
 
@@ -55,10 +55,11 @@ VOTED: Mapping[str, Column] = {
 class Samples:
     """The texts in the field `each` of an item, which a workload computes one by one.
 
-    With a `checker` their final answers are voted on. A text that was cut has none, and is wrong, as in `collect`; in
-    an item of `generate`, `finish_reason` says which were cut. Whether another text is right is said by the checker if
-    `reference` is set, else by `correct` of its entry, as `collect` has it, else by `right`, which takes its row.
-    `is_raw` says that scores may be negative, so that votes weigh by their exponentials.
+    With a `checker`, votes are counted over the texts' final answers. A truncated text has no answer and is wrong, as
+    in `collect`; in an item of `generate`, `finish_reason` says which texts were truncated. For other texts the checker
+    decides whether they are right if `reference` is set, else `correct` of the entry, as `collect` writes it, else
+    `right`, which takes the row. `is_raw` says that scores may be negative, so that votes are weighted by their
+    exponentials.
     """
 
     each: str
@@ -79,7 +80,7 @@ class Samples:
     def compute(
         self, items: Sequence[Item], rows_of: Callable[[Sequence[Item]], Sequence[Row | ItemError]]
     ) -> list[Row | ItemError]:
-        """A row for each item, from the rows of its texts; an ItemError if none of them has one."""
+        """A row for each item, from the rows of its texts; an ItemError if all texts failed."""
 
         def join(parts: Sequence[Sequence[Item]]) -> list[Row | ItemError]:
             rows = iter(rows_of([*chain.from_iterable(parts)]))
@@ -88,7 +89,7 @@ class Samples:
         return compute_good(items, lambda item: [*self.parts(item)], join)
 
     def parts(self, item: Item) -> Iterator[Item]:
-        """An item for each of the texts, with seeds of their own; ItemError for anything but a list of texts."""
+        """An item with its own seed for each text; ItemError for anything but a list of texts."""
         if has_failed(item.data, [self.each]):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         entries = take(item.data, self.each)
@@ -160,11 +161,11 @@ class Samples:
         if isinstance(entry, Mapping) and isinstance(entry.get("correct"), bool):
             return bool(entry["correct"])
         if self.right is None:
-            raise ItemError(f"the entries of field {self.each!r} do not say whether they are correct; set reference")
+            raise ItemError(f"the entries of field {self.each!r} have no `correct`, and reference is not set; set it")
         return not isinstance(row, ItemError) and self.right(row)
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count texts; with votes, how often each choice among an item's texts is right. A failed item is not."""
+        """Count texts; with votes, how often each choice among an item's texts is right. Failed items are wrong."""
         n, n_lost = len(merged), sum(error is not None for error in flat(merged, "errors"))
         summary: dict[str, Any] = {"n_items": n, "n_failed": int(merged.failed.sum())}
         summary |= {"n_texts": total(merged, "n_texts"), "n_failed_texts": n_lost}
@@ -178,11 +179,11 @@ class Samples:
 
 
 def check_each(each: str | None, final: str | None, reference: str | None) -> None:
-    """Refuse settings of votes that mean nothing without several texts or without a checker."""
+    """Refuse settings for votes without several texts or without a checker."""
     if reference is not None and (each is None or final is None):
         missing = "each" if each is None else "final"
         raise SlurmGPUError(
-            f"reference says which texts of an item are right, for votes among them, and {missing} is not set; "
+            f"reference is for votes among an item's texts, which need each and final, and {missing} is not set; "
             f'expected each = "text" and final = "numeric", or another checker. Remove reference, or set them.'
         )
 
@@ -191,15 +192,15 @@ _FAILURE = re.compile(r"[a-z]+(_[a-z]+)*: ")
 
 
 def text_of_entry(entry: str | Mapping[str, Any]) -> str:
-    """The text of an entry: itself, or its `text`."""
+    """The text of an entry: the entry itself, or its `text`."""
     return entry if isinstance(entry, str) else str(entry["text"])
 
 
 def has_failed(data: Mapping[str, Any], fields: Collection[str]) -> bool:
-    """Whether an item is a failed row of a merged file or its export; `fields` are those that are read.
+    """Whether an item is a failed row of a merged file or its export; `fields` are the fields that are read.
 
-    Other data may have an index and a field `error`, too; but that of a failed row begins with a failure class, what
-    was to be computed is blank, and only the fields that its run kept are there.
+    Other data may have an index and a field `error`, too; but a failed row's error begins with a failure class, its
+    computed columns are empty, and it has only the fields that its run kept.
     """
     error = data.get("error")
     if not (isinstance(error, str) and _FAILURE.match(error) and "index" in data):
@@ -214,12 +215,12 @@ def flat(merged: Merged, name: str) -> Iterator[Any]:
 
 
 def _shares(data: Mapping[str, Any], n: int) -> list[float]:
-    """The part of independent samples that each text stands for: equal, but for the paths of a tree."""
+    """Each text's share of the independent samples: equal, except for the paths of a tree."""
     weights = data.get("weights")
     if isinstance(weights, Sequence | np.ndarray) and len(weights) == n and all(isinstance(w, NUMBER) for w in weights):
         try:
             found = [float(weight) for weight in weights]
-        except OverflowError:  # an integer of hundreds of digits is of another field that is called so
+        except OverflowError:  # an integer of hundreds of digits belongs to an unrelated field with this name
             found = []
         if all(weight >= 0 for weight in found) and 0 < sum(found) < math.inf:
             return found
@@ -227,7 +228,7 @@ def _shares(data: Mapping[str, Any], n: int) -> list[float]:
 
 
 def _is_cut(part: Item, each: str, number: int, n: int) -> bool:
-    """Whether a text was cut: a path of `collect` says so, and of several answers of `generate` the item."""
+    """Whether a text was truncated: a path of `collect` says so, and for answers of `generate` the item does."""
     if isinstance(entry := part.data[each], Mapping):
         return entry.get("cut") is True
     reasons = part.data.get("finish_reason")
@@ -235,12 +236,12 @@ def _is_cut(part: Item, each: str, number: int, n: int) -> bool:
 
 
 def _joined(column: Column) -> Column:
-    """The column of all texts' values: numbers concatenated, all else as a list."""
+    """The column for all texts' values: numbers concatenated, everything else as a list."""
     return Ragged(column.dtype) if isinstance(column, Array) else Json()
 
 
 def _all(column: Column, values: Sequence[Any]) -> Any:
-    """The values of all texts, with NaN, 0, false or null for a text without a row."""
+    """The values for all texts, with NaN, 0, false or null for a text without a row."""
     if not isinstance(column, Array):
         return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
     blank = np.full(column.shape, np.nan if column.dtype.kind == "f" else 0, column.dtype)

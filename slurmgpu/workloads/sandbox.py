@@ -1,6 +1,6 @@
 """Run Python programs that a model wrote: without a network, on a read-only file system, within limits.
 
-By bubblewrap (https://github.com/containers/bubblewrap), which needs no root, but unprivileged user namespaces.
+Uses bubblewrap (https://github.com/containers/bubblewrap), which needs unprivileged user namespaces, and no root.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from slurmgpu.errors import SlurmGPUError
 
 CPU_S = 10
-"""The CPU time of a program with its tests. Not real time, by which a busy node would find other programs wrong."""
+"""The CPU time of a program with its tests. Not wall time: a busy node would then reject right programs."""
 WALL_S = 60
 MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 N_PROCESSES = 12
 """Processes and threads: one of bubblewrap's, the program, and ten more, which together may have 22 GiB."""
 TOLD_BYTES = 4096
-"""The bytes that are read of a program's stdout and stderr: a word, or why it could not be started."""
+"""The bytes that are read from a program's stdout and stderr: a word, or why it could not be started."""
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 """The system's files that Python needs; homes, data sets and /etc are not there."""
@@ -38,14 +38,14 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LC_ALL": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # a set has the same order for everybody
+    "PYTHONHASHSEED": "0",  # sets have the same order in every run
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 PROGRAM = "/program/program.py"
-"""The path of the program: a child that multiprocessing starts by `spawn` or `forkserver`, as Python 3.14 does by
-default, imports it from there."""
+"""The path of the program: children of multiprocessing with `spawn` or `forkserver`, the default since Python 3.14,
+import it from there."""
 
 RUNNER = f"""
 import importlib.util, json, os, resource, sys
@@ -67,38 +67,37 @@ exec(compile(asked["program"], path, "exec"), vars(program))
 exec(compile(asked["tests"], "tests.py", "exec"), vars(program))
 os.write(told, word.encode())
 """
-"""The word says that the tests came to their end: a program that ends the process itself exits with 0 as well.
+"""The word shows that the tests ran to their end: a program that exits early also has exit code 0.
 
-The program is the module `program`, as dataclasses with annotations as text, pickle and `typing.get_type_hints` look up
-the module of a class by its name. It is executed here rather than imported: a thread of its own that looks that up
-would wait for the import's end.
+The program is the module `program`: dataclasses with annotations as text, pickle and `typing.get_type_hints` look up
+the module of a class by its name. It is executed here rather than imported: a thread of the program that looks up the
+module would wait for the end of the import.
 """
 
 
 def passes(program: str, tests: str) -> bool:
-    """Whether the program runs, and then its tests, to their end, within the limits."""
+    """Whether the program and then its tests run to their end within the limits."""
     return _run(program, tests) is None
 
 
 def check() -> None:
-    """Refuse a machine that cannot run programs apart: SlurmGPUError says what it lacks."""
+    """Refuse a machine that cannot run programs in a sandbox; the SlurmGPUError says what is missing."""
     if (said := _run("", "")) is None:
         return
     if shutil.which("bwrap") is None:
         raise SlurmGPUError(
-            'checker = "python" runs programs apart from everything else by bubblewrap, and there is no program '
-            "bwrap here. Install the package bubblewrap, on the nodes or in the image, or write a checker of your "
-            "own."
+            'checker = "python" runs programs in a sandbox of bubblewrap, and there is no program bwrap here. Install '
+            "the package bubblewrap, on the nodes or in the image, or write a checker of your own."
         )
     raise SlurmGPUError(
-        f'checker = "python" runs programs apart from everything else by bubblewrap, which fails here: {said}. It '
-        f"needs unprivileged user namespaces (the sysctl user.max_user_namespaces above 0, and, on Debian and "
-        f"Ubuntu, kernel.unprivileged_userns_clone = 1 or an AppArmor profile for bwrap)."
+        f'checker = "python" runs programs in a sandbox of bubblewrap, which fails here: {said}. bubblewrap needs '
+        f"unprivileged user namespaces: the sysctl user.max_user_namespaces above 0, and, on Debian and Ubuntu, "
+        f"kernel.unprivileged_userns_clone = 1 or an AppArmor profile for bwrap. Ask the admins of your cluster."
     )
 
 
 def _run(program: str, tests: str) -> str | None:
-    """None if the program and its tests come to their end; else the end of what stderr says, or the exit code."""
+    """None if the program and its tests run to their end; else the end of stderr, or the exit code."""
     word = secrets.token_hex(16)
     asked = json.dumps({"word": word, "limits": _limits(), "program": program, "tests": tests})
     try:
@@ -112,10 +111,10 @@ def _run(program: str, tests: str) -> str | None:
     with process:
         try:
             timer.start()
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and says why
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and its stderr says why
                 process.stdin.write(asked.encode("utf-8", "surrogatepass"))
             told = process.stdout.read(TOLD_BYTES)
-            if len(told) == TOLD_BYTES:  # more than a word; more is not read
+            if len(told) == TOLD_BYTES:  # more than a word; the rest is not read
                 process.kill()
             process.wait()
             said = process.stderr.read(1 << 16)[-TOLD_BYTES:]
@@ -129,7 +128,7 @@ def _run(program: str, tests: str) -> str | None:
 
 def _start(program: str) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    # No memfd_create: Pythons that are built for an old glibc lack it, as those of conda and uv.
+    # No memfd_create: Pythons built for an old glibc lack it, such as those of conda and uv.
     with tempfile.TemporaryFile() as file:
         file.write(program.encode("utf-8", "surrogatepass"))
         file.seek(0)
@@ -146,14 +145,14 @@ def _limits() -> dict[str, int]:
         "RLIMIT_FSIZE": FILE_BYTES,
         "RLIMIT_CORE": 0,
     }
-    # An older kernel counts all threads of the user on the node, and so would find right programs wrong.
+    # An older kernel counts all threads of the user on the node, and the limit would fail right programs.
     return limits | ({"RLIMIT_NPROC": N_PROCESSES} if _counts_apart(platform.release()) else {})
 
 
 def apart(command: Sequence[str], more: Sequence[str] = (), texts: Mapping[str, int] | None = None) -> list[str]:
-    """A command of this Python in bubblewrap: no network, no files but Python's, the system's and `more`, read-only.
+    """A command of this Python in bubblewrap: no network, and only files of Python, the system and `more`, read-only.
 
-    `texts` are more files: their paths, and the descriptors that bubblewrap inherits to read their content from.
+    `texts` are more files: their paths, and the inherited descriptors that bubblewrap reads their content from.
     """
     bwrap, python = shutil.which("bwrap") or "/nowhere/bwrap", Path(sys.executable)
     own = (sys.prefix, sys.base_prefix, str(python.resolve().parent.parent), *more)
@@ -164,23 +163,23 @@ def apart(command: Sequence[str], more: Sequence[str] = (), texts: Mapping[str, 
         *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--proc", "/proc", "--dev", "/dev"),
         *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
-        *binds,  # later, as Python may be in /tmp
-        *("--remount-ro", "/dev", "--remount-ro", "/"),  # which are file systems in memory, without a size
+        *binds,  # after /tmp, as Python may be in there
+        *("--remount-ro", "/dev", "--remount-ro", "/"),  # they are file systems in memory without a size limit
         *command,
     ]
 
 
 def _counts_apart(release: str) -> bool:
-    """Whether a kernel counts the processes of each user namespace apart, as since Linux 5.14."""
+    """Whether the kernel counts processes for each user namespace, as Linux does since 5.14."""
     found = re.match(r"(\d+)\.(\d+)", release)
     return found is not None and (int(found[1]), int(found[2])) >= (5, 14)
 
 
 @cache
 def _size(bwrap: str) -> Sequence[str]:
-    """The options that limit the next file system in memory; none before bubblewrap 0.7, where files alone are limited.
+    """Options that limit the next file system in memory; none before bubblewrap 0.7, where only files are limited.
 
-    Distributions that live long have older ones.
+    Long-lived distributions have older versions.
     """
     try:
         told = subprocess.run([bwrap, "--help"], capture_output=True, check=False).stdout

@@ -1,4 +1,4 @@
-"""Columns of structured answers: the properties of a JSON schema, and their values in an answer."""
+"""Columns for structured answers: the properties of a JSON schema, and their values in an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmgpu.llm.interface.engine import Output, Structure
 from slurmgpu.shards.columns import Array, Column, Json, Text
 
 TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-"""JSON Schema's names of the types of values."""
+"""JSON Schema's names for types."""
 
 PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
@@ -22,7 +22,7 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "string": (str,),
 }
-"""The types of JSON's values in Python by JSON Schema's names; true is no integer."""
+"""Python types of JSON values, by JSON Schema's names; a bool is not an integer."""
 
 DTYPES = {"integer": "int64", "number": "float64", "boolean": "bool"}
 
@@ -33,7 +33,7 @@ FLOAT64 = range(-int(sys.float_info.max), int(sys.float_info.max) + 1)
 
 @dataclass(frozen=True)
 class Property:
-    """A property of a schema: its JSON `type`, "json" if it has another or several, and whether it may be missing."""
+    """A property of a schema: its JSON `type`, "json" for other or several types, and whether it may be missing."""
 
     type: str
     is_optional: bool
@@ -41,14 +41,14 @@ class Property:
     def column(self, n: int) -> Column:
         """The column of `n` answers' values: numbers and booleans as arrays, text as text, everything else as JSON.
 
-        A missing number is NaN; where nothing else stands for a missing value, the column is JSON, which has null.
+        A missing number is NaN; for types without a missing value the column is JSON, which has null.
         """
         if self.type == "number" or (self.type in DTYPES and not self.is_optional):
             return Array(DTYPES[self.type], () if n == 1 else (n,))
         return Text() if self.type == "string" and n == 1 and not self.is_optional else Json()
 
     def value(self, name: str, found: Any) -> Any:
-        """A value for the column; ItemError for one of another type, or that the column cannot hold."""
+        """A value for the column; ItemError if its type is wrong, or if the column cannot hold it."""
         if self.type == "integer" and isinstance(found, float) and found.is_integer():
             found = int(found)  # in JSON Schema 5.0 is an integer
         types = PYTHON_TYPES.get(self.type)
@@ -67,23 +67,23 @@ class Property:
 
 
 class Answers:
-    """Checks answers with a structure, and makes columns of the properties of a schema."""
+    """Checks structured answers, and makes columns from the properties of a schema."""
 
     def __init__(self, structure: Structure, n: int, max_tokens: int) -> None:
         self._structure, self._n, self._max_tokens = structure, n, max_tokens
         self._properties = properties_of(json.loads(structure.text)) if structure.kind == "schema" else {}
 
     def columns(self, others: Collection[str]) -> dict[str, Column]:
-        """The columns of the properties; SlurmGPUError if one has the name of another column."""
+        """The columns of the properties; SlurmGPUError if a name clashes with another column."""
         if clash := sorted(self._properties.keys() & {*others}):
             raise SlurmGPUError(
-                f"schema has the property {clash[0]!r}, and there is another column of this name. Rename the property "
-                f"in the schema."
+                f"schema has the property {clash[0]!r}, but there is already a column with this name. Rename the "
+                f"property in the schema."
             )
         return {name: each.column(self._n) for name, each in self._properties.items()}
 
     def values(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The columns' values in an item's answers; ItemError for an answer that is cut, or not what it must be."""
+        """The columns' values from an item's answers; ItemError for an answer that is truncated or invalid."""
         rows = [self._values(output) for output in outputs]
         if self._n == 1:
             return rows[0]
@@ -100,12 +100,12 @@ class Answers:
             found = json.loads(output.text)
             output.text.encode()
             json.dumps(found, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:  # half of a surrogate pair, as well
+        except (ValueError, RecursionError) as error:  # also for half of a surrogate pair
             raise ItemError(f"the answer is not JSON of the schema: {error}: {output.text!r:.80}") from error
         if not self._properties:
             return {}
         if not isinstance(found, Mapping):
-            raise ItemError(f"the answer is not JSON of the schema, which is a table: {output.text!r:.80}")
+            raise ItemError(f"the answer is JSON, but not an object, as the schema requires: {output.text!r:.80}")
         missing = [name for name, each in self._properties.items() if not each.is_optional and name not in found]
         if missing:
             raise ItemError(f"the answer lacks the property {missing[0]!r} of the schema: {output.text!r:.80}")
@@ -113,7 +113,7 @@ class Answers:
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Property]:
-    """The properties of a schema of tables, by name; none of another schema."""
+    """The properties of a schema for objects, by name; {} for any other schema."""
     root = _resolve(schema, schema)
     properties, required = root.get("properties"), root.get("required", ())
     if not isinstance(properties, Mapping):
@@ -132,9 +132,9 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Property]:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a value may have; "json" among them if that is not known.
+    """The JSON types that a value may have; includes "json" if they are not known.
 
-    A schema that refers to itself adds nothing by that to its types.
+    A reference of a schema to itself adds no types.
     """
     types: set[str] = set()
     seen: dict[int, Mapping[str, Any]] = {}
@@ -158,7 +158,7 @@ def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema behind references within `root`; an empty one for what is none."""
+    """The schema after resolving references within `root`; an empty one if the result is not a schema."""
     for _ in range(MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}

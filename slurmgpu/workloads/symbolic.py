@@ -1,4 +1,4 @@
-"""Compare mathematical expressions by the library math-verify, in a process of its own that can be ended."""
+"""Compare mathematical expressions with math-verify, in a separate process that can be killed."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from slurmgpu.workloads.sandbox import ENVIRONMENT, apart
 log = logging.getLogger(__name__)
 
 CPU_S = 10
-"""The most CPU time of a question: no wall time, so that what is right does not depend on how busy the machine is."""
+"""The most CPU time for a question; not wall time, so that results do not depend on the machine's load."""
 WALL_FACTOR = 30
-"""After so many times that, the process is ended though it has hardly computed."""
+"""The wall time after which the process is killed anyway, as a multiple of the CPU time."""
 N_TRIES = 2
-"""Tries of a question: a kill of the process may have been meant for another."""
+"""Tries for a question: a signal that killed the process may not have been its fault."""
 ENDED_BY_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
-"""The exit codes of a process that took too long, alone and in bubblewrap."""
+"""The exit codes of a process that exceeded its CPU time, alone and in bubblewrap."""
 HEEDLESS = ("/bin/sh", "-c", "trap '' INT TERM HUP USR1 USR2; exec \"$@\"", "sh")
-"""Bubblewrap ends by signals that Slurm may send to all processes of a job; ignored ones stay so."""
+"""Slurm may send signals to all processes of a job, which would end bubblewrap; ignored signals stay ignored."""
 SHOWN = 200
-"""Characters of a text that a warning shows."""
+"""The number of characters of a text that a warning shows."""
 
 
 class Symbols:
-    """Questions about expressions. The process starts with the first one.
+    """Answers questions about expressions; its process starts with the first question.
 
-    What models write is evaluated there, so that the process sees no network and no other files where there is
-    bubblewrap that works.
+    The process evaluates text from models, so it has no network and no other files if bubblewrap works.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
-        """The process, which takes a second to start; SlurmGPUError if math-verify cannot be imported there."""
+        """Start the process, which takes a second; SlurmGPUError if it cannot import math-verify."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         missing = None
@@ -56,14 +55,14 @@ class Symbols:
             if missing is None:
                 self._process = process
                 return process
-            log.info("math-verify does not start by %s: %s", Path(command[0]).name, missing)
+            log.info("math-verify does not start in %s: %s", Path(command[0]).name, missing)
         raise SlurmGPUError(
             f'checker = "math" needs the package math-verify, which cannot be imported here ({missing}): '
             f"pip install 'slurmgpu[math]', in the image if there is one."
         )
 
     def _ways(self) -> Iterator[tuple[Sequence[str], Mapping[str, str] | None]]:
-        """The commands of the process, with their environments: in bubblewrap if that is there, else alone."""
+        """The commands for the process, with their environments: first in bubblewrap if it exists, then without."""
         if shutil.which("bwrap") is not None:
             own = Path(slurmgpu.__file__).parent
             others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
@@ -78,7 +77,7 @@ class Symbols:
     def _begin(
         self, command: Sequence[str], environ: Mapping[str, str] | None
     ) -> tuple[subprocess.Popen[str], str | None]:
-        """A process, and why it cannot be asked; None if it can be."""
+        """A process, and why it cannot answer questions; None if it can."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", env=environ)
         weakref.finalize(self, _end, process)
@@ -87,20 +86,20 @@ class Symbols:
         return process, said.get("missing")
 
     def are_equal(self, gold: str, said: str) -> bool:
-        """Whether an answer is what the right one says; False if that takes too long."""
+        """Whether an answer equals the right one; False if the comparison takes too long."""
         return bool(self._ask("equal", gold, said))
 
     def has_expression(self, text: str) -> bool:
-        """Whether there is an expression in a text."""
+        """Whether a text has an expression."""
         return bool(self._ask("exists", text))
 
     def written(self, text: str) -> str | None:
-        """The expression that is a text's answer, as it is written there; None without one."""
+        """The expression that is a text's answer, as written in the text; None without one."""
         found: str | None = self._ask("written", text)
         return found
 
     def simplest(self, text: str) -> str | None:
-        """A text that is equal for most equal expressions; None without one, or if that takes too long."""
+        """A text that is equal for most equal expressions; None without an expression, or if it takes too long."""
         found: str | None = self._ask("simplest", text)
         return found
 
@@ -111,11 +110,11 @@ class Symbols:
                 return json.loads(line)["answer"]
             if process.wait() in ENDED_BY_TIME:
                 break
-        log.warning("math-verify came to no end with %s", " and ".join(repr(each[:SHOWN]) for each in texts))
+        log.warning("math-verify took too long for %s", " and ".join(repr(each[:SHOWN]) for each in texts))
         return None
 
     def _ask_process(self, process: subprocess.Popen[str], question: str | None) -> str:
-        """The line that answers a question, or the process's first one; empty if it ended, or took too long."""
+        """The line that answers a question, or the process's first line; "" if it ended, or took too long."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -134,5 +133,5 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was written to a process that ended
+            with contextlib.suppress(BrokenPipeError):  # unwritten data for a process that ended
                 pipe.close()

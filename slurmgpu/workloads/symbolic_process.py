@@ -1,8 +1,8 @@
 """The process that math-verify runs in: `python -m slurmgpu.workloads.symbolic_process CPU_SECONDS`.
 
-A line of JSON on standard input is a question, as `symbolic.Symbols` asks them, and a line on standard output its
-answer. SIGXCPU ends the process where a question needs more CPU time than that: some take SymPy for ever, and
-math-verify's own limit is an alarm, which interrupts nothing but Python's own code.
+A line of JSON on standard input is a question from `symbolic.Symbols`, and a line on standard output its answer.
+SIGXCPU ends the process if a question needs more than CPU_SECONDS: some questions never end in SymPy, and math-verify's
+own limit is an alarm, which interrupts only Python code.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import time
 from typing import Any
 
 MOST_BYTES = 4 << 30
-"""Memory of the process: what needs more raises MemoryError, and is not equal."""
+"""Memory of the process: an expression that needs more raises MemoryError, and counts as not equal."""
 GOES_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm may send these to all processes of a job; this one ends with its standard input."""
+"""Signals that Slurm may send to all processes of a job; this one ignores them, and ends with its standard input."""
 
 
 @functools.lru_cache(4096)
 def parsed(text: str) -> list[Any]:
-    """The expression in a text, then as it was written; or only the latter; or nothing."""
+    """The expression in a text and its source; or only the source; or nothing."""
     from math_verify import parse
 
     found: list[Any] = parse(text, parsing_timeout=None)
@@ -53,7 +53,7 @@ def _simplest(expression: Any) -> str:
         expression = expression.rhs
     try:
         return str(sympy.nsimplify(sympy.simplify(expression), rational=True))
-    except Exception:  # SymPy raises any error for what is no sum or product, such as a set
+    except Exception:  # SymPy raises any error for objects other than sums or products, such as a set
         return str(expression)
 
 

@@ -1,4 +1,4 @@
-"""Errors in the user's own code, with their place."""
+"""Errors in the user's own code, with file and line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = str(Path(__file__).parents[1])
 
 @contextmanager
 def located(what: str, file: str, advice: str) -> Iterator[None]:
-    """Turn any error of the user's code into a SlurmGPUError with its line, unless memory ran out.
+    """Turn any error in the user's code into a SlurmGPUError with its line, except when memory ran out.
 
     `file` is the user's file, or the name of a module.
     """
@@ -24,7 +24,7 @@ def located(what: str, file: str, advice: str) -> Iterator[None]:
         yield
     except SlurmGPUError:
         raise
-    except Exception as error:  # the user's code may raise any
+    except Exception as error:  # the user's code may raise any error
         if is_out_of_memory(error):
             raise
         said = f"{type(error).__name__}: {error.msg}" if isinstance(error, SyntaxError) else described(error)

@@ -430,13 +430,13 @@ def test_a_wrong_setting_is_a_sentence(folder, settings, said):
 @pytest.mark.parametrize(
     ("make", "settings", "said"),
     [
-        (Generate, {"tokens": True}, "it tells no numbers of tokens. Remove tokens."),
+        (Generate, {"tokens": True}, "it does not report token counts. Remove tokens."),
         (Generate, {"prompt": None, "messages": "chat", "chat": False}, "Remove chat = false"),
         (Generate, {"prompt": None, "messages": "chat", "last": "continue"}, 'Set last = "drop"'),
         (Classify, {"labels": ["a", "b"]}, 'Set method = "parse"'),
         (Judge, {"prompt": None, "rubric": "yes-no", "method": "score"}, 'Set method = "parse"'),
-        (Collect, {}, "it does not go on from given steps. Set chat = false, or .* rollouts = 0"),
-        (Collect, {"tree": [2, 2]}, "it does not go on from given steps"),
+        (Collect, {}, "it cannot continue from given steps. Set chat = false, or .* rollouts = 0"),
+        (Collect, {"tree": [2, 2]}, "it cannot continue from given steps"),
     ],
 )
 def test_what_a_server_cannot_give_is_refused_at_planning(folder, make, settings, said):
@@ -500,7 +500,7 @@ def test_what_it_can_give_is_planned_with_a_line_and_one_process(folder, tmp_pat
     workload = Generate(model=folder, prompt="{text}", engine="server", serve=["vllm", "serve", "{model}", "{socket}"])
     [line] = workload.place(Share(2)).lines
     assert line.startswith(f"{folder} on a server that each task starts on its 2 GPUs: vllm serve {{model}} {{socket}}")
-    with pytest.raises(SlurmGPUError, match="one server for a task"):
+    with pytest.raises(SlurmGPUError, match="one server for each task"):
         workload.place(Share(2, processes="per-gpu"))
     assert set(workload.frozen_settings) == {"model_files"}
     remote = Generate(model="any", prompt="{text}", engine="server", url="http://host:1")

@@ -152,7 +152,7 @@ def test_a_script_that_is_edited_runs_as_it_was_submitted(tmp_path, reference, s
     assert run.returncode == 0, output
     assert datasets(project) == datasets(reference)
     logs = "".join(path.read_text() for path in (project / "run/logs").glob("*.log"))
-    assert f"{script}, or what it imports, has changed since it was submitted" in logs
+    assert f"{script} or a module that it imports has changed since submission" in logs
 
 
 EDITED_AS_IT_STARTS = """
@@ -722,7 +722,7 @@ def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path, pr
         ({"run": ["sh", "-c", "cat ${HOME}", "sh", "{text}"]}, "If the braces are the program's own, write ${{HOME}}."),
         ({"run": ["cat", "{text}"], "env": {"XX": 1}}, """As text: XX = "1", on the command line -s 'env.XX="1"'."""),
         ({"run": ["no-such-program", "{text}"]}, "there is no program 'no-such-program' on the PATH"),
-        ({"run": ["cat", "{text}", "{in}"]}, "Use the one or the other"),
+        ({"run": ["cat", "{text}", "{in}"]}, "Use one or the other"),
         ({"run": []}, "run is empty"),
         ({"run": "cat {text}"}, "setting 'run' should be a valid array"),
         ({"columns": {"n": "int23"}}, "the column 'n' has the type 'int23': 'int23' is not a NumPy dtype"),
@@ -909,7 +909,7 @@ def test_rows_of_an_earlier_run_are_taken_by_their_index_which_lines_of_items_ha
     code = ["sed", "-n", "w {out}", "{in:jsonl}"]  # each line as it is
     again = "run", "--each", "runs/a/merged.h5", "--items", "1:3", *copies, "runs/b"
     done = slurmgpu(*again, "--", *code, cwd=tmp_path, expect=2)
-    assert "merged.h5 has a field 'index', a name that {in:jsonl} keeps for itself." in done.stderr
+    assert "merged.h5 has a field 'index', a name that {in:jsonl} reserves." in done.stderr
     assert not (tmp_path / "runs/b").exists()
     slurmgpu(*again, "--set", "match=index", "--", *code, cwd=tmp_path)
     rows = slurmgpu("export", "runs/b", "-o", "-", "--format", "csv", cwd=tmp_path).stdout.split()

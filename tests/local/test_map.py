@@ -496,7 +496,10 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({"function": len, "items": b"items.jsonl"}, "items has the type bytes; expected a list"),
         ({"function": len, "items": np.array(3)}, "items has the type ndarray; expected a list"),
         ({"function": len, "items": ["a"], "columns": {"n": "int7"}}, "has the type 'int7': 'int7' is not a NumPy"),
-        ({"function": len, "items": ["a"], "columns": "int64", "processes": "per-gpu"}, "For a call on each GPU"),
+        (
+            {"function": len, "items": ["a"], "columns": "int64", "processes": "per-gpu"},
+            "To call the function on each GPU",
+        ),
         ({"function": len, "items": ["a"], "columns": {}}, "columns is empty"),
         ({"function": len, "items": ["a"], "columns": int}, "'result' has the type <class 'int'>; expected text"),
         ({"function": len, "items": ["a"], "colums": "int64"}, "map has no argument 'colums'. Did you mean 'columns'"),

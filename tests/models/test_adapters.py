@@ -112,7 +112,7 @@ def test_settings_that_do_not_belong_together_are_named(folders, settings, said)
 
 def test_labels_are_not_calibrated_by_a_model_that_no_item_has(folders):
     settings = {"model": str(folders[0]), "prompt": "{text}", "labels": ["y", "n"], "calibrate": True}
-    with pytest.raises(SlurmGPUError, match="only items say which adapter"):
+    with pytest.raises(SlurmGPUError, match="a field of each item chooses the adapter"):
         Classify(**settings, adapter="{lang}", adapters={"de": str(folders[1]["de"])})
 
 

@@ -41,7 +41,7 @@ def nothing(tmp_path_factory):
         ({"method": "parse", "calibrate": True}, "calibrate is set, and method is 'parse'"),
         ({"method": "parse", "pattern": "(a)(b)"}, "pattern is '(a)(b)', which has 2 groups"),
         ({"method": "parse", "pattern": "(.*)", "json": "label"}, "two ways to find the label"),
-        ({"prompt": None, "messages": "chat", "calibrate": True}, "set prompt, a template"),
+        ({"prompt": None, "messages": "chat", "calibrate": True}, "Set it to a template"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, said):
@@ -282,7 +282,7 @@ def test_a_run_with_true_labels_reports_metrics(project, slurmgpu, adder):
 def test_a_plan_says_that_no_prompt_shows_the_descriptions_of_labels(nothing, prompt):
     described, names = {"hate": "attacks people", "ok": "anything else"}, {"hate": "", "ok": ""}
     lines = Classify(model=nothing, labels=described, prompt=prompt).place(Share(0)).lines
-    assert ("not shown the descriptions" in lines[-1]) == ("{labels}" not in prompt)
+    assert ("does not see the labels' descriptions" in lines[-1]) == ("{labels}" not in prompt)
     for labels in (names, list(names)):
         lines = Classify(model=nothing, labels=labels, prompt=prompt).place(Share(0)).lines
         assert "descriptions" not in lines[-1]

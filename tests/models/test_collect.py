@@ -60,7 +60,10 @@ def loaded(adder, **settings):
         ({"stop": ["END", "\n"]}, "every path would end after its first step"),
         ({"tree": [4, 2], "paths": 8}, "tree and paths are both set"),
         ({"tree": [4, 2], "rollouts": 8}, "tree and rollouts are both set"),
-        ({"tree": [4, 2], "pass_at": [8]}, r"pass_at is \[8\]; expected whole numbers from 1 to 4, the paths that are"),
+        (
+            {"tree": [4, 2], "pass_at": [8]},
+            r"pass_at is \[8\]; expected whole numbers from 1 to 4, the number of paths",
+        ),
         ({"pass_at": [1, 5]}, r"pass_at is \[1, 5\]; expected whole numbers from 1 to 4"),
         ({"temperature": 0.0}, "makes all paths the same"),
         ({"step_delimiter": ""}, "step_delimiter is empty"),

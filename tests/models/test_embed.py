@@ -208,7 +208,9 @@ def test_a_models_default_prompt_is_the_default_prefix_which_the_plan_tells_and_
         given = Embed(model=str(tmp_path), prefix=prefix)
         assert (given.prefix, given.frozen_settings, given.place(Share(gpus=1)).lines) == (prefix, {}, ())
     describe(tmp_path, config_sentence_transformers={"prompts": {"a": "b"}, "default_prompt_name": "c"})
-    with pytest.raises(SlurmGPUError, match=r"has the default prompt 'c', which is none of its prompts .*Set prefix"):
+    with pytest.raises(
+        SlurmGPUError, match=r"has the default prompt 'c', which is not one of its prompts .*Set prefix"
+    ):
         Embed(model=str(tmp_path))
     assert Embed(model=str(tmp_path), prefix="").prefix == ""
 

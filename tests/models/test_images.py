@@ -355,7 +355,7 @@ def test_a_model_without_images_and_images_without_a_model_for_them_are_refused(
         Generate(model=str(folders["llava"]), prompt="{text}").place(Share(0))
     with pytest.raises(SlurmGPUError, match="has the type llava, which AutoModelForCausalLM of transformers does not"):
         engine(folders["llava"], images=False)
-    with pytest.raises(SlurmGPUError, match="calibrate scores the prompt without an item, which has images"):
+    with pytest.raises(SlurmGPUError, match="calibrate scores the prompt without an item, and images is set"):
         Classify(model=text_only, labels=["a", "b"], prompt="What?", images="image", calibrate=True)
 
 

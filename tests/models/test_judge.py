@@ -110,7 +110,7 @@ def test_a_rubric_that_cannot_be_is_refused_with_what_was_expected(tmp_path, cha
         ({"rubric": "corectness"}, "no rubric 'corectness'.* Did you mean 'correctness'?"),
         ({"rubric": "nowhere.toml"}, "nowhere.toml cannot be read"),
         ({"retries": -1}, "retries is -1"),
-        ({"retry_temperature": 0.0}, "repeats the same answer"),
+        ({"retry_temperature": 0.0}, "would repeat the same answer"),
         ({"against": "runs/other"}, "judges one text at a time"),
         ({"against": "runs/other", "rubric": "pairwise"}, "runs/other"),
         ({"final": "numerical"}, "Did you mean 'numeric'"),
@@ -366,7 +366,7 @@ def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
     assert summary["agreement_rate"] + summary["position_bias_rate"] == 1
     plan = json.loads((folder / "run" / "run.json").read_text())
     workload = Judge(**{**plan["settings"], "against": {**plan["settings"]["against"], "fingerprint": "other"}})
-    with pytest.raises(SlurmGPUError, match="now belongs to another run"):
+    with pytest.raises(SlurmGPUError, match="belongs to a different run"):
         workload.load(TaskContext("cpu", 0, Path()))
 
 

@@ -160,7 +160,7 @@ def test_a_judge_that_must_choose_gives_a_verdict_on_every_item(llama):
     [
         (
             {"choices": ["Y", "maybe"]},
-            "choices has 'maybe', in which the rubric finds no verdict; expected whole answers",
+            "choices has 'maybe', but the rubric finds no verdict in it; expected whole answers",
         ),
         ({"rubric": "yes-no", "choices": ["Yes", "No"]}, "choices is set, and method is 'score'"),
         ({"choices": ["Y"], "regex": "Y"}, "choices and regex are both set"),

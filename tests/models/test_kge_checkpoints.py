@@ -238,7 +238,7 @@ def test_an_image_that_does_not_fit_is_refused_with_what_does():
 @pytest.mark.parametrize("architecture", ["distmult", "complex", "transe"])
 def test_two_tables_alone_do_not_say_which_model_they_are(tmp_path, architecture):
     path = save(tmp_path, pykeen_model(architecture).state_dict())
-    with pytest.raises(SlurmGPUError, match=r"fits DistMult, ComplEx and TransE. Set architecture"):
+    with pytest.raises(SlurmGPUError, match=r"as DistMult, ComplEx and TransE have. Set architecture"):
         checkpoints.read_layout(path)
 
 
@@ -251,7 +251,7 @@ def test_the_norm_of_transe_is_told_or_set_and_never_guessed(tmp_path):
     path = save(tmp_path, {"state_dict": state, "config": {"norm": 2}})
     assert checkpoints.read_layout(path, architecture="transe").norm == 2
     assert checkpoints.read_layout(path, architecture="transe", norm=1).norm == 1
-    with pytest.raises(SlurmGPUError, match=r"is read as distmult. Leave norm out"):
+    with pytest.raises(SlurmGPUError, match=r"is read as distmult. Remove norm"):
         checkpoints.read_layout(path, architecture="distmult", norm=1)
 
 
@@ -263,12 +263,12 @@ def test_the_norm_of_transe_is_told_or_set_and_never_guessed(tmp_path):
         (6, "interleaved", None, "interleaved"),
         (6, "appended", None, "appended"),
         (6, "interleaved", "appended", "appended"),
-        (6, None, None, "half of them are inverse relations, and the checkpoint does not say which. Set inverse"),
-        (6, "none", None, "half of them are inverse relations, and the checkpoint does not say which. Set inverse"),
-        (5, "interleaved", None, "model.pt has 5 rows of relations, and rel_dict.txt has ids for 3; expected"),
+        (6, None, None, "half of the rows are inverse relations, and the checkpoint does not say which. Set inverse"),
+        (6, "none", None, "half of the rows are inverse relations, and the checkpoint does not say which. Set inverse"),
+        (5, "interleaved", None, "model.pt has 5 relation rows, and rel_dict.txt has ids for 3; expected"),
         (3, "interleaved", "appended", 'no inverse relations, but inverse is "appended". Remove inverse'),
-        (6, "interleaved", "none", 'has 6 rows of relations, .* but inverse is "none". Set it to "interleaved"'),
-        (5, None, "none", "model.pt has 5 rows of relations, and rel_dict.txt has ids for 3; expected the same"),
+        (6, "interleaved", "none", 'has 6 relation rows, .* but inverse is "none". Set it to "interleaved"'),
+        (5, None, "none", "model.pt has 5 relation rows, and rel_dict.txt has ids for 3; expected the same"),
     ],
 )
 def test_where_inverse_relations_lie_is_known_or_refused(rows, implied, setting, found):
@@ -282,7 +282,7 @@ def test_where_inverse_relations_lie_is_known_or_refused(rows, implied, setting,
 
 def test_a_table_of_entities_that_does_not_fit_the_dictionary_is_refused_with_both_numbers():
     layout = checkpoints.Layout("distmult", N + 1, R, 4, {})
-    with pytest.raises(SlurmGPUError, match=r"model.pt has 8 rows of entities, and the ids of node_dict.txt need 7\."):
+    with pytest.raises(SlurmGPUError, match=r"model.pt has 8 entity rows, and the ids of node_dict.txt need 7\."):
         layouts.check(layout, "model.pt", ENTITIES, RELATIONS)
 
 
@@ -293,9 +293,9 @@ def without(content, *keys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"extra.weight": torch.zeros(3)}, "ConvE has no extra.weight"),
+        (lambda s: s | {"extra.weight": torch.zeros(3)}, "also has extra.weight, which ConvE does not have"),
         (lambda s: without(s, "bn1.running_var"), "found no bn1.running_var"),
-        (lambda s: s | {"bn2.weight": torch.zeros(5)}, r"expected bn2.weight of shape \(12,\) .*, found \(5,\)"),
+        (lambda s: s | {"bn2.weight": torch.zeros(5)}, r"expected bn2.weight of shape \(12,\), .*, found \(5,\)"),
         (lambda s: s | {"fc.weight": torch.zeros(12, 13)}, "no image fits the 13 inputs of fc for embeddings of 12"),
         (lambda s: s | {"conv1.weight": torch.zeros(2, 2, 3, 3)}, r"expected a convolution \(channels, 1, height"),
         (lambda s: without(s, "entity_embeddings.weight"), "expected the tables of entities and relations"),
@@ -384,7 +384,7 @@ class Evil:
 @pytest.mark.parametrize("content", [Evil(), {"model_state_dict": {}, "extra": Evil()}])
 def test_nothing_in_a_file_is_run(tmp_path, capsys, content, zipped):
     path = save(tmp_path, content, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(SlurmGPUError, match=r"reading that would run code from the file; expected the weights alone"):
+    with pytest.raises(SlurmGPUError, match=r"loading that could run code from the file; expected only weights"):
         checkpoints.read_layout(path)
     assert "ran" not in capsys.readouterr().out
 
@@ -402,13 +402,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     cut = [content[: len(content) // 2] for content in (whole, older)]
     for content in (*cut, b"version https://git-lfs", b"", b"PK\x03\x04"):
         path.write_bytes(content)
-        with pytest.raises(SlurmGPUError, match=r"other\.pt is no complete checkpoint of PyTorch"):
+        with pytest.raises(SlurmGPUError, match=r"other\.pt is not a complete PyTorch checkpoint"):
             checkpoints.read_layout(path)
     path.write_bytes(whole.replace(b"torch._utils", b"torch._utilz"))
     with pytest.raises(SlurmGPUError, match=r"other\.pt"):
         checkpoints.read_layout(path)
     torch.save(torch.zeros(3), path)
-    with pytest.raises(SlurmGPUError, match=r"holds a tensor, and reading"):
+    with pytest.raises(SlurmGPUError, match=r"holds a tensor, and loading"):
         checkpoints.read_layout(path)
     with pytest.raises(SlurmGPUError, match=r"Cannot read .*: No such file"):
         checkpoints.read_layout(tmp_path / "nothing.pt")
@@ -518,7 +518,7 @@ def two_groups(model):
 @pytest.mark.parametrize(
     ("optimizer_of", "message"),
     [
-        (two_groups, "the optimizer has 2 groups of parameters without names"),
+        (two_groups, "the optimizer has 2 parameter groups without parameter names"),
         (lambda model: torch.optim.Adam(list(model.parameters())[1:]), "the optimizer has 11 parameters"),
         (lambda model: torch.optim.Adam(list(model.parameters())[::-1]), "expected a second moment of Adam for"),
         (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "expected a second moment of Adam"),

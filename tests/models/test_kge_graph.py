@@ -44,7 +44,7 @@ def test_a_dictionary_may_have_gaps_in_its_ids(dictionaries):
         ("a\t0\nb\t0\n", "line 2: expected each id once, found 0 again, as in line 1"),
         ("a\t0\n\nb\t1\n", "line 2: expected a name, a tab and an id such as 17, found an empty line"),
         ("a\t0\nb 1\n", "line 2: .* found 'b 1'"),
-        ("0\ta\n1\tb\n", r"line 1: .* found '0\\ta'. The ids stand first: awk .* turns the lines"),
+        ("0\ta\n1\tb\n", r"line 1: .* found '0\\ta'. The ids come first; swap the columns with: awk"),
         ("a\tb\n", "line 1: .* found 'a\\\\tb'"),
         ("a\t-1\n", "line 1: .* found 'a\\\\t-1'"),
         ("", "is empty; expected lines of a name, a tab and an id"),

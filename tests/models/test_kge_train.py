@@ -159,11 +159,11 @@ def test_checkpoints_of_two_trainings_are_never_in_one_folder(files, capsys, opt
     before = (files / "out" / "checkpoint-2.pt").read_bytes()
     assert main([*argv, "--epochs", "4", "--every", "1", *option]) == 2
     said = capsys.readouterr().err
-    assert "has checkpoint-2.pt of another training" in said
+    assert "has checkpoint-2.pt from another training" in said
     assert "choose another folder with -o" in said
     assert [path.name for path in (files / "out").glob("*.pt")] == ["checkpoint-2.pt"]
     assert (files / "out" / "checkpoint-2.pt").read_bytes() == before
-    with pytest.raises(SlurmGPUError, match="of another training"):
+    with pytest.raises(SlurmGPUError, match="from another training"):
         train(CIRCLE, N_ENTITIES, 2, small(), files / "out")
 
 
@@ -183,10 +183,10 @@ def test_dictionaries_that_are_there_are_taken(files):
         (["--inverse", "sideways"], "'interleaved'"),
         (["--epochs", "0"], "epochs is 0"),
         (["--label-smoothing", "1"], "label smoothing"),
-        (["--dropouts", "0.1"], "three dropouts, found 1"),
+        (["--dropouts", "0.1"], "dropouts has 1 numbers; expected three"),
         (["--dropouts", "0.1", "0", "2"], "dropouts from 0"),
-        (["--dim", "12", "--image", "5", "2"], "5 x 2 does not hold the 12 numbers"),
-        (["--dim", "4", "--kernel", "5", "5"], "5 x 5 is larger than both images"),
+        (["--dim", "12", "--image", "5", "2"], "image is 5 x 2; expected a product of 12"),
+        (["--dim", "4", "--kernel", "5", "5"], "kernel is 5 x 5; expected at most"),
         (["--model", "transe", "--norm", "0.5"], "norm is 0.5"),
         (["--device", "cuda:999"], "device is 'cuda:999'"),
         (["--entities", "unwritten/node_dict.txt"], "unwritten"),
@@ -203,5 +203,5 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(argv, said, files, caps
 
 
 def test_a_single_query_is_no_training_set():
-    with pytest.raises(SlurmGPUError, match="one query"):
+    with pytest.raises(SlurmGPUError, match="only one pair of head and relation"):
         train(CIRCLE[:1], N_ENTITIES, 2, small(inverse="none"))

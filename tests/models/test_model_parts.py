@@ -75,7 +75,7 @@ def test_tasks_that_ask_a_model_something_else_do_not_take_each_others_answers(a
     def make():
         return Generate(model=str(adder), n=4, **{**SUM, "prompt": next(prompts)})
 
-    with pytest.raises(ItemError, match="another task asked the model something else for this item"):
+    with pytest.raises(ItemError, match="another task made different requests to the model for this item"):
         asked_of(make, tmp_path / "run", Item(0, {"question": "47+85"}, 5), n_tasks=2)
 
 

@@ -132,7 +132,7 @@ def test_a_pair_of_two_items_is_an_error_where_kept_fields_tell(tmp_path):
     opponent.open()
     assert opponent.row(Item(0, {"text": "3", **KEPT, "finish_reason": ["length"]}), ["text"])["text"] == "2"
     assert opponent.row(Item(0, {"text": "3", "id": 7.0}), ["text"])["text"] == "2"
-    with pytest.raises(ItemError, match=r"field 'id' is 8, and in .* it is 7: the items differ"):
+    with pytest.raises(ItemError, match=r"field 'id' is 8 here and 7 in .*: the items differ"):
         opponent.row(Item(0, {"text": "3", **KEPT, "id": 8}), ["text"])
     assert opponent.row(Item(0, {"id": 8}), ["text", "id"])["id"] == 7  # it is what is compared
     for index, reason in ((1, "the item failed in .*: too dark"), (2, "has no item 2: it has 2")):

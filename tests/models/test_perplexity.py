@@ -250,10 +250,10 @@ def test_an_answer_in_a_chat_is_measured_behind_its_template(folders, tmp_path):
     ("settings", "sentence"),
     [
         ({"stride": 0}, "stride is 0; expected at least 1"),
-        ({"stride": 4, "prompt": "{q}"}, "stride is about windows of a text that has no prompt"),
-        ({"system": "s"}, "system is about what comes before the text, and neither prompt nor messages is set."),
-        ({"chat": True}, "chat is about what comes before the text"),
-        ({"engine": "server", "url": "http://127.0.0.1:1"}, "it does not tell the probabilities of a text's tokens."),
+        ({"stride": 4, "prompt": "{q}"}, "stride is for long texts without a prompt"),
+        ({"system": "s"}, "system is for a prompt before the text, and neither prompt nor messages is set."),
+        ({"chat": True}, "chat is for a prompt before the text"),
+        ({"engine": "server", "url": "http://127.0.0.1:1"}, "it does not return the probabilities of a text's tokens."),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings, sentence):

@@ -197,7 +197,7 @@ def test_examples_that_cannot_be_are_refused_at_planning(nothing, settings, sent
 
 def test_one_calibration_for_all_items_is_not_for_drawn_examples(nothing):
     drawn = {"fewshot": EXAMPLES, "num_fewshot": 1, "target": "{a}"}
-    with pytest.raises(SlurmGPUError, match="calibrate scores one prompt for all items, and num_fewshot draws"):
+    with pytest.raises(SlurmGPUError, match="calibrate scores one prompt for all items, but num_fewshot draws"):
         Classify(model=nothing, prompt="{q}", labels=["a", "b"], calibrate=True, **drawn)
 
 

@@ -217,7 +217,7 @@ def test_a_machine_without_it_is_refused_with_what_it_lacks(monkeypatch, tmp_pat
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        SlurmGPUError, match=r"fails here: No permissions to create new namespace. It needs unprivileged"
+        SlurmGPUError, match=r"fails here: No permissions to create new namespace. bubblewrap needs unprivileged"
     ):
         sandbox.check()
     with pytest.raises(SlurmGPUError, match="fails here"):

@@ -277,13 +277,13 @@ def test_cut_cuts_the_text_or_the_second_of_a_pair_and_the_row_says_so(classifie
         ({"pair": ["{a}"], "prompt": None}, "pair has 1 texts; expected two templates"),
         ({"pair": ["{a}", "{b}"]}, "pair and prompt are both set"),
         ({"answer": "{a}", "steps": "s"}, "answer and steps are both set"),
-        ({"choices": ["+", "-"]}, "choices is what a model says behind each step; set steps"),
-        ({"engine": "vllm"}, "engine is 'vllm'; score computes by transformers alone."),
-        ({"adapter": "x"}, "adapter is set, and score takes none"),
-        ({"batching": "static"}, "batching is set, which means nothing to score."),
-        ({"positive": "nice"}, "positive is 'nice', which is none of the model's labels."),
-        ({"labels": ["a", "b"]}, "labels has 2 names, and the model's head 3 outputs: bad, good, other"),
-        ({"answer": "{a}", "cut": True}, "cut cuts the end of a text"),
+        ({"choices": ["+", "-"]}, "choices are the tokens that a model rates each step with, and steps is not set"),
+        ({"engine": "vllm"}, "engine is 'vllm'; score only runs with transformers."),
+        ({"adapter": "x"}, "adapter is set, and score does not load adapters"),
+        ({"batching": "static"}, "batching is set, which has no effect in score."),
+        ({"positive": "nice"}, "positive is 'nice', which is not a label of the model."),
+        ({"labels": ["a", "b"]}, "labels has 2 names, and the model's head has 3 outputs: bad, good, other"),
+        ({"answer": "{a}", "cut": True}, "cut removes the end of a text"),
         ({"answer": "{a}", "chat": False}, "chat is false, and answer is set"),
         ({"steps": "s"}, "it scores texts, not steps. Remove steps"),
         ({"steps": "s", "choices": ["+", "-"]}, "choices is set, and model"),
@@ -315,9 +315,9 @@ def test_planning_fits_the_model_and_freezes_what_the_head_says(classifier, rewa
     assert "One GPU suffices" in spread.lines[2]
     with pytest.raises(SlurmGPUError, match="That does not fit one GPU of"):
         workload.place(Share(1, gpu_memory=1_500_000_000))
-    with pytest.raises(SlurmGPUError, match="remove processes"):
+    with pytest.raises(SlurmGPUError, match="Remove processes"):
         workload.place(Share(2, processes="per-gpu"))
-    with pytest.raises(SlurmGPUError, match="has no chat template, into which answer would go"):
+    with pytest.raises(SlurmGPUError, match="has no chat template, which answer needs"):
         Score(model=str(classifier), prompt="{q}", answer="{a}").place(Share(0))
     frozen = workload.frozen_settings
     assert frozen["activation"] == "none"

@@ -101,12 +101,15 @@ def test_a_prompt_that_is_too_long_is_cut_at_its_side_and_the_answer_is_whole(re
     ("settings", "said"),
     [
         ({"pair": ["{q}", "{t}"], "fewshot": EXAMPLES, "target": "{a}"}, "fewshot and pair are both set"),
-        ({"pair": ["{q}", "{t}"], "truncation_side": "left"}, "of a pair the second text is cut. Set cut = true"),
+        (
+            {"pair": ["{q}", "{t}"], "truncation_side": "left"},
+            "only the second text of a pair can be cut. Set cut = true",
+        ),
         ({"prompt": "{q}", "cut": True, "truncation_side": "left"}, "two ways to shorten a text"),
         ({"prompt": "{q}", "template_format": "jinja2"}, "which has no field"),
-        ({"prompt": "{q}", "images": "photo"}, "only a chat gives images their place. Set chat = true"),
-        ({"pair": ["{q}", "{t}"], "images": "photo"}, "images is set, and so is pair"),
-        ({"prompt": "{q}", "steps": "s", "images": "photo"}, "images is set, and so is steps"),
+        ({"prompt": "{q}", "images": "photo"}, "only a chat template has a place for images. Set chat = true"),
+        ({"pair": ["{q}", "{t}"], "images": "photo"}, "images and pair are both set"),
+        ({"prompt": "{q}", "steps": "s", "images": "photo"}, "images and steps are both set"),
     ],
 )
 def test_prompts_that_a_head_cannot_have_are_refused(reward_model, settings, said):
@@ -227,5 +230,5 @@ def test_whole_paths_are_collected_about_images_and_steps_are_not_continued_ther
     assert "cannot be read: it has no format that Pillow knows" in str(bad)
     with pytest.raises(SlurmGPUError, match=r"images is set, .* set rollouts = 0, and no tree"):
         Collect(**settings)
-    with pytest.raises(SlurmGPUError, match="images is set, which a scorer is not shown"):
+    with pytest.raises(SlurmGPUError, match="images and scorer are both set"):
         Collect(scorer=llava, **settings)

@@ -194,9 +194,9 @@ def test_a_classifier_without_a_positive_label_and_a_comparison_without_texts_ar
     with pytest.raises(SlurmGPUError, match="scorer: the model has a score for each of bad, good, other; set positive"):
         Judge(scorer=classifier)
     one = {"model": classifier, "positive": "good", "prompt": "{question}"}
-    with pytest.raises(SlurmGPUError, match=r"and the scorer is shown question; expected \{text\}"):
+    with pytest.raises(SlurmGPUError, match=r"but the scorer sees question; expected \{text\}"):
         Judge(scorer=one, against="runs/other")
-    with pytest.raises(SlurmGPUError, match="against compares one text of an item with one of another run"):
+    with pytest.raises(SlurmGPUError, match="against compares one text of each item with one of another run"):
         Judge(scorer={**one, "prompt": "{text}"}, against="runs/other", each="text")
     with pytest.raises(SlurmGPUError, match='judge needs the setting "model", which follows the rubric, or "scorer"'):
         Judge()
@@ -323,7 +323,7 @@ def test_vllm_and_servers_leave_room_for_the_scorer(adder, process_model):
     settings = {"prompt": "{question}=", "scorer": process_model, "engine": "server", "chat": False}
     own = Collect(model=str(adder), serve=["serve", "{model}", "{port}"], **settings)
     assert (
-        "The server of serve computes on the same GPUs: it must leave"
+        "The server started by serve uses the same GPUs: it must leave"
         in own.place(Share(1, gpu_memory=10**10)).lines[-1]
     )
     with pytest.raises(SlurmGPUError, match="That does not fit one GPU of"):
@@ -338,10 +338,13 @@ def test_vllm_and_servers_leave_room_for_the_scorer(adder, process_model):
         ({"scorer": {"model": "{reward}"}}, "scorer: model .* it scores texts, not steps"),
         (
             {"scorer": {"model": "{prm}", "steps": "x"}},
-            "scorer has steps, and what it scores is the steps of the paths",
+            "scorer has steps, but it always scores the steps of the paths",
         ),
-        ({"prompt": None, "messages": "chat", "last": "continue"}, 'last is "continue", so that a path begins'),
-        ({"scorer": {"model": "{prm}", "engine": "vllm"}}, "scorer: engine is 'vllm'; score computes by transformers"),
+        ({"prompt": None, "messages": "chat", "last": "continue"}, 'last is "continue", so each path begins'),
+        (
+            {"scorer": {"model": "{prm}", "engine": "vllm"}},
+            "scorer: engine is 'vllm'; score only runs with transformers",
+        ),
     ],
 )
 def test_what_no_scorer_of_paths_can_do_is_refused(adder, process_model, reward_model, settings, said):

@@ -81,8 +81,8 @@ def loaded(model, **settings):
         ({"grammar": "start: b"}, 'grammar cannot be followed; llguidance says: at 1(8): unknown name: "b"'),
         ({"grammar": "any words"}, "grammar is neither Lark nor GBNF; llguidance says: Expected ::="),
         ({"regex": "a", "stop": ["\n"]}, "stop is set, and regex says where an answer ends"),
-        ({"schema": {"properties": {"text": {}}}}, "schema has the property 'text', and there is another column of"),
-        ({"schema": {"properties": {"id": {}}}, "keep": ["id"]}, "schema has the property 'id', and there is another"),
+        ({"schema": {"properties": {"text": {}}}}, "schema has the property 'text', but there is already a"),
+        ({"schema": {"properties": {"id": {}}}, "keep": ["id"]}, "schema has the property 'id', but there is already"),
     ],
 )
 def test_what_no_answer_could_be_kept_to_is_refused_at_planning(bytewise, settings, sentence):
@@ -198,7 +198,7 @@ def test_an_answer_that_breaks_its_schema_is_its_items_error(bytewise):
         (person, None),
         ('{"age": 3, "hei', "the answer is not JSON of the schema: Unterminated string"),
         ("", "the answer is not JSON of the schema: Expecting value"),
-        ("[1]", "the answer is not JSON of the schema, which is a table: '[1]'"),
+        ("[1]", "the answer is JSON, but not an object, as the schema requires: '[1]'"),
         ({**person, "age": 2**63}, "property 'age' of the answer is 9223372036854775808, beyond what int64 holds"),
         ({**person, "name": "\ud800"}, "the answer is not JSON of the schema: 'utf-8' codec can't encode"),
         ("[" * 100_000, "the answer is not JSON of the schema: "),

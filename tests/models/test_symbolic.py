@@ -81,7 +81,7 @@ def test_what_takes_for_ever_is_not_right_and_the_next_answer_is(caplog, monkeyp
     first = symbols.start()
     with caplog.at_level("WARNING"):
         assert not symbols.are_equal(r"\boxed{(x+y+z+1)^{200}}", r"\boxed{(x+y+z+1)^{199} (x+y+z+2)}")
-    assert "math-verify came to no end with" in caplog.text
+    assert "math-verify took too long for" in caplog.text
     assert first.poll() in (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # bubblewrap says it as a shell does
     assert symbols.are_equal(r"\boxed{1/2}", r"\boxed{0.5}")
     assert symbols.start() is not first

@@ -328,13 +328,13 @@ def test_planning_reads_a_tensors_learning_rate_without_torch(files, slurmgpu):
 @pytest.mark.parametrize(
     ("rates", "config", "sentence"),
     [
-        ((0.1, 0.001), {"learning_rate": 1.0}, "found 0.1 and 0.001 in its optimizer's 2 groups of parameters. Set"),
+        ((0.1, 0.001), {"learning_rate": 1.0}, "found 0.1 and 0.001 in its optimizer's 2 parameter groups. Set"),
         (([1.0, 1.0],), {}, "found a tensor (2,) of float32 in its optimizer. Set learning_rate."),
         ((), {"learning_rate": "1e-3"}, "found '1e-3' in its config. Set learning_rate."),
         ((), {"learning_rate": True}, "found True in its config. Set learning_rate."),
         ((float("nan"),), {}, "The learning rate in model.pt is nan; expected more than 0. Set learning_rate."),
         ((-0.5,), {}, "The learning rate in model.pt is -0.5; expected more than 0."),
-        ((0.0,), {}, "The learning rate in model.pt is 0, as at the end of a schedule, so that every influence"),
+        ((0.0,), {}, "The learning rate in model.pt is 0, as at the end of a schedule, so every influence"),
     ],
 )
 def test_a_checkpoint_that_tells_no_one_rate_is_refused_with_what_it_tells(files, rates, config, sentence):
@@ -363,7 +363,9 @@ def test_a_checkpoint_at_the_end_of_a_schedule_adds_nothing_and_is_planned(files
     write_rates(files, 0, model="end.pt")
     model = ["early.pt", "end.pt"]
     lines = Tracin(**{**FILES, "model": model}).place(Share(gpus=0)).lines
-    said = "The learning rate of end.pt is 0: that adds nothing to an influence; losses and scores are those of end.pt."
+    said = (
+        "The learning rate of end.pt is 0, which adds nothing to influences; losses and scores are still from end.pt."
+    )
     assert said in lines
     planned = Tracin(**{**FILES, "model": model}).frozen_settings
     assert planned["learning_rate"] == [0.5, 0.0]
@@ -572,7 +574,9 @@ def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(
     with pytest.raises(SlurmGPUError, match=r"with a method losses\(triples\)"):
         Tracin(**{**FILES, **own}).facts  # noqa: B018
     (files / "mixed.py").write_text(source.replace("n_relations", "n_rel"))
-    with pytest.raises(SlurmGPUError, match=r"takes other arguments: .*n_rel.* built with n_entities and n_relations"):
+    with pytest.raises(
+        SlurmGPUError, match=r"cannot be built from n_entities and n_relations: .*n_rel.* with the arguments"
+    ):
         Tracin(**{**FILES, **own}).facts  # noqa: B018
 
 
@@ -581,7 +585,7 @@ def test_without_torch_a_model_of_ones_own_is_planned_by_its_checkpoint_and_the_
     (files / "torch.py").write_text("raise ImportError('there is no torch here')\n")
     done = slurmgpu("submit", "tracin.toml", "--dry-run", cwd=files, expect=0, PYTHONPATH=str(files))
     assert "mean, entity, relation, decoder, head" in done.stdout
-    assert "was not built to plan (ImportError: there is no torch here)" in done.stdout
+    assert "could not be built for planning (ImportError: there is no torch here)" in done.stdout
 
 
 def test_an_optimizer_tells_the_learning_rate_of_a_model_of_ones_own_too(files):
@@ -609,7 +613,11 @@ LOSS = "return torch.nn.functional.softplus(-product.sum(-1))"
             r"dot\.py, line 13: the method losses of Dot raised AttributeError: .*nothing",
         ),
         (LOSS, LOSS.replace("return", "l =") + "; return l - l.mean()", "it depends on the others"),
-        ("self, n_entities, n_relations", "self, n_nodes", "Dot takes other arguments: .*n_nodes"),
+        (
+            "self, n_entities, n_relations",
+            "self, n_nodes",
+            "Dot cannot be built from n_entities and n_relations: .*n_nodes",
+        ),
         (
             "super().__init__()",
             "super().__init__(1)",
@@ -663,14 +671,17 @@ def test_nothing_of_the_checkpoint_of_ones_own_model_is_run(files):
 
     settings = own_model(files)
     torch.save(torch.nn.Embedding(3, 3), files / "dot.pt")
-    with pytest.raises(SlurmGPUError, match="reading that would run code from the file"):
+    with pytest.raises(SlurmGPUError, match="loading that could run code from the file"):
         rows_of(**settings)
 
 
 def test_lists_are_no_longer_than_the_training_triples(files):
     workload = Tracin(**FILES, top_k=1000)
     assert workload.columns["proponents"].shape == (N_TRAIN,)
-    assert "top_k is 1,000 and there are 60 training triples: lists have that length." in workload.place(Share(0)).lines
+    assert (
+        "top_k is 1,000, and there are only 60 training triples, which is the lists' length."
+        in workload.place(Share(0)).lines
+    )
     rows = rows_of(top_k=1000, full="float32")
     for row in rows:
         listed = [*row["proponents"], *row["opponents"]]
@@ -745,7 +756,7 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"learning_rate": [1.0, 2.0]}, "learning_rate has 2 numbers, and model names 1 checkpoints"),
         ({"learning_rate": 0.0}, "expected more than 0"),
         ({"learning_rate": float("inf")}, "expected more than 0"),
-        ({"learning_rate": [0.0, float("nan")]}, "none below 0, and one above it"),
+        ({"learning_rate": [0.0, float("nan")]}, "none below 0, and at least one above 0"),
         ({"parameters": ["convolution"]}, "Groups: entity, relation, norm, conv, fc, bias;"),
         ({"parameters": "convolution"}, "parameters: entity, relation, bn0.weight, bn0.bias,"),
         ({"norm": 3.0}, "norm is 3; expected 1 or 2"),
@@ -754,7 +765,7 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"inverse": "appended"}, 'the model has no inverse relations, but inverse is "appended"'),
         ({"parameters": []}, "parameters is empty"),
         ({"precondition": "adam"}, "has no optimizer_state_dict"),
-        ({"directions": "both"}, "has none: it has 3 rows of relations"),
+        ({"directions": "both"}, "has none: it has 3 relation rows"),
         ({"directions": "both", "inverse": "none"}, "set only one of them"),
         ({"image": [1, 12]}, "12"),
         ({"image": [2]}, "expected [height, width]"),
@@ -799,7 +810,7 @@ def test_what_cannot_work_is_a_sentence(files, settings, sentence):
             "predicate:0\t0\npredicate:1\t1\npredicate:2\t2\npredicate:3\t3\n",
             "rel_dict.txt has ids for 4",
         ),
-        ("model.pt", "no model", "model.pt is no complete checkpoint of PyTorch"),
+        ("model.pt", "no model", "model.pt is not a complete PyTorch checkpoint"),
     ],
 )
 def test_a_wrong_file_is_refused_at_planning_with_its_line(files, slurmgpu, file, text, sentence):
@@ -817,7 +828,7 @@ def test_full_rows_that_would_fill_a_disk_are_refused(files, slurmgpu):
     assert "full keeps 12 × 60 influences" in done.stderr
     write_run_file(files, full_limit_gb=1e-6)
     done = slurmgpu("submit", "tracin.toml", cwd=files, expect=2)
-    assert "lists of top_k = 5 for 12 test triples need 0.0 GB, and full_limit_gb is 1e-06" in done.stderr
+    assert "lists of top_k = 5 for 12 test triples need 0.0 GB, but full_limit_gb is 1e-06" in done.stderr
 
 
 def test_a_checkpoint_that_changed_since_planning_is_not_used(files):
@@ -865,7 +876,7 @@ def test_checkpoints_of_two_trainings_are_not_summed(files, one, other, what, is
         write_model(files / f"two-{number}.pt", model_config={"image": [3, 4], "stack": "height", **told})
         if is_own:
             torch.save({**content, "model_config": told}, files / f"two-{number}.pt")
-    with pytest.raises(SlurmGPUError, match=rf"two-0\.pt and two-1\.pt are of two trainings: {what}"):
+    with pytest.raises(SlurmGPUError, match=rf"two-0\.pt and two-1\.pt are from two trainings: {what}"):
         Tracin(**{**FILES, **settings, "model": "two-*.pt"}).facts  # noqa: B018
 
 
@@ -877,7 +888,9 @@ def test_dictionaries_that_are_not_those_of_training_are_refused(files):
     assert Tracin(**FILES).facts.n_train == N_TRAIN
     permuted = [*ENTITIES[1:], ENTITIES[0]]
     (files / "node_dict.txt").write_text("".join(f"{name}\t{number}\n" for number, name in enumerate(permuted)))
-    with pytest.raises(SlurmGPUError, match=r"model\.pt was trained with another dictionary of entities than node_di"):
+    with pytest.raises(
+        SlurmGPUError, match=r"model\.pt was trained with a different dictionary of entities than node_di"
+    ):
         Tracin(**FILES).facts  # noqa: B018
 
 
@@ -909,10 +922,10 @@ def test_the_plan_says_what_is_computed_and_that_one_gpu_is_used(files):
     lines = Tracin(**FILES, top_k=5, parameters="last").place(Share(gpus=2)).lines
     assert lines[0] == (
         "tracin: conve, checkpoint model.pt, learning rate 0.001 "
-        "(assumed: checkpoints have none, and learning_rate is not set)"
+        "(assumed: the checkpoints have none, and learning_rate is not set)"
     )
     assert lines[1].startswith("60 training triples, ")
-    assert lines[1].endswith("4,096 MB of memory beside the model")
+    assert lines[1].endswith("4,096 MB of working memory")
     assert "does not approximate" in lines[2]
     assert "submit with --array" in lines[3]
     with pytest.raises(SlurmGPUError, match="per-gpu"):

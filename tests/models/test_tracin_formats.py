@@ -59,7 +59,7 @@ def test_an_export_with_other_files_says_what_to_put_back(ran, slurmgpu, name, c
     with other(ran / name, content):
         said = slurmgpu("export", "run", "--format", "json", "-o", "-", cwd=ran, expect=2).stderr
     assert found in said
-    assert said.endswith(" restore the former file, and export again.\n")
+    assert said.endswith(" Restore the former file, and export again.\n")
     assert "plan again" not in said
     assert "resubmit" not in said
 
@@ -69,7 +69,7 @@ def test_a_filter_that_leaves_a_test_nothing_is_in_the_summary(ran, slurmgpu):
     assert summary["n_none_counted"] == 1
     assert summary["least_counted"] == 0
     assert summary["median_counted"] > 0
-    assert "leaves 1 of 3 test triples no training triple: their lists are empty" in summary["hint"]
+    assert "leaves no training triple for 1 of 3 test triples: their lists are empty" in summary["hint"]
     assert "\n  none counted           1\n" in slurmgpu("report", "run", cwd=ran, expect=0).stdout
 
 

@@ -247,7 +247,7 @@ def test_a_value_comes_in_the_type_of_its_setting_also_out_of_text(name, value, 
         (
             "lr",
             [0.1, 0.01],
-            "lr is [0.1, 0.01]; expected a number. Put values to try, a training for each, into [sweep].",
+            "lr is [0.1, 0.01]; expected a number. To train once for each value, put them into [sweep].",
         ),
     ],
 )
@@ -299,18 +299,18 @@ def test_configurations_come_in_all_formats_that_have_names(tmp_path, name, text
         ("items.jsonl", '{}\n{"widht": 8}\n', "item 1 (widht = 8): 'widht' is neither a setting nor an argument of"),
         ("items.jsonl", '{"learning_rate": 1}\n', "Lines. Here it is called 'lr'."),
         ("items.jsonl", '{"arguments.width": 1}\n', "Lines. Write width instead."),
-        ("items.jsonl", '{"arguments": {"width": 1}}\n', "vary an argument by its own name"),
+        ("items.jsonl", '{"arguments": {"width": 1}}\n', "vary an argument under its own name"),
         (
             "items.jsonl",
             '{"xyzzy": 1}\n',
             "The class takes width, fails, lr; the settings are in docs/reference/training",
         ),
         ("items.jsonl", '{"width": 1.5}\n', "width is 1.5; expected what"),
-        ("items.jsonl", '{"width": [1, 2]}\n', "of type int. Put values to try, a training for each, into [sweep]."),
+        ("items.jsonl", '{"width": [1, 2]}\n', "of type int. To train once for each value, put them into [sweep]."),
         ("sweep.jsonl", '{"lr": -0.1}\n', "[sweep], configuration 0 (lr = -0.1): lr is -0.1; expected at least 0."),
         ("items.csv", "width\nwide\n", 'width is "wide"; expected what'),
         ("items.csv", "momentum\n0.5\n", "remove momentum"),
-        ("items.txt", "0.1\n", "a line of text has none"),
+        ("items.txt", "0.1\n", "a line of text has no names"),
     ],
 )
 def test_an_item_that_is_no_configuration_is_named(tmp_path, name, text, sentence):
@@ -329,7 +329,7 @@ def test_a_class_is_given_the_settings_that_it_takes_and_its_arguments(tmp_path)
         "fails": "",
     }
     assert found.shown == {"epochs": 1, "width": 8, "lr": 0.25}
-    for arguments, sentence in (({"lr": 1.0}, "set it under [settings]"), ({"with": 1}, "Did you mean 'width'?")):
+    for arguments, sentence in (({"lr": 1.0}, "move it to [settings]"), ({"with": 1}, "Did you mean 'width'?")):
         with pytest.raises(SlurmGPUError) as caught:
             Configuration({"epochs": 1}, arguments).check(cls)
         assert sentence in str(caught.value)
@@ -348,7 +348,7 @@ def test_a_setting_that_nobody_gave_does_not_go_over_a_default_of_the_class(tmp_
 
 def test_a_class_that_needs_an_argument_says_so(tmp_path):
     cls = training_class.read_class(source_of(tmp_path, f"class C:\n    def __init__(self, a, lr): ...\n    {METHODS}"))
-    with pytest.raises(SlurmGPUError, match=r"needs the argument 'a': put it under \[settings.arguments\]"):
+    with pytest.raises(SlurmGPUError, match=r"needs the argument 'a'. Put it under \[settings.arguments\]"):
         Configuration({"epochs": 1}, {}).check(cls)
     assert Configuration({"epochs": 1}, {}).over({"a": 1}, cls).check(cls).epochs == 1
 
@@ -502,7 +502,7 @@ def test_what_fails_one_configuration_says_what_to_do_and_leaves_the_others(ran)
     folder, _ = ran
     errors = {error["index"]: error["message"] for error in report(folder)["errors"]}
     assert errors.keys() == {2, 3}
-    assert 'batch_size = 8 needs more memory than the GPU has: set batch_size = "auto"' in errors[2]
+    assert 'batch_size = 8 needs more memory than the GPU has. Set batch_size = "auto"' in errors[2]
     assert "Tried to allocate 2 GiB" in errors[2]
     assert "AttributeError" in errors[3]
 

@@ -153,32 +153,32 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": [""]}, "run is empty"),
         ({"run": ["wc"]}, "no placeholder"),
         ({"run": ["{text}", "a"]}, "expected the name of a program"),
-        ({"run": ["wc", "{}"]}, "no placeholder"),
-        ({"run": ["wc", "{text"]}, "write {{ and }} for braces"),
-        ({"run": ["wc", "{text}", "{in}"]}, "Use the one or the other"),
-        ({"run": ["wc", "{text}", "{start}"]}, "Use the one or the other"),
+        ({"run": ["wc", "{}"]}, "not a placeholder"),
+        ({"run": ["wc", "{text"]}, "write {{ and }} for literal braces"),
+        ({"run": ["wc", "{text}", "{in}"]}, "Use one or the other"),
+        ({"run": ["wc", "{text}", "{start}"]}, "Use one or the other"),
         ({"run": ["awk", "{print $1}", "{in}"]}, "If the braces are the program's own, write {{print $1}}."),
         ({"run": ["awk", "{print $1}"], "stream": True}, "If the braces are the program's own, write {{print $1}}."),
-        ({"run": ["wc", "{out}"]}, "nothing says which items are meant"),
-        ({"run": ["wc", "{start}", "{out}"]}, "nothing says which items are meant"),
+        ({"run": ["wc", "{out}"]}, "nothing says for which items"),
+        ({"run": ["wc", "{start}", "{out}"]}, "nothing says for which items"),
         ({"run": ["wc", "{in}", "{out:xml}"]}, "no format 'xml'"),
         ({"run": ["wc", "{in}", "{out}", "{out:csv}"]}, "two formats, csv and jsonl"),
         ({"run": ["wc", "{in:csv}", "{in}", "{out}"]}, "run has {in} in two formats, csv and items"),
-        ({"run": ["wc", "{in:npz}", "{out}"]}, "run has {in:npz}; {in} is in no format 'npz'"),
-        ({"run": ["wc", "{in}"], "stream": True}, "leave out one of the two"),
+        ({"run": ["wc", "{in:npz}", "{out}"]}, "run has {in:npz}, but {in} has no format 'npz'"),
+        ({"run": ["wc", "{in}"], "stream": True}, "remove one of the two"),
         ({"run": ["wc", "a\0", "{in}"]}, "NUL"),
         ({"run": ["wc", "{text}"], "columns": {}}, "columns is empty"),
         ({"run": ["wc", "{text}"], "columns": {"index": "int64"}}, "'index' is written by slurmgpu itself"),
-        ({"run": ["wc", "{in}", "{out:npz}"], "columns": {"a": "int32[]"}}, "no place for the column 'a'"),
+        ({"run": ["wc", "{in}", "{out:npz}"], "columns": {"a": "int32[]"}}, "cannot hold the column 'a'"),
         ({"run": ["wc", "{text}"], "match": "id"}, "match = 'id', and a call is for one item"),
         ({"run": ["wc"], "stream": True, "match": "id"}, "match = 'id', and a call is for a stream"),
         ({"run": ["wc", "{text}"], "timeout_s": 0}, "timeout_s is 0"),
         ({"run": ["wc", "{text}"], "timeout_s": float("nan")}, "timeout_s is nan"),
         ({"run": ["wc", "{text}"], "timeout_s": float("inf")}, "timeout_s is inf"),
         ({"run": ["wc", "{text}"], "values": {"least": 2}}, "values has 'least', and run has no {least}"),
-        ({"run": ["wc", "{least}"], "values": {"least": 2}}, "run has no placeholder of an item"),
+        ({"run": ["wc", "{least}"], "values": {"least": 2}}, "run has no placeholder for an item"),
         ({"run": ["{least}", "{text}"], "values": {"least": "wc"}}, "expected the name of a program"),
-        ({"run": ["python train.py --lr {lr}"]}, "leave out the quotes around them all"),
+        ({"run": ["python train.py --lr {lr}"]}, "remove the quotes around the command"),
         ({"run": ["wc", "{text}", "{out}"], "values": {"out": "a"}}, "values has 'out'; expected a name of letters"),
         ({"run": ["wc", "{text}"], "env": {"A=": "b"}}, "env has 'A='"),
         ({"run": ["wc", "{text}"], "env": {"A": "b\0"}}, "env has 'A'"),
@@ -227,10 +227,14 @@ def test_a_program_that_is_not_here_is_refused_only_when_this_machine_is_asked(t
 @pytest.mark.parametrize(
     ("content", "mode", "why"),
     [
-        ("#!/bin/sh\n", 0o644, "it is not executable. Type chmod +x ./x.py, or write python ./x.py in its place."),
-        ("print(1)\n", 0o755, "it has no #! line that names its interpreter, as #!/bin/sh. Add one, or write python"),
+        ("#!/bin/sh\n", 0o644, "it is not executable. Type chmod +x ./x.py, or write python ./x.py instead."),
+        (
+            "print(1)\n",
+            0o755,
+            "it has no #! line that names its interpreter, such as #!/bin/sh. Add one, or write python",
+        ),
         ("", 0o755, "the file is empty."),
-        ("#!/bin/sh\r\necho 1\r\n", 0o755, "its #! line ends with a carriage return, as a file of Windows does"),
+        ("#!/bin/sh\r\necho 1\r\n", 0o755, "its #! line ends with a carriage return, as in files from Windows"),
         ("#!/usr/bin/env sh\r\n", 0o755, "its #! line ends with a carriage return"),
         ("#!/no/such/python -u\n", 0o755, "its interpreter /no/such/python is not on this machine."),
         ("#! /usr/bin/env no-such-python\n", 0o755, "its interpreter no-such-python, which env looks for, is not on"),
@@ -515,8 +519,8 @@ def test_what_a_program_writes_beside_the_columns_is_not_kept_and_the_log_says_s
     row = '{"n": 1, "words": ["a"], "loss": 0.5}'
     assert capfd.readouterr().err == f"item 0 | {row}\nitem 1 | {row}\n"
     assert [each.message for each in caplog.records] == [
-        'not kept, as it is no column: \'words\', \'loss\'. To keep them, add "words" = "json", "loss" = "float64" '
-        "to the columns, in `slurmgpu run` by --col words:json --col loss:float64, and submit again, into another run "
+        'not a column, so not kept: \'words\', \'loss\'. To keep them, add "words" = "json", "loss" = "float64" '
+        "to the columns (with `slurmgpu run`: --col words:json --col loss:float64), and submit again into another run "
         "directory."
     ]
 
@@ -540,8 +544,8 @@ def test_a_row_with_more_than_the_columns_is_the_row_among_objects_with_others(o
 def test_what_is_written_and_not_printed_beside_the_columns_is_an_error_as_no_log_has_it():
     command = Command(run=["program", "{in}", "{out}"], columns={"n": "int32"})
     assert command.explain_misfit({"n": 1, "words": ["a"], "loss": 0.5}) == (
-        'Do not write it. To keep them, add "words" = "json", "loss" = "float64" to the columns, in `slurmgpu run` by '
-        "--col words:json --col loss:float64, and submit again, into another run directory."
+        'Do not write it. To keep them, add "words" = "json", "loss" = "float64" to the columns (with `slurmgpu run`: '
+        "--col words:json --col loss:float64), and submit again into another run directory."
     )
     assert command.explain_misfit({"m": 1}) == command.explain_misfit({"n": "one"}) == ""
 
@@ -586,12 +590,12 @@ def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
         ("print([1])", "its last line is '[1]'"),
         ("import json; print(json.dumps([{'n': 1}, {'n': 2}], indent=2))", "its last line is ']'"),
         ('print(\'[\\n {\\n  "n": 1\\n },\\n {\\n  "n": 2\\n }\\n]\')', "its last line is ']'"),
-        ("print({'n': 1})", "a dictionary as Python prints it: print json.dumps(…) of it"),
+        ("print({'n': 1})", "a dictionary as Python prints it: print json.dumps(…) instead"),
         ('print(\'{"n": 1}\\n{"n": 2}\')', 'stdout has 2 JSON objects with these columns; expected one, {"n": …}'),
         ('print(\'{"m": 1}\\n{"m": 2}\')', "stdout has 2 JSON objects with other columns"),
         ("print('the text is empty'); raise SystemExit(2)", "exited with code 2: the text is empty"),
         ("import warnings; warnings.warn('old'); print(1, 2)", "its last line is '1 2'\nThe end of its stderr:\n"),
-        ('print(\'{"n": 1, "index": 5}\')', "has the index 5, which is none of the items of this call"),
+        ('print(\'{"n": 1, "index": 5}\')', "has the index 5, but this call has no such item"),
         ('print(\'{"error": "too loud"}\')', "too loud"),
         ('print(\'{"error": {"code": 5}}\')', "failed: stdout has {'code': 5} as error; expected a text"),
         ("print('{\"error\": NaN}')", "failed: stdout has nan as error; expected a text"),
@@ -709,14 +713,14 @@ def say(error):
 @pytest.mark.parametrize(
     ("run", "place"),
     [
-        (["bash", "-c", "echo {text}"], "Write \"$1\" in its place, and behind the code 'bash' and {text}"),
-        (["env", "A=1", "/bin/sh", "-ec", "echo {text}"], "and behind the code '/bin/sh' and {text}"),
-        (["bash", "-euo", "pipefail", "-ce", "echo {text}"], "and behind the code 'bash' and {text}"),
-        ([sys.executable, "-W", "ignore", "-c", "print('{text}')"], "Write sys.argv[1] in its place"),
-        ([sys.executable, "-S", "-c", "print('{text}')"], "Write sys.argv[1] in its place, and behind the code {text}"),
-        (["bash", "-c", "--", "echo {text}"], "and behind the code 'bash' and {text}"),
-        (["bash", "-c", "-e", "-o", "pipefail", "echo {text}"], "and behind the code 'bash' and {text}"),
-        (["perl", "-I", "lib", "-e", "print '{text}'"], "Write $ARGV[0] in its place, and behind the code {text}"),
+        (["bash", "-c", "echo {text}"], "Write \"$1\" instead, and after the code 'bash' and {text}"),
+        (["env", "A=1", "/bin/sh", "-ec", "echo {text}"], "and after the code '/bin/sh' and {text}"),
+        (["bash", "-euo", "pipefail", "-ce", "echo {text}"], "and after the code 'bash' and {text}"),
+        ([sys.executable, "-W", "ignore", "-c", "print('{text}')"], "Write sys.argv[1] instead"),
+        ([sys.executable, "-S", "-c", "print('{text}')"], "Write sys.argv[1] instead, and after the code {text}"),
+        (["bash", "-c", "--", "echo {text}"], "and after the code 'bash' and {text}"),
+        (["bash", "-c", "-e", "-o", "pipefail", "echo {text}"], "and after the code 'bash' and {text}"),
+        (["perl", "-I", "lib", "-e", "print '{text}'"], "Write $ARGV[0] instead, and after the code {text}"),
     ],
 )
 def test_a_field_within_code_is_taken_if_it_is_a_word_and_else_says_where_it_belongs(tmp_path, monkeypatch, run, place):
@@ -735,7 +739,7 @@ def test_an_argument_of_code_is_what_it_is(tmp_path, monkeypatch):
 def test_a_script_that_looks_for_a_field_at_the_top_of_a_line_is_told_of_in_jsonl(tmp_path, monkeypatch):
     code = "import json, sys; json.loads(open(sys.argv[1]).readline())['text']"
     command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "-c", code, "{in}", "{out}"])
-    told = r"KeyError: 'text'. \{in\} has the fields .* Write \{in:jsonl\} to have"
+    told = r"KeyError: 'text'. \{in\} has the fields .* write \{in:jsonl\} to have"
     with pytest.raises(CallFailedError, match=told) as raised:
         command(items("a", "b"))
     assert raised.value.__cause__ is not raised.value
@@ -753,7 +757,7 @@ def test_each_call_has_a_port_of_its_own_unless_one_is_set(one, monkeypatch):
 @pytest.mark.parametrize("before", ["[INFO] - ", "\\rstep 1/2 loss=0.5"])
 def test_an_object_that_does_not_begin_its_line_is_no_row_and_the_error_says_so(one, before):
     [error] = one(f"""print('{before}{{"n": 1}}')""")(items("a"))
-    assert "in which the object does not begin the line: print a newline before it" in str(error)
+    assert "where text precedes the object: print a newline before it" in str(error)
 
 
 def test_the_reason_of_an_error_of_hydras_is_its_first_line(one):
@@ -817,7 +821,7 @@ def test_a_call_that_prints_without_end_does_not_fill_the_log(one, capfd, monkey
     said = capfd.readouterr().err
     assert said.count("item 0 | ") == len(said.splitlines()) < 200
     left_out = sum(len(f"line {n}\n") for n in range(500)) + len("the end\n") - 1000
-    assert f"item 0 | [… {left_out:,} more bytes are not in the log: a call may print 1,000]" in said
+    assert f"item 0 | [… {left_out:,} more bytes are not in the log, which takes 1,000 of a call]" in said
     assert str(error).endswith("line 499\nthe end")
 
 
@@ -1031,7 +1035,7 @@ def test_a_process_that_does_not_end_by_sigkill_is_no_items_error(one, monkeypat
             raise subprocess.TimeoutExpired("stuck", timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
-    with pytest.raises(NodeError, match="does not end"):
+    with pytest.raises(NodeError, match="has not ended"):
         command(items("a"))
 
 
@@ -1053,9 +1057,12 @@ def test_a_slice_has_what_an_item_has(score):
 def test_items_that_json_cannot_hold_fail_alone(score):
     asked = [Item(0, {"text": object()}), Item(1, {"text": "a"}), Item(2, {"text": "a", "x": float("-inf")})]
     error, row, infinite = score("write(map(row, items))")(asked)
-    assert "the item's data cannot be JSON" in str(error)
+    assert "the item's data cannot be written as JSON" in str(error)
     assert row == {"n": 1}
-    assert str(infinite) == "the item's data cannot be JSON: it has NaN or Infinity, which JSON does not have; use null"
+    assert (
+        str(infinite)
+        == "the item's data cannot be written as JSON: it has NaN or Infinity, which JSON does not have; use null"
+    )
 
 
 def test_a_missing_row_and_an_error_are_their_items_alone(score):
@@ -1069,13 +1076,13 @@ def test_a_missing_row_and_an_error_are_their_items_alone(score):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("pass", "exited with code 0, and wrote no row to {out}"),
-        ("write([])", "exited with code 0, and wrote no row to {out}"),
-        ("os.mkdir(path)", "exited with code 0, and wrote no row to {out}"),
+        ("pass", "exited with code 0, but wrote no row to {out}"),
+        ("write([])", "exited with code 0, but wrote no row to {out}"),
+        ("os.mkdir(path)", "exited with code 0, but wrote no row to {out}"),
         ("write([row(items[0]), row(items[0])])", "line 2 of {out} has the index 0 a second time"),
-        ("write([{'index': 9, 'n': 1}])", "line 1 of {out} has the index 9, which is none of the items of this call"),
+        ("write([{'index': 9, 'n': 1}])", "line 1 of {out} has the index 9, but this call has no such item"),
         ("write([{'n': 1}])", "line 1 of {out} has no index"),
-        ("write([{'index': None, 'n': 1}])", "and no two items share: --set match=FIELD"),
+        ("write([{'index': None, 'n': 1}])", "that differs between items: --set match=FIELD"),
         ("write([{'index': '0', 'n': 1}])", "line 1 of {out} has '0' as index"),
         ("write([{'index': True, 'n': 1}])", "line 1 of {out} has True as index"),
         ("write([[1]])", "line 1 of {out} is '[1]'; expected a JSON object"),
@@ -1117,7 +1124,7 @@ def test_what_fails_without_room_for_temporary_files_is_no_items_error(score, tm
     command = score("write([row(item) for item in items if item['data']['text'] == 'a'])")
     monkeypatch.setattr("slurmgpu.workloads.command.workload.LEAST_BYTES", 1 << 60)  # more than is left
     assert command(items("a")) == [{"n": 1}]
-    said = rf"^the folder for temporary files, {folder}, is full; \S+ exited with code 0, and wrote no row"
+    said = rf"^the folder for temporary files, {folder}, is full; \S+ exited with code 0, but wrote no row"
     with pytest.raises(NodeError, match=said):
         command(items("b"))
     monkeypatch.setattr("slurmgpu.workloads.command.workload.LEAST_BYTES", 0)
@@ -1151,7 +1158,7 @@ def test_csv_has_typed_columns(score):
         "f.writerow(['', 2, '', '', '', '', '', '', 'too long'])"
     )
     first, second, third = score(body, form="{out:csv}", columns=columns)(items("a", "b", "c"))
-    assert str(first) == "column 'n': found 'x', which is none of its type"
+    assert str(first) == "column 'n': found 'x', which does not fit the column's type"
     assert np.isnan(second.pop("x"))
     assert second == {"name": 'a, "b"\nc', "n": 3, "ok": True, "v": [1, 2], "r": [], "j": {"a": 1}}
     assert str(third) == "too long"
@@ -1160,11 +1167,11 @@ def test_csv_has_typed_columns(score):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("index,n\n0,1,2\n", "another number of fields than the header"),
-        ("index,n\n0\n", "another number of fields than the header"),
+        ("index,n\n0,1,2\n", "does not have as many fields as the header"),
+        ("index,n\n0\n", "does not have as many fields as the header"),
         ("n\n1\n", "record 1 of {out} has no index"),
         ("index,n\nzero,1\n", "record 1 of {out} has 'zero' as index"),
-        ('index,n\n0,"1\n', "{out} is no CSV in UTF-8"),
+        ('index,n\n0,"1\n', "{out} is not CSV in UTF-8"),
         ("index,n\n", "wrote no row"),
         ("index,n,n\n0,1,2\n", "the header of {out} has the column 'n' twice"),
         ("index,n,index\n0,1,0\n", "the header of {out} has the column 'index' twice"),
@@ -1218,8 +1225,7 @@ def test_a_script_that_reads_a_table_and_writes_it_back_with_a_column_more_is_ta
     assert (first["n"], eval(first["seen"])) == (8, ["5", 'a "b",\nc', "", "2026-11-26"])
     assert (second["n"], eval(second["seen"])) == (5, ["7", path, "[1, true]", ""])
     assert str(third) == (
-        "it has a field 'error', a name that {in:csv} keeps for itself. Use {in}, whose lines have the "
-        "fields under data."
+        "it has a field 'error', a name that {in:csv} reserves. Use {in}, whose lines have the fields under data."
     )
     assert str(fourth).endswith("Use {in}, whose lines have the fields under data, or --set match=index.")
     [row] = command([Item(5, {"text": "\ud800"})])
@@ -1247,7 +1253,7 @@ def test_a_script_that_reads_json_lines_and_writes_them_back_with_a_field_more_i
     first, second, third = command(asked)
     assert first == {"n": 3, "seen": ["index", "text", "x", "data", "/in.jsonl"], "x": {"y": [None]}}
     assert second == {"n": 1, "seen": ["index", "text", "x", "/in.jsonl"], "x": 1.5}
-    assert str(third).startswith("it has a field 'index', a name that {in:jsonl} keeps for itself. Use")
+    assert str(third).startswith("it has a field 'index', a name that {in:jsonl} reserves. Use")
 
 
 LIST = """
@@ -1269,9 +1275,9 @@ def test_a_script_that_reads_a_list_and_writes_it_back_with_a_field_more_is_take
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[{"index": 0, "n": 1}', "{out} is no JSON: "),
-        ('{"index": 0, "n": 1}', "{out} is JSON, but no list of objects"),
-        ('[{"index": 0, "n": 1}, 2]', "{out} is JSON, but no list of objects"),
+        ('[{"index": 0, "n": 1}', "{out} is not JSON: "),
+        ('{"index": 0, "n": 1}', "{out} is JSON, but not a list of objects"),
+        ('[{"index": 0, "n": 1}, 2]', "{out} is JSON, but not a list of objects"),
         ('[{"index": 0, "n": 1}, {"n": 2}]', "object 2 of {out} has no index"),
         ("[]", "wrote no row"),
     ],
@@ -1321,21 +1327,21 @@ def test_items_that_share_what_rows_are_matched_by_are_in_different_calls(by_id,
     asked = [Item(40 + n, {"id": name, "text": "a" * n}) for n, name in enumerate(["a", "b", "a", "c", "a", "7", 7])]
     assert by_id()(asked) == [{"n": n} for n in range(7)]
     assert (tmp_path / "calls").read_text() == "4 2 1 "
-    assert "items share their 'id', by which rows match them: called 3 times" in caplog.text
+    assert "several items have the same 'id', which match needs: calling 3 times" in caplog.text
 
 
 def test_an_item_without_what_rows_are_matched_by_fails_alone(by_id):
     first, second, third = by_id()([Item(0, {"text": ""}), Item(1, {"id": None}), Item(2, {"id": "a", "text": "a"})])
-    assert str(first) == str(second) == "it has no field 'id', by which rows match it"
+    assert str(first) == str(second) == "the item has no field 'id', which match needs"
     assert third == {"n": 1}
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"index": 0, "n": 1}, "line 1 of {out} has no 'id', by which match finds its item"),
+        ({"index": 0, "n": 1}, "line 1 of {out} has no 'id', which match needs to find its item"),
         ({"id": None, "n": 1}, "line 1 of {out} has no 'id'"),
-        ({"id": "q9", "n": 1}, "line 1 of {out} has 'q9' as 'id', which is that of no item of this call"),
+        ({"id": "q9", "n": 1}, "line 1 of {out} has 'q9' as 'id', but no item of this call has that value"),
         ({"id": "a ", "n": 1}, "line 1 of {out} has 'a ' as 'id'"),
         ({"id": float("nan"), "n": 1}, "line 1 of {out} has 'nan' as 'id'"),
         ({"id": "a", "n": 1}, "line 2 of {out} has the index 0 a second time"),
@@ -1350,7 +1356,9 @@ def test_a_row_that_matches_no_item_fails_its_slice(by_id, row, said):
 def test_a_row_whose_name_became_another_number_is_told_of_its_item(by_id, name, written):
     code = f"import sys; open(sys.argv[2], 'w').write({json.dumps({'id': written, 'n': 1})!r})"
     said = failing(by_id(code), [Item(0, {"id": name}), Item(1, {"id": "b"})])
-    assert f"has '{written}' as 'id', which is that of no item of this call; '{name}' is. Keep 'id' a text" in said
+    assert (
+        f"has '{written}' as 'id', but no item of this call has that value; one has '{name}'. Keep 'id' a text" in said
+    )
 
 
 def test_a_row_without_index_is_told_of_the_field_that_it_could_be_matched_by(tmp_path, monkeypatch):
@@ -1391,7 +1399,7 @@ def test_an_integer_in_csv_is_what_it_is_in_json(score):
     found = score(body, form="{out:csv}", columns={"n": "int64"})(items(*texts))
     assert [row["n"] for row in found if not isinstance(row, ItemError)] == [3, -3, 1000, 9007199254740993]
     assert [str(row) for row in found[3:9]] == [
-        f"column 'n': found {text!r}, which is none of its type" for text in texts[3:9]
+        f"column 'n': found {text!r}, which does not fit the column's type" for text in texts[3:9]
     ]
 
 
@@ -1420,18 +1428,21 @@ LZMA = (
     [
         ("np.savez(path, index=[0, 0], n=[1])", "different lengths"),
         ("np.savez(path, n=[1])", "row 1 of {out} has no index"),
-        ("np.savez(path, index=[0], n=[None])", "no npz file"),
+        ("np.savez(path, index=[0], n=[None])", "not an npz file"),
         ("np.savez(path, index=[0], n=[1], error=[b'bad'])", "as error; expected a text"),
         ("np.savez(path, index=[0], n=[1], error=[np.nan])", "as error; expected a text"),
         ("np.savez(path, index=[0], n=[1], error=[['a', 'b']])", "as error; expected a text"),
-        ("np.savez(path, index=[[0]], n=[1])", "as index. Write that of its item, which {in} has"),
+        ("np.savez(path, index=[[0]], n=[1])", "as index. Copy the index of the item from {in}"),
         ("np.save(open(path, 'wb'), [1])", "one array without a name"),
         ("zipfile.ZipFile(path, 'w').writestr('n.txt', 'a')", "different lengths"),
-        (COMPRESSED + "i = data.find(b'n.npy') + 25; data[i] ^= 255; open(path, 'wb').write(data)", "no npz file"),
-        (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 8] |= 1; open(path, 'wb').write(data)", "no npz file"),
-        (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 10] = 99; open(path, 'wb').write(data)", "no npz file"),
-        (CLAIMING, "no npz file of numbers and texts: Unable to allocate"),
-        (LZMA, "no npz file"),
+        (COMPRESSED + "i = data.find(b'n.npy') + 25; data[i] ^= 255; open(path, 'wb').write(data)", "not an npz file"),
+        (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 8] |= 1; open(path, 'wb').write(data)", "not an npz file"),
+        (
+            COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 10] = 99; open(path, 'wb').write(data)",
+            "not an npz file",
+        ),
+        (CLAIMING, "not an npz file of numbers and texts: Unable to allocate"),
+        (LZMA, "not an npz file"),
     ],
 )
 def test_npz_that_is_none_fails_its_slice(tmp_path, monkeypatch, code, said):
@@ -1481,7 +1492,7 @@ ANSWER = "print(json.dumps(answer), flush=True)"
         ("os._exit(0)", "exited with code 0"),
         ("os.kill(os.getpid(), 11)", "died by SIGSEGV"),
         ("print('Loading', flush=True)", "failed: a line of stdout is 'Loading'; expected a JSON object"),
-        ("print(json.dumps({**answer, 'index': 9}), flush=True)", "has the index 9, which is none"),
+        ("print(json.dumps({**answer, 'index': 9}), flush=True)", "has the index 9, but this call"),
         ("print('{\"index\": 0, ', end='', flush=True); os._exit(0)", "exited with code 0"),
         ("os.close(1); time.sleep(1000)", "closed its stdout and went on"),
     ],
@@ -1601,7 +1612,7 @@ def test_a_line_of_a_stream_without_end_is_bounded(served, monkeypatch):
     ("head", "said"),
     [
         ("import sys; sys.exit('no model')", "exited with code 1: no model"),
-        ("print('Loading', flush=True)", 'expected {"ready": true}, which slurmgpu.serve writes. Print what'),
+        ("print('Loading', flush=True)", 'expected {"ready": true}, which slurmgpu.serve writes. Print everything'),
         ("pass", "exited with code 0"),
     ],
 )

@@ -183,7 +183,7 @@ class Classify(LanguageModelWorkload):
         found = self._by_label(scores) - self._offsets
         # One label may be impossible (-inf), but not all; NaN is an overflow.
         if np.isnan(found).any() or not np.isfinite(found.max()):
-            raise ItemError('the labels\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
+            raise ItemError('the labels\' scores are not finite: they overflow; precision = "fp32" has a larger range')
         shares = np.exp(found - found.max())
         shares /= shares.sum()
         best, second = np.sort(shares)[::-1][:2]
@@ -223,12 +223,12 @@ class Classify(LanguageModelWorkload):
         return self._finder.within(text)
 
     def place(self, share: Share) -> Placement:
-        """As of the base class, with a line on descriptions of labels that no prompt shows."""
+        """The model's placement, with a note if the prompt does not show the labels' descriptions."""
         found = super().place(share)
         if not self._hides_descriptions:
             return found
         unseen = (
-            "The model is not shown the descriptions of the labels: the prompt has no {labels}, which stands for them."
+            "The prompt has no {labels}, so the model does not see the labels' descriptions. Add {labels} to show them."
         )
         return replace(found, lines=(*found.lines, unseen))
 
@@ -248,7 +248,7 @@ class Classify(LanguageModelWorkload):
         return summary if self.truth is None else summary | self._metrics(counted, n_failed)
 
     def _count(self, merged: Merged) -> Counter[tuple[str, str, str]]:
-        """How many items have a group, a true label and a label; "" for what there is not."""
+        """The number of items by group, true label and label; "" for a missing one."""
         truths = repeat("") if self.truth is None else good_values(merged, "truth")
         groups = repeat("") if self.group is None else good_values(merged, "group")
         return Counter(zip(groups, truths, good_values(merged, "label"), strict=False))
@@ -285,23 +285,23 @@ class Classify(LanguageModelWorkload):
 
 
 def _check_calibrated(prompt: str | None, settings: PromptedSettings) -> None:
-    """Refuse settings by which the prompt without an item is not one prompt that can be scored."""
+    """Refuse settings that calibration cannot use: it scores one prompt, without an item."""
     if prompt is None:
-        raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
+        raise SlurmGPUError("calibrate scores the prompt without an item, and prompt is not set. Set it to a template.")
     if "images" in settings:
         raise SlurmGPUError(
-            "calibrate scores the prompt without an item, which has images, and there is no image without content. "
+            "calibrate scores the prompt without an item, and images is set: there is no image without content. "
             "Remove calibrate."
         )
     if choice_of(settings) is not None:
         raise SlurmGPUError(
-            "calibrate scores the prompt without an item, and only items say which adapter is to score it. Remove "
+            "calibrate scores the prompt without an item, but a field of each item chooses the adapter. Remove "
             "calibrate, or make a run for each adapter."
         )
     if "num_fewshot" in settings:
         raise SlurmGPUError(
-            "calibrate scores one prompt for all items, and num_fewshot draws examples for each. Remove calibrate, "
-            "or num_fewshot: then all items have all examples."
+            "calibrate scores one prompt for all items, but num_fewshot draws examples for each item. Remove "
+            "calibrate, or remove num_fewshot: all items then get all examples."
         )
 
 

@@ -1,4 +1,4 @@
-"""The steps of collected paths, scored by a process reward model beside rollouts or in place of them."""
+"""Scores of the steps of collected paths by a process reward model, with rollouts or instead of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 STEPS = "the steps of a path"
-"""The field in which the scorer finds a path's steps; no item has one of this name."""
+"""The field with a path's steps for the scorer; no item has a field of this name."""
 
 GIVEN = ("steps", "step_delimiter", "answer", "pair", "cut")
-"""The settings of `score` that say what is scored, which is the paths."""
+"""Settings of `score` that say what is scored; here that is always the paths."""
 
 SCORED: Mapping[str, Column] = {
     "scores": Ragged("float32"),
@@ -49,7 +49,7 @@ SCORED: Mapping[str, Column] = {
 class ScoredTree:
     """The `scores` of a tree's paths, with the `errors` of those without one, and the scores of its nodes' `steps`.
 
-    What has no score has NaN. `worth` is what each path counts in a vote: its score, or the exponential of a raw one.
+    A missing score is NaN. `worth` is each path's weight in a vote: its score, or the exponential of a raw score.
     """
 
     scores: list[float]
@@ -59,12 +59,12 @@ class ScoredTree:
 
     @property
     def best(self) -> int:
-        """The number of the path with the highest score, of equals the first; -1 if none has one."""
+        """The number of the first path with the highest score; -1 if no path has a score."""
         return best_of(self.scores)
 
 
 class StepsScorer:
-    """A model that scores the steps of paths, behind their prompt unless it has one of its own."""
+    """A model that scores the steps of paths, given after their prompt or after the scorer's own."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class StepsScorer:
         last: Last | None,
         delimiter: str,
     ) -> None:
-        """Check the settings; `prompt` are those of the paths' prompt, None for what is not set."""
+        """Check the settings; `prompt` has the settings of the paths' prompt, None for those not set."""
         self._table = scorer_table(scorer)
         for name in GIVEN:
             if name in self._table:
-                raise SlurmGPUError(f"scorer has {name}, and what it scores is the steps of the paths. Remove {name}.")
+                raise SlurmGPUError(f"scorer has {name}, but it always scores the steps of the paths. Remove {name}.")
         own = any(name in self._table for name in INPUTS)
         if not own and last == "continue":
             raise SlurmGPUError(
-                'last is "continue", so that a path begins in the prompt, and a scorer sees the path alone. Set '
-                'last = "drop", or what the scorer is shown: scorer = {model = "…", prompt = "…"}.'
+                'last is "continue", so each path begins inside the prompt, but the scorer sees only the path. Set '
+                'last = "drop", or give the scorer its own prompt: scorer = {model = "…", prompt = "…"}.'
             )
         shown = {} if own else dict(prompt)
         # Its batches must leave the rest of the memory to the other model.
@@ -91,7 +91,7 @@ class StepsScorer:
 
     @property
     def fields(self) -> set[str]:
-        """The fields of items that it is shown."""
+        """The item fields that the scorer sees."""
         return {*self.score.fields} - {STEPS}
 
     def frozen(self) -> dict[str, Any]:
@@ -99,12 +99,12 @@ class StepsScorer:
         return {**self._table, **self.score.frozen_settings}
 
     def beside(self) -> HeadMemory:
-        """Its memory beside another model; SlurmGPUError for a model that does not score steps."""
+        """The scorer's memory on GPUs that it shares with another model; SlurmGPUError if it does not score steps."""
         self.score.check_head()
         return head_memory(self.score.options)
 
     def lines(self, share: Share, options: EngineOptions) -> tuple[str, ...]:
-        """Lines of a plan that say where it computes; SlurmGPUError if it does not fit beside a server."""
+        """Lines of a plan that say where the scorer computes; SlurmGPUError if a server leaves it too little memory."""
         other = self.beside()
         if options.engine != "server":
             where = "on the same CPUs" if share.gpus == 0 else "on the same GPUs, in the same process"
@@ -118,12 +118,12 @@ class StepsScorer:
         needed = gb(other.on_each(share.gpus))
         return (
             *own,
-            f"The server of serve computes on the same GPUs: it must leave {needed} of each of them, as vLLM does with "
+            f"The server started by serve uses the same GPUs: it must leave {needed} free on each, in vLLM with "
             f"--gpu-memory-utilization.",
         )
 
     def each(self, trees: Sequence[tuple[Item, Tree]]) -> list[ScoredTree]:
-        """The scores of each tree's paths; paths of the same nodes are scored once."""
+        """The scores of each tree's paths; paths with the same nodes are scored once."""
         asked: dict[tuple[int, tuple[int, ...]], Item] = {}
         for number, (item, tree) in enumerate(trees):
             for path in tree.paths:
@@ -146,7 +146,7 @@ class StepsScorer:
 
 
 def _by_node(paths: Sequence[Path], rows: Sequence[Row | ItemError], n_nodes: int) -> list[float]:
-    """The score of each node's step, by the first of its paths that has scores; without the root."""
+    """The score of each node's step except the root, from its first path that has scores."""
     found: dict[int, float] = {}
     for path, row in zip(paths, rows, strict=True):
         if not isinstance(row, ItemError):
@@ -156,7 +156,7 @@ def _by_node(paths: Sequence[Path], rows: Sequence[Row | ItemError], n_nodes: in
 
 
 def scored_totals(merged: Merged) -> dict[str, Any]:
-    """The shares of questions whose best path and weighted vote are right, and how scores are distributed."""
+    """The shares of questions with a right best path and with a right weighted vote, and the scores' distribution."""
     scores = np.concatenate([np.empty(0), *good_values(merged, "scores")])
     summary: dict[str, Any] = {"n_unscored": int(np.isnan(scores).sum())}
     for name in ("best", "weighted_vote"):

@@ -20,9 +20,9 @@ FLOAT32_DIGITS = 7
 
 
 def totals(merged: Merged, n_independent: int, pass_at: Sequence[int]) -> dict[str, Any]:
-    """Sums of paths and steps, and how many of the questions are answered; a failed question is not answered.
+    """Sums of paths and steps, and the number of answered questions; a failed question counts as not answered.
 
-    The first `n_independent` paths of each question are samples from the question itself, and pass@k is theirs.
+    pass@k is computed from the first `n_independent` paths of each question, which are sampled from the question alone.
     """
     n_right = Counter(int(row[:n_independent].sum()) for row in good_values(merged, "rewards"))
     n, n_good, n_paths, n_cut = len(merged), n_right.total(), total(merged, "n_paths"), total(merged, "n_cut")
@@ -44,11 +44,11 @@ def totals(merged: Merged, n_independent: int, pass_at: Sequence[int]) -> dict[s
 
 
 def checked_pass_at(asked: Sequence[int], n_independent: int) -> list[int]:
-    """The k of pass@k, from the smallest: those asked for, else the powers of 2 up to the number of paths, and that."""
+    """The k of pass@k, sorted: those asked for, else the powers of 2 up to the number of paths, and that number."""
     if any(not 1 <= k <= n_independent for k in asked):
         raise SlurmGPUError(
-            f"pass_at is {list(asked)}; expected whole numbers from 1 to {n_independent}, the paths that are sampled "
-            f"from a question itself."
+            f"pass_at is {list(asked)}; expected whole numbers from 1 to {n_independent}, the number of paths that "
+            f"are sampled from the question itself."
         )
     return sorted({*asked} or {*(2**power for power in range(n_independent.bit_length())), n_independent})
 

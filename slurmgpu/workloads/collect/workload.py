@@ -40,7 +40,7 @@ MAX_LEAVES = 10_000
 
 @dataclasses.dataclass
 class Search:
-    """The state of one item while its paths are sampled; an `error` ends that."""
+    """The state of one item while its paths are sampled; an `error` ends the sampling."""
 
     item: Item
     prompt: Prompt
@@ -54,7 +54,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """A wanted completion in a search: the node where it starts, and its number there."""
+    """A completion to sample: the node where it starts, and its number there."""
 
     search: Search
     node: int
@@ -135,7 +135,7 @@ class Collect(LanguageModelWorkload):
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if (self.rollouts or len(self.tree) > 1) and uses_chat(settings):
             beyond.append(
-                "in a chat it does not go on from given steps. Set chat = false, or collect whole paths alone: "
+                "in a chat it cannot continue from given steps. Set chat = false, or collect whole paths only: "
                 "rollouts = 0, and no tree."
             )
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens, beyond=beyond)
@@ -258,7 +258,7 @@ class Collect(LanguageModelWorkload):
                 )
 
     def _roll_out(self, searches: Sequence[Search]) -> None:
-        """Complete every beginning of the paths to learn its value, once however many paths share it."""
+        """Complete every prefix of the paths to estimate its value; a prefix that several paths share, once."""
         draws = [
             Draw(search, node, number)
             for search in searches
@@ -275,9 +275,9 @@ class Collect(LanguageModelWorkload):
                 draw.search.n_rollouts += 1
 
     def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:
-        """Whether an answer is right, and the answer; one that was cut is not right.
+        """Whether an answer is right, and the answer; a truncated answer is not right.
 
-        None if the checker fails: that is the item's error, and the checker, which may be slow, is not asked again.
+        None if the checker fails: that is the item's error, and the checker, which may be slow, is not run again.
         """
         if search.error is not None:
             return None
@@ -328,7 +328,7 @@ class Collect(LanguageModelWorkload):
         return row if search.scored is None else {**row, **self._chosen(search.scored, paths, weights)}
 
     def _chosen(self, scored: ScoredTree, paths: Sequence[Path], weights: Sequence[Fraction]) -> Row:
-        """The columns of a scorer: the best path, and the vote in which each path counts as much as its score."""
+        """The columns of a scorer: the best path, and the vote with each path weighted by its score."""
         best = scored.best
         voted = self._vote(paths, [float(weight) * w for weight, w in zip(weights, scored.worth, strict=True)])
         return {
@@ -342,13 +342,13 @@ class Collect(LanguageModelWorkload):
         }
 
     def _vote(self, paths: Sequence[Path], weights: Sequence[Fraction | float]) -> Path | None:
-        """The first path with the answer that the vote is for; None without an answer."""
+        """The first path with the answer that wins the vote; None without an answer."""
         answers = [None if path.answer is None or path.cut else self.checker.normal(path.answer) for path in paths]
         winner = vote(answers, weights)
         return paths[winner] if winner >= 0 else None
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count paths, right paths, and the questions that they answer; a failed question is not answered."""
+        """Count paths, right paths, and answered questions; a failed question counts as not answered."""
         found = totals(merged, self.n_independent, self.pass_at)
         if self._truncates:
             found["n_truncated"] = n_truncated(merged)
@@ -376,7 +376,7 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]:
-    """The branches that a tree lacks at a depth; a path from further above counts as a branch of its nodes."""
+    """The branches that a tree lacks at a depth; a path that began higher up counts as a branch of its nodes."""
     tree = search.tree
     return [
         Draw(search, node, number)
@@ -405,14 +405,14 @@ def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -
 
 
 def _check_with_images(rollouts: int, tree: Sequence[int], scorer: object) -> None:
-    """Refuse what cannot be done behind images."""
+    """Refuse settings that images exclude."""
     if rollouts or len(tree) > 1:
         raise SlurmGPUError(
-            "images is set, and a model that takes images does not go on from given steps here. Collect whole paths "
-            "alone: set rollouts = 0, and no tree."
+            "images is set, and slurmgpu does not continue paths from given steps after images. Collect whole paths "
+            "only: set rollouts = 0, and no tree."
         )
     if scorer is not None:
-        raise SlurmGPUError("images is set, which a scorer is not shown. Remove one of them.")
+        raise SlurmGPUError("images and scorer are both set, but a scorer does not see images. Remove one of them.")
 
 
 def _check_stops(stops: Sequence[str], delimiter: str) -> None:

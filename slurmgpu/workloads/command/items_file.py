@@ -1,4 +1,4 @@
-"""The items of a call in the file that stands for `{in}`: lines with their data, or fields as JSON or CSV."""
+"""The items of a call in the file `{in}`: JSON lines with their data, or their fields as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from slurmgpu.errors import ItemError
 from slurmgpu.workloads.command.placeholders import as_json
 
 OF_ROWS = ("index", "error")
-"""Names that are about the item itself, and so are no fields' where these stand beside them."""
+"""Reserved names: they describe the item itself, so no field may have them in forms that mix both."""
 
 
 def request_of(index: int, seed: int, data: Mapping[str, object], form: str, *, has_index: bool) -> bytes:
-    """The line of an item with its data; ItemError if JSON cannot hold that, or `form` not its fields."""
+    """The line of an item with its data; ItemError if JSON cannot hold the data, or `form` the fields."""
     taken = next((name for name in OF_ROWS if name in data and (has_index or name != "index")), None)
     if form != "items" and taken is not None:
         raise ItemError(f"it has a field {taken!r}{taken_for(taken, form)}")
     try:
         return as_json({"index": index, "seed": seed, "data": dict(data)}).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise ItemError(f"the item's data cannot be JSON: {error}") from error
+        raise ItemError(f"the item's data cannot be written as JSON: {error}") from error
 
 
 def taken_for(name: str, form: str) -> str:
-    """Why items cannot have a field of this name in `{in}` of this form, behind "it has a field"."""
+    """Why items in this form of `{in}` cannot have a field of this name; continues "it has a field"."""
     return (
-        f", a name that {{in:{form}}} keeps for itself. Use {{in}}, whose lines have the fields under "
+        f", a name that {{in:{form}}} reserves. Use {{in}}, whose lines have the fields under "
         f"data{', or --set match=index' if name == 'index' else ''}."
     )
 
 
 def write_items(path: Path, form: str, requests: Mapping[int, bytes], *, has_index: bool) -> frozenset[str]:
-    """Write the items of a call; the names of fields that a program may write back beside the columns.
+    """Write the items of a call; returns the names of fields that a program may write back with the columns.
 
     Their index stands before their fields if the form `has_index`, as rows need it.
     """

@@ -33,7 +33,7 @@ _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
 class Collected:
-    """The rows of a call, which is to give one for each of `wanted`, in any order.
+    """Collects the rows of a call: one for each index in `wanted`, in any order.
 
     With `is_one` there is one item, and its row need not have its index.
     """
@@ -44,13 +44,13 @@ class Collected:
         self.rows: dict[int, Values] = {}
 
     def add(self, row: Values, where: str) -> None:
-        """Take a row, which has its `index`; OutputError if that is unknown or came before, or its error is no text."""
+        """Take a row with its `index`; OutputError if the index is unknown or repeated, or the error is not text."""
         index = row.get("index", self._usual)
         if not isinstance(index, int) or isinstance(index, bool):
             found = "no" if index is None else f"{index!r:.80} as"
-            raise OutputError(f"{where} has {found} index. Write that of its item, which {{in}} has, into each row")
+            raise OutputError(f"{where} has {found} index. Copy the index of the item from {{in}} into each row")
         if index not in self._wanted:
-            raise OutputError(f"{where} has the index {index}, which is none of the items of this call")
+            raise OutputError(f"{where} has the index {index}, but this call has no such item")
         if index in self.rows:
             raise OutputError(f"{where} has the index {index} a second time")
         error = row.get("error")
@@ -60,29 +60,29 @@ class Collected:
 
 
 class Match:
-    """Finds the item of a row by the value that both have in the field `field`; no two of the items share it."""
+    """Finds the item of a row by the value of `field`, which is in both and differs between items."""
 
     def __init__(self, field: str, requests: Mapping[int, bytes]) -> None:
         self.field = field
         self._indices = {name: index for index, name in _names(requests, field)}
 
     def index_of(self, row: Values, where: str) -> int:
-        """The index of a row's item; OutputError if its value is of no item."""
+        """The index of a row's item; OutputError if no item has the row's value."""
         if row.get(self.field) is None:
-            raise OutputError(f"{where} has no {self.field!r}, by which match finds its item")
+            raise OutputError(f"{where} has no {self.field!r}, which match needs to find its item")
         name = _name(row[self.field])
         if name not in self._indices:
             number = _number(name)
             others = self._indices if number is not None else ()
-            like = [f"; {other!r:.80} is" for other in others if _number(other) == number]
+            like = [f"; one has {other!r:.80}" for other in others if _number(other) == number]
             more = f"{like[0]}. Keep {self.field!r} a text, as pandas does with dtype=str" if like else ""
             found = f"{where} has {name!r:.80} as {self.field!r}"
-            raise OutputError(f"{found}, which is that of no item of this call{more}")
+            raise OutputError(f"{found}, but no item of this call has that value{more}")
         return self._indices[name]
 
 
 def without_namesakes(requests: Mapping[int, bytes], field: str) -> list[dict[int, bytes]]:
-    """The items in as few calls as possible in which no two have the same value of `field`."""
+    """The items in as few calls as possible, such that no two items of a call have the same value of `field`."""
     calls: list[dict[int, bytes]] = []
     n_earlier = Counter[str]()
     for index, name in _names(requests, field):
@@ -113,7 +113,7 @@ def _number(name: str) -> float | None:
 
 
 def row_of(values: Values) -> Values | ItemError | Retry:
-    """A row, or the error that stands in its place; with `retry`, true or seconds, one that may pass."""
+    """A row, or the item's error; a Retry if the row has `retry`, which is true or a number of seconds."""
     if values.get("error"):
         retry = values.get("retry")
         if retry is True or (isinstance(retry, int | float) and retry > 0):
@@ -123,7 +123,7 @@ def row_of(values: Values) -> Values | ItemError | Retry:
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in a text; OutputError if it is none."""
+    """The JSON object in a text; OutputError if the text is something else."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,10 +144,10 @@ def read_output(
     given: Collection[str],
     match: Match | None,
 ) -> dict[int, Values]:
-    """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format.
+    """The rows in the file `{out}`, by index; OutputError if it is not in its format.
 
-    A program may write back what it got: the fields that it was `given`, the one by which rows `match` items, and the
-    column without a name that pandas writes are left out unless they are declared columns.
+    A program may write back what it got: the fields that it was `given`, the field for `match` and the unnamed index
+    column of pandas are left out unless they are declared columns.
     """
     collected = Collected(wanted, is_one=is_one)
     known = {*given, match.field} if match else set(given)
@@ -157,7 +157,7 @@ def read_output(
             for number, read in enumerate(_READERS[form](path), 1):
                 where = f"{_UNITS[form]} {number} of {{out}}"
                 row = _typed(read, columns) if form == "csv" else read
-                if match is not None:  # by the text as it was written: a column of the same name may have a type
+                if match is not None:  # compares the text as written: a column of the same name may have a type
                     row = {**row, "index": match.index_of(read, where)}
                 elif row.get("index") is None and not is_one:
                     raise OutputError(f"{where} has no index. {_how_to_match(row, given)}")
@@ -172,15 +172,15 @@ def read_output(
 def _how_to_match(row: Values, given: Collection[str]) -> str:
     name = next((name for name in row if name in given), "FIELD")
     return (
-        f"Write that of its item, which {{in}} has, into each row, or name a field that rows and items have, and no "
-        f"two items share: --set match={name}"
+        f"Copy the index of the item from {{in}} into each row, or match rows by a field that rows and items have "
+        f"and that differs between items: --set match={name}"
     )
 
 
 def check_format(form: str, columns: Mapping[str, Column]) -> None:
-    """Refuse columns that a format has no place for."""
+    """Refuse columns that the format cannot hold."""
     if form == "npz" and (odd := [name for name, column in columns.items() if isinstance(column, (Ragged, Json))]):
-        raise SlurmGPUError(f"command: {{out:npz}} has no place for the column {odd[0]!r}. Use {{out}}, JSON lines.")
+        raise SlurmGPUError(f"command: {{out:npz}} cannot hold the column {odd[0]!r}. Use {{out}}, JSON lines.")
 
 
 def _read_jsonl(path: Path) -> Iterator[Values]:
@@ -198,9 +198,9 @@ def _read_json(path: Path) -> Iterator[Values]:
     try:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise OutputError(f"{{out}} is no JSON: {error}") from error
+        raise OutputError(f"{{out}} is not JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise OutputError("{out} is JSON, but no list of objects. Write a list with an object for each item")
+        raise OutputError("{out} is JSON, but not a list of objects. Write a list with an object for each item")
     yield from rows
 
 
@@ -214,16 +214,14 @@ def _read_csv(path: Path) -> Iterator[Values]:
             for record in records:
                 if None in record or None in record.values():
                     fields = list(record.values())
-                    raise OutputError(
-                        f"a record of {{out}} has another number of fields than the header: {fields!r:.80}"
-                    )
+                    raise OutputError(f"a record of {{out}} does not have as many fields as the header: {fields!r:.80}")
                 yield record
     except (csv.Error, UnicodeDecodeError) as error:
-        raise OutputError(f"{{out}} is no CSV in UTF-8: {error}") from error
+        raise OutputError(f"{{out}} is not CSV in UTF-8: {error}") from error
 
 
 def _typed(record: Mapping[str, str], columns: Mapping[str, Column]) -> Values:
-    """A record's texts as values; where one is none of its column's type, an error stands for the row."""
+    """A record's texts as values; the row has an `error` if a text does not fit its column's type."""
     row: dict[str, Any] = {}
     errors: list[str] = []
     for name, text in record.items():
@@ -234,7 +232,7 @@ def _typed(record: Mapping[str, str], columns: Mapping[str, Column]) -> Values:
             if name == "index":
                 row[name] = text
             else:
-                errors.append(f"column {name!r}: found {text!r:.80}, which is none of its type")
+                errors.append(f"column {name!r}: found {text!r:.80}, which does not fit the column's type")
     return {**row, "error": errors[0]} if errors and not row.get("error") else row
 
 
@@ -253,7 +251,7 @@ def _value(text: str, column: Column) -> Any:
 
 
 def _whole(text: str) -> int:
-    """An integer, or a float that is one, as in `3.0`."""
+    """An integer, also written as a float, such as `3.0`."""
     if "_" in text:
         raise ValueError
     try:
@@ -276,7 +274,7 @@ def _read_npz(path: Path) -> Iterator[Values]:
         raise
     except NPZ_ERRORS as error:
         said = str(error) or type(error).__name__
-        raise OutputError(f"{{out}} is no npz file of numbers and texts: {said}") from error
+        raise OutputError(f"{{out}} is not an npz file of numbers and texts: {said}") from error
     lengths = {len(array) if array.ndim else None for array in arrays.values()}
     if len(lengths) != 1 or None in lengths:
         raise OutputError("{out} has arrays of different lengths; expected one row for each index in all of them")

@@ -1,4 +1,4 @@
-"""The placeholders in a command line: what they say of the mode, and what stands for them in a call."""
+"""The placeholders in a command line: the mode that they imply, and their values in a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_ARGUMENT_BYTES = 128 * 1024
 IN, OUT, START, END = "in", "out", "start", "end"
 OF_A_SLICE = (IN, START, END)
 FILE = ":file"
-"""Behind a field's name: the path of a file with its content, in place of the content."""
+"""Suffix of a field's name: pass the path of a file with the field's content instead of the content."""
 _NAME = re.compile(r"[\w-]+")
 _PARAMETERS = {
     **dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), '"$1"'),
@@ -38,11 +38,11 @@ _PARAMETERS = {
     "php": "$argv[1]",
     "Rscript": "commandArgs(TRUE)[1]",
 }
-"""How code names the argument behind it, by the program that runs the code."""
+"""How code refers to the argument after it, by the program that runs the code."""
 _BEFORE_CODE = re.compile(r"-[A-Za-z]*(?:c[eux]*|[eEpr])|--eval|--print")
-"""Options of these before code: `bash -ceu`, `perl -ne`, `php -r`. Some come before a script, too: `bash -e run.sh`."""
+"""Options of these before code: `bash -ceu`, `perl -ne`, `php -r`. Some also come before a script: `bash -e run.sh`."""
 _WITH_VALUE = re.compile(r"-[A-Za-z]*o|-[IOXW]|--(?:rcfile|init-file)")
-"""Options of these behind which their value is an argument of its own, as in `bash -euo pipefail -c`."""
+"""Options of these that take their value as the next argument, as in `bash -euo pipefail -c`."""
 _PLAIN = re.compile(rb"[\w@%+=:,./-]+", re.ASCII)
 """Values that are the same in code of a shell as in an argument, as in `shlex.quote`."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -50,7 +50,7 @@ _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 @dataclass(frozen=True)
 class Slot:
-    """A placeholder: `in`, `out`, `start`, `end`, or else the name of a field, with `:file` if its file is meant."""
+    """A placeholder: `in`, `out`, `start`, `end`, or the name of a field, with `:file` to pass it as a file."""
 
     name: str
 
@@ -71,13 +71,13 @@ class CommandLine:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of an item that it takes, in order."""
+        """The item fields in the command line, in order."""
         names = (slot.name for slot in self._slots())
         return tuple(dict.fromkeys(name.removesuffix(FILE) for name in names if name not in (*OF_A_SLICE, OUT)))
 
     @property
     def meant_as_text(self) -> dict[str, str]:
-        """The fields whose braces may be those of a shell, awk or JSON, as in `${HOME}`: how to write the text."""
+        """How to escape fields that may be braces of a shell, awk or JSON, as in `${HOME}`, by field."""
         found: dict[str, str] = {}
         for pieces in self.arguments:
             for before, piece in zip(("", *pieces), pieces, strict=False):
@@ -91,13 +91,13 @@ class CommandLine:
 
     @property
     def in_files(self) -> tuple[str, ...]:
-        """The fields that it takes as files."""
+        """The fields that are passed as files."""
         names = (slot.name for slot in self._slots())
         return tuple(dict.fromkeys(name.removesuffix(FILE) for name in names if name.endswith(FILE)))
 
     @property
     def texts(self) -> dict[int, str]:
-        """The arguments without placeholders, by their place."""
+        """The arguments without placeholders, by position."""
         pieces = {
             number: each for number, each in enumerate(self.arguments) if not any(isinstance(p, Slot) for p in each)
         }
@@ -105,7 +105,7 @@ class CommandLine:
 
     @functools.cached_property
     def code(self) -> dict[int, str]:
-        """The places of arguments that a shell, or another interpreter, runs as code; and that program."""
+        """The program, such as a shell, that runs an argument as code, by the argument's position."""
         found, program, option, comes = {}, "", "", False
         for place in range(len(self.arguments)):
             text = self.texts.get(place, "")
@@ -120,13 +120,13 @@ class CommandLine:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The placeholders of a slice that it has."""
+        """The placeholders of a slice in the command line."""
         return tuple(name for name in OF_A_SLICE if name in self)
 
     def fill(self, values: Mapping[str, str], data: Mapping[str, Any]) -> list[bytes]:
-        """The arguments of one call, where `values` stand for the slice's placeholders and `data` for fields.
+        """The arguments of one call; `values` fill the slice's placeholders, and `data` the fields.
 
-        ItemError where a field is missing, or cannot be an argument.
+        ItemError if a field is missing, or cannot be an argument.
         """
         filled = []
         for place, pieces in enumerate(self.arguments):
@@ -142,7 +142,7 @@ class CommandLine:
             if len(filled[-1]) >= MAX_ARGUMENT_BYTES:
                 names = ", ".join(f"{{{piece.name}}}" for piece in pieces if isinstance(piece, Slot))
                 raise ItemError(
-                    f"the argument of {names} has {len(filled[-1]):,} bytes; Linux takes less than "
+                    f"the argument with {names} has {len(filled[-1]):,} bytes; Linux takes less than "
                     f"{MAX_ARGUMENT_BYTES:,}. Use {{in}}, or stream = true."
                 )
         return filled
@@ -152,9 +152,9 @@ class CommandLine:
 
 
 def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | None = None) -> CommandLine:
-    """The command line that the setting `run` describes; SlurmGPUError where it is none.
+    """The command line in the setting `run`; SlurmGPUError if it is not valid.
 
-    `values` stand for placeholders of their names.
+    `values` fill the placeholders with their names.
     """
     if not run or not run[0]:
         raise SlurmGPUError('command: run is empty; expected a program and its arguments, as in ["wc", "{in}"].')
@@ -166,7 +166,7 @@ def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | N
         for pieces in slots
     )
     if any(isinstance(piece, Slot) for piece in slots[0]):
-        quoted = " Each argument is a text of its own: leave out the quotes around them all." if " " in run[0] else ""
+        quoted = " Each argument is a text of its own: remove the quotes around the command." if " " in run[0] else ""
         raise SlurmGPUError(
             f"command: run begins with {run[0]!r}, which has a placeholder; expected the name of a program.{quoted}"
         )
@@ -179,7 +179,7 @@ def parse(run: Sequence[str], values: Mapping[str, str | bool | int | float] | N
 
 
 def _texts_of(values: Mapping[str, str | bool | int | float], used: Collection[str]) -> dict[str, str]:
-    """The values as parts of arguments: text as it is, others as JSON; SlurmGPUError for one that has no place."""
+    """The values as parts of arguments: text as it is, others as JSON; SlurmGPUError for an unused one."""
     for name in values:
         if name in (*OF_A_SLICE, OUT) or not _NAME.fullmatch(name):
             raise SlurmGPUError(
@@ -188,7 +188,7 @@ def _texts_of(values: Mapping[str, str | bool | int | float], used: Collection[s
             )
         if name not in used:
             raise SlurmGPUError(
-                f"command: values has {name!r}, and run has no {{{name}}}. Name it there, or remove it."
+                f"command: values has {name!r}, and run has no {{{name}}}. Use it in run, or remove it from values."
             )
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
@@ -203,8 +203,8 @@ def _pieces(text: str, formats: Mapping[str, set[str]]) -> tuple[str | Slot, ...
             pieces.append(token[0][0])
         elif not token[1]:
             raise SlurmGPUError(
-                f"command: run has {token[0]!r} in {text!r}, which is no placeholder. "
-                f"Name a field, as in {{text}}, or write {{{{ and }}}} for braces."
+                f"command: run has {token[0]!r} in {text!r}, which is not a placeholder. "
+                f"Name a field, as in {{text}}, or write {{{{ and }}}} for literal braces."
             )
         else:
             pieces.append(_slot(token[1], formats))
@@ -219,7 +219,7 @@ def _slot(name: str, formats: Mapping[str, set[str]]) -> Slot:
     known = IN_FORMATS if first == IN else FORMATS
     if colon and rest not in known:
         raise SlurmGPUError(
-            f"command: run has {{{name}}}; {{{first}}} is in no format {rest!r}.{did_you_mean(rest, known)}"
+            f"command: run has {{{name}}}, but {{{first}}} has no format {rest!r}.{did_you_mean(rest, known)}"
         )
     formats[first].add(rest or known[0])
     return Slot(first)
@@ -231,14 +231,14 @@ def _interpreter(program: str) -> str:
 
 
 def _argument(name: str, data: Mapping[str, Any], runs_it: str | None) -> bytes:
-    """A field as (a part of) an argument; a program `runs_it` if the argument is code, else that is None."""
+    """A field as (a part of) an argument; `runs_it` is the program that runs the argument as code, if any."""
     found = content_of(name, data)
     if runs_it is not None and not _PLAIN.fullmatch(found):
         parameter = _PARAMETERS[_interpreter(runs_it)]
         behind = f" {runs_it!r} and" if parameter == '"$1"' else ""
         raise ItemError(
-            f"{{{name}}} stands in code of {runs_it}, which would run {found.decode(errors='replace')!r:.80} as well. "
-            f"Write {parameter} in its place, and behind the code{behind} {{{name}}} as an argument of its own"
+            f"{{{name}}} stands in code, and {runs_it} would run its value, {found.decode(errors='replace')!r:.80}, as "
+            f"code. Write {parameter} instead, and after the code{behind} {{{name}}} as an argument of its own"
         )
     if b"\0" in found:
         raise ItemError(
@@ -249,12 +249,12 @@ def _argument(name: str, data: Mapping[str, Any], runs_it: str | None) -> bytes:
 
 
 def content_of(name: str, data: Mapping[str, Any]) -> bytes:
-    """A field as bytes: text and bytes as they are, an image as data sets have it by its bytes, all else as JSON."""
+    """A field as bytes: text and bytes as they are, an image of a data set as its bytes, all else as JSON."""
     if name not in data:
         raise ItemError(f"no field {name!r}.{did_you_mean(name, data)}")
     value = data[name]
     if value is None:
-        raise ItemError(f"field {name!r} is null; expected what can be an argument")
+        raise ItemError(f"field {name!r} is null; expected a value, which can be an argument")
     if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
         value = value["bytes"]
     try:
@@ -267,7 +267,7 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     found = as_json(value)
-    # What is text in JSON, as a date is, has no quotes in an argument.
+    # What JSON writes as text, such as a date, has no quotes in an argument.
     return str(json.loads(found)) if found.startswith('"') else found
 
 
@@ -282,10 +282,10 @@ def as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The JSON of bytes, a date, or a number or an array of NumPy's, as Parquet, tar and HDF5 give them."""
+    """A JSON value for bytes, a date, or a NumPy number or array, which Parquet, tar and HDF5 give."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     for name in ("isoformat", "tolist"):
         if hasattr(value, name):
             return getattr(value, name)()
-    raise TypeError(f"{type(value).__name__} is no type of JSON's")
+    raise TypeError(f"JSON has no type for {type(value).__name__}")

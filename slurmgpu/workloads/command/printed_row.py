@@ -1,4 +1,4 @@
-"""The row in what a call of one item prints, among the lines that scripts print of their progress."""
+"""Finds the row that a call for one item prints, among the progress lines of its script."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _JSON = json.JSONDecoder()
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 """A string of JSON, which ends on its line."""
 _MAX_DEPTH = 500
-"""Open brackets that every Python reads: the depth at which its JSON gives up depends on its version."""
+"""Nested brackets that every Python version can parse: the maximum depth of its JSON parser varies."""
 _OF_PYTHON = re.compile(rb"\s*\{\s*'")
 _BEHIND = re.compile(rb"[^{]\{\s*\".*\}\Z")
 _BESIDE_COLUMNS = frozenset({"index", "retry", "error"})
 _NOTHING, _NUMBER, _TEXT, _OBJECT, _WIDER, _ROW = range(6)
-"""Kinds of what is printed: a number alone, other lines, objects with other columns, with more, and with these."""
+"""Kinds of output: a lone number, other lines, objects with other columns, with extra columns, with these columns."""
 
 
 class PrintedRow:
-    """Takes the row out of what a call prints, and passes all else on to `log`, as it comes.
+    """Takes the row out of a call's stdout, and passes everything else on to `log` as it comes.
 
-    The row is the only JSON object that begins with a line and ends with one, or the only one with these columns. Of a
-    single column of numbers it may also be a number, `true` or `false`, if nothing else is printed.
+    The row is the only JSON object that begins at the start of a line and ends at the end of one, or the only such
+    object with these columns. For a single numeric column it may also be a number, `true` or `false`, if nothing else
+    is printed.
     """
 
     def __init__(self, columns: Mapping[str, Column], log: ToLog) -> None:
@@ -34,15 +35,15 @@ class PrintedRow:
         self._log = log
         self._lines = Lines()
         self._open: list[bytes] = []
-        """The lines of an object that has not ended."""
+        """The lines of an unfinished object."""
         self._depth = self._n_bytes = self._n_read = 0
         """The open brackets and the bytes of these lines, and the bytes that they had when they were last read."""
         self._last = b""
         """The last of the other lines."""
         self._kind, self._n_found = _NOTHING, 0
-        """The greatest kind that was printed, and how many objects of it."""
+        """The greatest kind printed so far, and its number of objects."""
         self._held: tuple[dict[str, Any], bytes] | None = None
-        """The row, unless another object of its kind or a greater one follows; and its text."""
+        """The row so far and its text; another object of its kind or a greater one replaces it."""
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes; OutputError at a line, or an object, of more than MAX_BYTES."""
@@ -51,7 +52,7 @@ class PrintedRow:
             self._take_line(self._lines.whole.popleft())
 
     def end(self) -> None:
-        """Take what is left of a line, and of an object that has no end."""
+        """Take the last, incomplete line, and an unfinished object."""
         self.take(b"\n")
         while self._open:
             self._read(is_end=True)
@@ -61,7 +62,7 @@ class PrintedRow:
     def row(self, *, is_logged: bool = False) -> dict[str, Any]:
         """The row; OutputError if there is none, or more than one.
 
-        It goes to the log as well if it `is_logged`, or has others than the columns.
+        It also goes to the log if it `is_logged`, or has other keys than the columns.
         """
         self.end()
         if self._held is not None:
@@ -79,24 +80,24 @@ class PrintedRow:
         if self._number(self._last) is not None:
             seen += ". A number alone is a row only if nothing else is printed to stdout"
         elif _OF_PYTHON.match(self._last):
-            seen += ", a dictionary as Python prints it: print json.dumps(…) of it"
+            seen += ", a dictionary as Python prints it: print json.dumps(…) instead"
         elif self._last.endswith(b"}") and _BEHIND.search(self._last):
-            seen += ", in which the object does not begin the line: print a newline before it, and no logger's prefix"
+            seen += ", where text precedes the object: print a newline before it, and no logger's prefix"
         raise OutputError(f"stdout has no JSON object, such as {{{shown}}}{seen}")
 
     def tail(self) -> str:
-        """The end of what was printed; all of it goes to the log."""
+        """The end of stdout; all of it goes to the log."""
         self.end()
         self._pass_on_held()
         self._log.end()
         return self._log.tail()
 
     def headline(self, *, of_error: bool) -> str:
-        """The line of it that tells most."""
+        """The most informative line."""
         return self._log.headline(of_error=of_error)
 
     def _take_line(self, line: bytes) -> None:
-        """Take a line; it is held back where an object begins, until that ends or is none."""
+        """Take a line; from the start of an object, hold lines back until it ends or turns out not to be JSON."""
         text = line if self._open else _shown(line)
         if not self._open:
             if not text.lstrip().startswith(b"{"):
@@ -112,7 +113,7 @@ class PrintedRow:
         self._depth += sum(map(bare.count, (b"{", b"["))) - sum(map(bare.count, (b"}", b"]")))
         if self._depth > _MAX_DEPTH:
             self._take_open_as_other()
-        # Read where it must end, and while it is open seldom enough to cost no more than the lines themselves.
+        # Parse where the object must end, and otherwise seldom enough to cost no more than reading the lines.
         elif self._depth <= 0 or self._n_bytes >= 2 * self._n_read:
             self._n_read = self._n_bytes
             self._read()
@@ -123,9 +124,9 @@ class PrintedRow:
             self._take_other(each)
 
     def _read(self, *, is_end: bool = False) -> None:
-        """Take the object that the open lines are, once it ends; up to where they are no JSON they are other lines.
+        """Take the object in the held lines once it ends; if they are not JSON, pass them on as other lines.
 
-        So nothing inside of an object that is broken is a row, and no line is read twice but that where one breaks.
+        So nothing inside a broken object is a row, and only the line where it breaks is read twice.
         """
         text = b"\n".join([_shown(self._open[0]), *self._open[1:]]).decode(errors="surrogateescape")
         row = None
@@ -161,7 +162,7 @@ class PrintedRow:
         return _WIDER if names > self._columns.keys() else _OBJECT
 
     def _take_other(self, line: bytes) -> None:
-        """Pass on a line that is no object; a number may be the row, if it stays alone."""
+        """Pass on a line that is not an object; a lone number may be the row."""
         if not (shown := _shown(line)):
             return
         self._last = shown
@@ -184,7 +185,7 @@ class PrintedRow:
         return found if isinstance(found, int | float) else None
 
     def _hold(self, kind: int, row: dict[str, Any], text: bytes) -> None:
-        """Hold back what may be the row, and no second one of a kind."""
+        """Hold back an object that may be the row; of each kind only the first."""
         if kind > self._kind:
             self._pass_on_held()
             self._kind, self._n_found = kind, 1
@@ -205,7 +206,7 @@ class PrintedRow:
 
 
 def is_metric(error: object) -> bool:
-    """Whether what a row has as `error` is a number, such as a model's error, and not why there is no row."""
+    """Whether a row's `error` is a number, such as a model's error, and not a reason why there is no row."""
     return isinstance(error, int | float) and not isinstance(error, bool)
 
 

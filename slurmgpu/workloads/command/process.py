@@ -25,7 +25,7 @@ from slurmgpu.workloads.command.programs import why_not_started
 from slurmgpu.workloads.command.sinks import OutputError, Sink, ToLog
 
 LAST_LINE = 200
-"""The error's first line ends with the line of stderr that tells most, cut at this many characters."""
+"""The error's first line ends with the most informative line of stderr, cut at this many characters."""
 GRACE_S = 2.0
 """How long a process may take to end after SIGTERM."""
 SETTLE_S = 0.5
@@ -33,22 +33,22 @@ SETTLE_S = 0.5
 LOOK_S = 0.1
 """How often to look whether a process has ended whose pipes are still open."""
 START_S = 60.0
-"""A process has imported most of its modules after this time, which is lost if one of them is edited before."""
+"""A process has imported most of its modules after this time; an edit before then makes it start again."""
 ASK_S = 0.5
-"""How often to ask whether a process is to end."""
+"""How often to ask whether a process should end."""
 KILL_S = 60.0
-"""How long a process may take to end after SIGKILL: the driver frees its GPUs meanwhile."""
+"""How long a process may take to end after SIGKILL, while the driver frees its GPUs."""
 PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
-"""A process that cannot be started for these reasons is started again, after each of PAUSES_S."""
+"""Errors after which starting a process is tried again, after each of PAUSES_S."""
 PAUSES_S = 0.1, 0.5, 2.0
 OF_NODE = {errno.ENOMEM, errno.ENFILE}
-"""The reasons, beside errors of file systems, for which another node may start it."""
+"""Errors, besides those of file systems, that may not occur on another node."""
 
 
 class CallFailedError(ItemError):
-    """A call of the command has no rows; `way` is equal for calls that failed in the same way.
+    """A call of the command has no rows; calls that failed in the same way have the same `way`.
 
-    `raised` are lines of its stderr about memory and GPUs that end a traceback, which may be far from its end.
+    `raised` has lines of its stderr that end a traceback about memory or GPUs, perhaps far from the end of stderr.
     """
 
     def __init__(self, message: str, way: str, raised: Sequence[str] = ()) -> None:
@@ -57,12 +57,12 @@ class CallFailedError(ItemError):
         self.raised = raised
 
     def says(self, words: Sequence[str]) -> bool:
-        """Whether one of these is in the message or in what was raised."""
+        """Whether one of these words is in the message or in `raised`."""
         return any(word in text for text in (str(self), *self.raised) for word in words)
 
 
 class DiedError(CallFailedError):
-    """The process of a call has ended by an exit code, or by a signal; `signal` is its number, 0 for none."""
+    """The process of a call has failed with an exit code or died by a signal; `signal` is its number, else 0."""
 
     def __init__(self, message: str, way: str, code: int, raised: Sequence[str]) -> None:
         super().__init__(message, way, raised)
@@ -108,8 +108,8 @@ class Child:
     def _started(self, arguments: Sequence[bytes], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
         """The process; CallFailedError if its arguments are too long.
 
-        NodeError if the node lacks memory or a file system for it, WorkloadError if it cannot be started for another
-        reason, which holds for all items and on all nodes.
+        NodeError if the node lacks memory or a file system for it; WorkloadError for any other reason, which holds
+        for all items and on all nodes.
         """
         pauses = iter(PAUSES_S)
         while True:
@@ -135,14 +135,14 @@ class Child:
             time.sleep(pause_s)
 
     def send(self, data: bytes) -> None:
-        """Write to its standard input, as `take` is called and the pipe has room."""
+        """Queue data for its standard input; `take` writes it when the pipe has room."""
         assert self._process.stdin is not None
         if not self._unsent:
             self._pipes.register(self._process.stdin, selectors.EVENT_WRITE)
         self._unsent = memoryview(bytes(self._unsent) + data)
 
     def take(self, deadline: float | None) -> None:
-        """Read what there is, and write what there is room for; waits a moment, and never beyond `deadline`."""
+        """Read available output, and write what the pipe takes; waits a moment, never beyond `deadline`."""
         wait_s = LOOK_S if deadline is None else max(0.0, min(LOOK_S, deadline - time.monotonic()))
         for key, _ in self._pipes.select(wait_s):
             if key.data is None:
@@ -172,11 +172,11 @@ class Child:
         return self._reap()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; until it is reaped, no other gets the number of its group."""
+        """Whether the process has ended; until it is reaped, no other process group gets its ID."""
         return self._process.returncode is not None or pids.has_ended(self._process.pid)
 
     def end(self) -> int:
-        """Close its standard input, and give it time to end by itself, before `close`; the exit code."""
+        """Close its standard input, and give it time to exit before `close`; returns the exit code."""
         self._close_stdin()
         with contextlib.suppress(TimeoutError, OutputError):
             return self.wait(time.monotonic() + GRACE_S)
@@ -190,7 +190,7 @@ class Child:
             self._process.stdin.close()
 
     def close(self) -> int:
-        """End its process group by SIGTERM, and by SIGKILL what is left; the exit code."""
+        """End its process group with SIGTERM, then SIGKILL; returns the exit code."""
         if self._process.returncode is not None:
             return self._process.returncode
         self._close_stdin()
@@ -208,8 +208,8 @@ class Child:
     ) -> None:
         """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`.
 
-        `on_started` is called after START_S, or once it has ended; what it raises ends the process. Once it
-        `shall_end`, it gets SIGTERM.
+        `on_started` is called after START_S, or once the process has ended; an exception from it ends the process. The
+        process gets SIGTERM once `shall_end` returns true.
         """
         begun = time.monotonic()
         deadline = begun + (math.inf if timeout_s is None else timeout_s)
@@ -228,7 +228,7 @@ class Child:
             raise self.failure(code)
 
     def _wait_asking(self, deadline: float, shall_end: Callable[[], bool]) -> int:
-        """As `wait`; SIGTERM once it `shall_end`."""
+        """Like `wait`, with SIGTERM once `shall_end` returns true."""
         while True:
             try:
                 return self.wait(min(deadline, time.monotonic() + ASK_S))
@@ -240,7 +240,7 @@ class Child:
                 self._signal(signal.SIGTERM)
 
     def failure(self, code: int) -> DiedError:
-        """Why it failed, from its exit code and the end of what it printed."""
+        """Why it failed, from its exit code and the end of its output."""
         number = signal_of(code)
         name = name_of_signal(number) if number else ""
         if not is_self_inflicted(code):
@@ -249,17 +249,17 @@ class Child:
         return DiedError(self._explained(said, of_error=True), said, code, self.err.raised())
 
     def failed(self, said: str, way: str) -> CallFailedError:
-        """The failure of a call whose process did not fail by itself, with the end of its stderr."""
+        """The failure of a call although its process did not fail, with the end of its stderr."""
         return CallFailedError(self._explained(said, of_error=False), way, self.err.raised())
 
     def misprinted(self, error: OutputError) -> CallFailedError:
-        """The failure of a call whose output is none: the last line of its stderr, such as a warning, has no part."""
+        """The failure of a call with invalid output; the last line of stderr, such as a warning, is not the cause."""
         self._out.tail()
         return CallFailedError(self._worded(f"failed: {error}", self.err.told(), self.err), "output", self.err.raised())
 
     def _explained(self, said: str, *, of_error: bool) -> str:
-        """A sentence on the process, with the end of its stderr, or of its stdout if that is all that it wrote."""
-        printed = self._out.tail()  # what is held back goes to the log before the error is told
+        """A sentence about the process, with the end of its stderr, or of its stdout if stderr is empty."""
+        printed = self._out.tail()  # held-back lines go to the log before the error is reported
         where = self._out if printed and not self.err.tail() else self.err
         return self._worded(said, where.headline(of_error=of_error), where)
 
@@ -275,7 +275,7 @@ class Child:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            n_bytes = len(self._unsent)  # it is about to end, and its exit code says why
+            n_bytes = len(self._unsent)  # it is about to end, and its exit code will say why
         self._unsent = self._unsent[n_bytes:]
         if not self._unsent:
             self._pipes.unregister(self._process.stdin)
@@ -296,7 +296,7 @@ class Child:
         try:
             code = self._process.wait(KILL_S)
         except subprocess.TimeoutExpired:
-            raise NodeError(f"{self.name} does not end {KILL_S:g} s after SIGKILL") from None
+            raise NodeError(f"{self.name} has not ended {KILL_S:g} s after SIGKILL") from None
         self._guard.watch(0)
         self._pipes.close()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

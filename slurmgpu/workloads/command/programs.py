@@ -1,4 +1,4 @@
-"""Whether a program and its script can be started on this machine, and which module of the user's it runs."""
+"""Whether a program and its script can be started on this machine, and which of the user's modules it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmgpu.code.locator import Locator
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 
 _FIRST_BYTES = 256
-"""How much of a program Linux reads to know what it is: BINPRM_BUF_SIZE."""
+"""How many bytes of a file Linux reads to find out how to run it: BINPRM_BUF_SIZE."""
 _RUNS = {
     **dict.fromkeys((".R", ".r"), "Rscript"),
     ".py": "python",
@@ -33,7 +33,7 @@ _RUNS = {
 _PYTHON = re.compile(r"python[\d.]*")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|Rscript|julia|perl|ruby|lua|node|bash|sh|zsh")
 _BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numactl")
-"""What starts a program with the files and in the folder that it has itself, as containers, ssh and others do not."""
+"""Launchers that keep the files and the working folder for their program, unlike containers or ssh."""
 _ANOTHER_FOLDER = ("-C", "--chdir")
 _OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
 """Options before a program as text, or the name of a module."""
@@ -44,11 +44,11 @@ _WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 _OF_MODULE = frozenset({"-m", "--module"})
 _LAUNCHING = re.compile(r"torchrun|accelerate|deepspeed")
 RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
-"""The script that, with FOLDER and MODULE, does as `-m MODULE`, with the modules of FOLDER first."""
+"""The script that runs like `-m MODULE`, given FOLDER and MODULE, with the modules of FOLDER first."""
 
 
 def check_program(program: str, path: str | None) -> None:
-    """SlurmGPUError for a program that this machine does not have, or cannot start; `path` is a PATH to search."""
+    """Refuse a program that this machine lacks or cannot start; `path` is the PATH to search."""
     if why_not := why_not_started(program, path):
         raise SlurmGPUError(f"command: {program} cannot be started: {why_not}")
     if shutil.which(program, path=path) is not None:
@@ -57,16 +57,16 @@ def check_program(program: str, path: str | None) -> None:
     is_beside = "/" not in program and os.path.isfile(program)  # noqa: PTH113
     beside = f" A file of that name is here: write './{program}'." if is_beside else ""
     raise SlurmGPUError(
-        f"command: there is no program {program!r} {where}.{beside} Correct run, load what brings it before you "
-        f"submit, or set PATH under [settings] env."
+        f"command: there is no program {program!r} {where}.{beside} Correct run, load its module or environment before "
+        f"you submit, or set PATH under [settings] env."
     )
 
 
 def why_not_started(program: str, path: str | None) -> str | None:
-    """Why `program`, a path or a name on `path`, cannot be started, as a sentence; None if nothing is seen.
+    """Why `program`, a path or a name on `path`, cannot be started, as a sentence; None if nothing is found.
 
-    The `#!` line of a script is read, and its interpreter looked for, by `env` on `path`. A file that is executable
-    and neither a script nor text may be in a format that this machine knows.
+    Reads the `#!` line of a script and looks for its interpreter, for `env` on `path`. An executable file that is
+    neither a script nor text may have a format that this machine runs.
     """
     if "/" in program and os.path.isdir(program):  # noqa: PTH112 - Path.is_dir raises where it may not look
         return "it is a folder; run begins with a program."
@@ -82,7 +82,7 @@ def why_not_started(program: str, path: str | None) -> str | None:
         return "the file is empty."
     if b"\0" in start:
         return None
-    return f"it has no #! line that names its interpreter, as #!/bin/sh. Add one{_or_by_name(program)}."
+    return f"it has no #! line that names its interpreter, such as #!/bin/sh. Add one{_or_by_name(program)}."
 
 
 def _start_of(path: str, n_bytes: int) -> bytes | None:
@@ -100,19 +100,19 @@ def _not_executable(program: str) -> str:
 
 def _or_by_name(program: str) -> str:
     runs = _RUNS.get(Path(program).suffix)
-    return f", or write {runs} {shlex.quote(program)} in its place" if runs else ""
+    return f", or write {runs} {shlex.quote(program)} instead" if runs else ""
 
 
 def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | None:
-    """A complaint about the interpreter in a `#!` line, without its beginning; None if there is none."""
+    """What is wrong with the interpreter in a `#!` line, as the end of a sentence; None if nothing is."""
     words = line.strip(b" \t").replace(b"\t", b" ").split(b" ")
     if not words[0].strip():
-        return "its #! line names no interpreter, as #!/bin/sh."
+        return "its #! line names no interpreter, such as #!/bin/sh."
     interpreter, rest = words[0], [word for word in words[1:] if word]
     by_env = rest[0] if Path(os.fsdecode(interpreter)).name == "env" and len(rest) == 1 else None
     if (by_env or interpreter).endswith(b"\r"):
         return (
-            "its #! line ends with a carriage return, as a file of Windows does: no interpreter has such a name. "
+            "its #! line ends with a carriage return, as in files from Windows: Linux takes it as part of the name. "
             f"Type sed -i 's/\\r$//' {shlex.quote(program)}"
         )
     if not os.path.exists(interpreter):  # noqa: PTH110
@@ -124,11 +124,11 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
 
 
 def check_script(texts: Mapping[int, str]) -> None:
-    """SlurmGPUError where the script that an interpreter or a launcher runs is not there.
+    """Refuse a command if the script for its interpreter or launcher does not exist.
 
-    The script is the first argument with the suffix of one; what `-c`, `-lc`, `-e` and `-m` run is not checked. The
-    launcher is the program, or what `env` and the like start. The arguments of another program may only look like a
-    script, or name files of an image or another machine.
+    The script is the first argument with the suffix of a script; code after `-c`, `-lc` and `-e` and modules after `-m`
+    are not checked. The launcher is the program, or the program after `env` and the like. Arguments of other programs
+    are not checked: they may only look like a script, or name files in an image or on another machine.
     """
     launcher = next((number for number in sorted(texts) if _LAUNCHER.fullmatch(Path(texts[number]).name)), None)
     if launcher is None or not _keeps_place([texts.get(number) for number in range(launcher)]):
@@ -148,9 +148,9 @@ def check_script(texts: Mapping[int, str]) -> None:
 
 
 def entry_script(program: str, path: str | None) -> Path | None:
-    """The script of a program on `path` that imports modules of the user's; None for any other program.
+    """The script of a program on `path` that imports the user's modules; None for any other program.
 
-    It is what pip writes for an entry point, `from of_a_lab.cli import main`, also of an editable install.
+    It is what pip writes for an entry point, `from of_a_lab.cli import main`, also for an editable install.
     """
     found = None if "/" in program else shutil.which(program, path=path)
     source = None if found is None else _start_of(found, _LONGEST_ENTRY)
@@ -162,7 +162,7 @@ def entry_script(program: str, path: str | None) -> Path | None:
 
 
 def _keeps_place(arguments: Sequence[str | None]) -> bool:
-    """Whether what starts a program, as `env A=1` or `nice -n 5`, leaves it the files and the folder of this process.
+    """Whether a launcher, such as `env A=1` or `nice -n 5`, keeps this process's files and folder for its program.
 
     None stands for an argument that depends on the item.
     """
@@ -178,10 +178,10 @@ def _keeps_place(arguments: Sequence[str | None]) -> bool:
 
 
 def module_of(texts: Mapping[int, str]) -> tuple[int, str] | None:
-    """The place and the name of the module below the working folder that the arguments run; None without one.
+    """The position and the name of the module below the working folder that the arguments run; None without one.
 
-    It is that of `python -m NAME`, or what a launcher is given, as in `torchrun -m NAME`, `accelerate launch -m NAME`,
-    `deepspeed --module NAME` and `python -m torch.distributed.run -m NAME`.
+    That is NAME in `python -m NAME`, `torchrun -m NAME`, `accelerate launch -m NAME`, `deepspeed --module NAME` and
+    `python -m torch.distributed.run -m NAME`.
     """
     places = iter(sorted(texts))
     is_launched = False

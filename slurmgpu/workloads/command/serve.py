@@ -17,12 +17,12 @@ from slurmgpu.util.out_of_memory import is_out_of_gpu_memory
 
 
 def serve(function: Callable[..., Mapping[str, Any]]) -> None:
-    """Answer the items that `use = "command"` with `stream = true` sends, until there are no more.
+    """Answer items from `use = "command"` with `stream = true`, until there are no more.
 
-    `function` is given the data of an item, and `seed` if it has a parameter of that name. It returns the columns of
-    the item's row; what it raises is the error of its item, which is tried again after `Retry`, ConnectionError and
-    TimeoutError. Load models before you call `serve`, and print to standard error while you do. What is printed from
-    then on goes there, since standard output is the pipe for answers; standard input is empty for it.
+    `function` gets the data of an item, and `seed` if it has a parameter of that name. It returns the columns of the
+    item's row. An exception is the item's error; after `Retry`, ConnectionError and TimeoutError the item is tried
+    again. Load models before you call `serve`, and print only to standard error until then. Later prints of `function`
+    go to standard error by themselves, since standard output is the pipe for answers; its standard input is empty.
     """
     pipe, requests = os.dup(1), os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -61,7 +61,7 @@ def _write(answers: IO[str], answer: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for NumPy's arrays and numbers, and for tensors."""
+    """Plain values for NumPy arrays and numbers, and for tensors."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no type of JSON's")
+    raise TypeError(f"JSON has no type for {type(value).__name__}")

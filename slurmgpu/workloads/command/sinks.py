@@ -1,4 +1,4 @@
-"""Sinks of a process's output: the log, or, as lines, the reader of answers."""
+"""Sinks for a process's output: the log, or lines for the reader of answers."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from typing import Protocol
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS
 
 TAIL_BYTES = 2048
-"""How much of the end of stderr an error keeps."""
+"""How many bytes from the end of stderr an error keeps."""
 OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
-"""Words in an error after which it is checked whether the GPUs still work."""
+"""Words in an error that make the worker check whether its GPUs still work."""
 _BAR = re.compile(r"\d%\|.*\||[━╸╺█▏▎▍▌▋▊▉]{4}")
 """Progress bars of tqdm and Rich."""
 _OF_HYDRA = "HYDRA_FULL_ERROR=1"
 _RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
-"""The line that ends a traceback of Python, behind a rank of torchrun's, or tells what C++ has thrown."""
+"""The line that ends a Python traceback, perhaps with torchrun's rank before it, or reports a C++ exception."""
 _OF_LAUNCHER = "ChildFailedError"
-"""The exception of torchrun behind the traceback of a rank."""
+"""torchrun's own exception, after the traceback of a rank."""
 _TELLING = (MEMORY_TEXTS, GPU_TEXTS, OF_GPUS)
 MAX_BYTES = 64 << 20
 """The longest line, and the longest answer on stdout, that is accepted."""
 LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
 LOG_BYTES = 16 << 20
-"""How much of what a call prints goes to the log, of stdout and of stderr each."""
+"""How many bytes a call may print to the log, for stdout and stderr each."""
 
 
 class OutputError(Exception):
-    """The output of a process does not have the form that was agreed; the message goes on behind "failed: "."""
+    """The output of a process does not have the expected form; the message continues "failed: "."""
 
 
 class Sink(Protocol):
-    """Takes what comes out of a pipe; `end` is called when it is closed."""
+    """Takes the output from a pipe; `end` is called when the pipe is closed."""
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes."""
 
     def end(self) -> None:
-        """Take what is left of a line."""
+        """Take the last, incomplete line."""
 
     def tail(self) -> str:
-        """The end of what came, for an error, once all of it is in the log."""
+        """The end of the output, for an error, once all of it is in the log."""
 
     def headline(self, *, of_error: bool) -> str:
-        """The line of it that tells most."""
+        """The most informative line."""
 
 
 class ToLog:
-    """Passes lines on to the log, behind a `mark` that names their items, and keeps what errors have of them.
+    """Passes lines on to the log, after a `mark` that names their items, and keeps lines for errors.
 
-    That is the end, and the last line that ends a traceback, of each kind: any, about memory, GPU memory, GPUs.
-    `names` are what stands for the paths of temporary files in what is kept: errors are to have the same bytes.
+    It keeps the end of the output, and the last line that ends a traceback of each kind: any, about memory, GPU
+    memory, GPUs. `names` replace the paths of temporary files in kept lines, so that equal errors have equal bytes.
     """
 
     def __init__(self, mark: str, names: Mapping[str, str] | None = None) -> None:
@@ -67,7 +67,7 @@ class ToLog:
         self._raised, self._telling = "", dict[Sequence[str], str]()
 
     def set_mark(self, mark: str) -> None:
-        """Begin with another mark; what was kept so far is forgotten."""
+        """Change the mark, and forget the lines kept so far."""
         self.end()
         self.mark, self._tail, self._is_cut, self._n_bytes = mark, b"", False, 0
         self._raised, self._telling = "", {}
@@ -82,35 +82,37 @@ class ToLog:
         self._write(lines)
 
     def end(self) -> None:
-        """Write what is left of a line, and how much the log lacks."""
+        """Write the last, incomplete line, and how many bytes are not in the log."""
         if self._rest:
             self._write([self._rest])
             self._rest = b""
         if self._n_bytes > LOG_BYTES:
-            said = f"[… {self._n_bytes - LOG_BYTES:,} more bytes are not in the log: a call may print {LOG_BYTES:,}]"
+            said = (
+                f"[… {self._n_bytes - LOG_BYTES:,} more bytes are not in the log, which takes {LOG_BYTES:,} of a call]"
+            )
             self._n_bytes = LOG_BYTES
             self._put(self.mark.encode() + said.encode() + b"\n")
 
     def tail(self) -> str:
-        """The end of what came, in whole lines, as a terminal shows lines that were written over."""
+        """The end of the output, in whole lines, with overwritten lines as a terminal shows them."""
         text = self._tail.decode(errors="replace")
         if self._is_cut and "\n" in text.rstrip("\n"):
             text = text.partition("\n")[2]
         return "\n".join(self._shown(line) for line in text.split("\n")).strip()
 
     def raised(self) -> list[str]:
-        """The last line about memory, about that of a GPU, and about GPUs that ends a traceback, as far as any does."""
+        """The last traceback lines about memory, GPU memory and GPUs, if there are any."""
         return list(dict.fromkeys(self._telling.values()))
 
     def told(self) -> str:
-        """The last line that ends a traceback, one about memory before others; nothing if none does."""
+        """The last line that ends a traceback, preferably one about memory; "" without a traceback."""
         return self._telling.get(MEMORY_TEXTS) or self._raised
 
     def headline(self, *, of_error: bool) -> str:
-        """The line that tells most; with `of_error` one that ends a traceback, also before the end.
+        """The most informative line; with `of_error` one that ends a traceback, also before the end.
 
-        Else it is the last line that is more than a rule or a bar of progress; the first where Hydra ends an error by
-        advice. Behind a traceback come those of torchrun, and what trackers and warnings print.
+        Otherwise the last line that is not a rule or a progress bar, or the first if Hydra ends an error with advice.
+        After a traceback may come torchrun's own, and lines from trackers and warnings.
         """
         if of_error and (told := self.told()):
             return told
@@ -151,7 +153,7 @@ class ToLog:
 
 
 class Lines:
-    """Keeps lines until they are taken; OutputError at one of more than MAX_BYTES."""
+    """Keeps lines until they are taken; OutputError for a line of more than MAX_BYTES."""
 
     def __init__(self) -> None:
         self.whole: deque[bytes] = deque()
@@ -167,10 +169,10 @@ class Lines:
             self._add(part)
 
     def end(self) -> None:
-        """Half a line is none."""
+        """Ignore an incomplete line."""
 
     def tail(self) -> str:
-        """Nothing: what it has are answers."""
+        """Nothing: its lines are answers."""
         return ""
 
     def headline(self, *, of_error: bool) -> str:

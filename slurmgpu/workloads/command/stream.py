@@ -1,4 +1,4 @@
-"""One process that answers JSON lines: kept between calls, and started again after it failed."""
+"""One process that answers JSON lines: kept between calls, and restarted after a failure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TOLD_AFTER_S, TOLD_EVERY_S = 30.0, 300.0
 
 
 class Stream:
-    """The process that `start(out, err)` starts; `timeout_s` is how long it may take to its next answer.
+    """The process that `start(out, err)` starts; `timeout_s` limits the time to its next answer.
 
-    `tell` gets a line for `slurmgpu status` while the process is not ready. One that is ready is started again where
-    `is_stale`: what it imports has changed meanwhile.
+    `tell` gets a line for `slurmgpu status` while the process is not ready. The process is restarted if it `is_stale`
+    once it is ready: a module that it imports has changed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Stream:
                 found = line[:80].decode(errors="replace")
                 raise OutputError(
                     f"the first line of stdout is {found!r}; expected {json.dumps(READY)}, which slurmgpu.serve "
-                    f"writes. Print what comes before it to stderr"
+                    f"writes. Print everything before it to stderr"
                 )
         except OutputError as error:
             self._kill()
@@ -64,16 +64,17 @@ class Stream:
             raise
         if self._is_stale():
             log.warning(
-                "a file of the code has changed while %s started, which may have read it: started again", child.name
+                "a code file changed while %s started, and it may have read the file: starting it again", child.name
             )
             self._kill()
             return self.start()
         return child
 
     def ask(self, requests: Mapping[int, bytes], mark: str) -> dict[int, Mapping[str, Any]]:
-        """The answer to each request, by index. CallFailedError where one is missing or wrong, and the process ends.
+        """The answer to each request, by index; CallFailedError if one is missing or wrong, which ends the process.
 
-        A process that has served an earlier call may have died of that: the requests are asked once more.
+        If a process that has served earlier calls dies, the requests are asked once more: an earlier call may be the
+        cause.
         """
         former, self._former = self._former - requests.keys(), set(requests)
         if self._child is not None and not self._child.has_ended() and not self._lines.whole:
@@ -87,7 +88,7 @@ class Stream:
             if rows is not None:
                 return rows
         if self._child is not None:
-            log.warning("%s has ended, or has sent an answer too many; starting it again", self._child.name)
+            log.warning("%s has ended, or has sent an extra answer; starting it again", self._child.name)
             self._kill()
         try:
             child = self.start()
@@ -100,7 +101,7 @@ class Stream:
     def _ask(
         self, child: Child, requests: Mapping[int, bytes], mark: str, former: Collection[int]
     ) -> dict[int, Mapping[str, Any]] | None:
-        """The answers; None if the process answers once more to the `former` call."""
+        """The answers; None if the process sends another answer to the `former` call."""
         collected = Collected(requests)
         try:
             child.take(time.monotonic())  # what it has printed since its last answer
@@ -121,7 +122,7 @@ class Stream:
         return collected.rows
 
     def close(self) -> None:
-        """End the process, which may end by itself first."""
+        """End the process; it may exit by itself first."""
         if self._child is not None:
             child, self._child = self._child, None
             child.end()
@@ -150,7 +151,7 @@ class Stream:
         return self._lines.whole.popleft()
 
     def _take_last(self, child: Child) -> None:
-        """Take what a process wrote before it ended; CallFailedError if there is no more."""
+        """Take what a process wrote before it ended; CallFailedError if nothing is left."""
         try:
             code = child.wait(time.monotonic() + GRACE_S)
         except TimeoutError:

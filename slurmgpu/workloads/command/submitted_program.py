@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class SubmittedProgram:
-    """The program of a command line, whose `environ` a task has put together; SlurmGPUError if it cannot start."""
+    """The program of a command line, with the `environ` from its task; SlurmGPUError if it cannot start."""
 
     def __init__(self, program: str, line: CommandLine, environ: Mapping[str, str]) -> None:
         self._line, self._environ = line, environ
@@ -30,7 +30,7 @@ class SubmittedProgram:
         self._told: set[int] = set()
 
     def arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
-        """The arguments of a call, where scripts are as they were submitted."""
+        """The arguments of a call, with scripts as they were submitted."""
         arguments = self._line.fill(values, data)
         for number, path in self._scripts.items():
             if (kept := self._as_submitted(number, path)) is not None:
@@ -43,8 +43,8 @@ class SubmittedProgram:
         return arguments
 
     def environment(self) -> dict[str, str]:
-        """The variables of a call, in which modules are as they were submitted, wherever the script finds them."""
-        # The default port of `torch.distributed`, 29500, may be another call's of the node.
+        """The variables of a call, which make its script import modules as they were submitted."""
+        # Another call on the node may use the default port of `torch.distributed`, 29500.
         environ = {"MASTER_PORT": str(free_port()), **self._environ}
         folders = present_files().python_path() if self._runs_copies or self._is_entry else []
         if folders:
@@ -53,21 +53,21 @@ class SubmittedProgram:
         return environ
 
     def _as_submitted(self, number: int, path: Path) -> Path | None:
-        """The copy that runs in place of an argument's file, which the log tells once; None for the file itself."""
+        """The submitted copy to run instead of an argument's file, logged once; None for the file itself."""
         kept = present_files().as_submitted(path)
         if kept == path:
             return None
         self._runs_copies = True
         if number not in self._told:
             self._told.add(number)
-            log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
+            log.warning("%s or a module that it imports has changed since submission: running the copy %s", path, kept)
         return kept
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment of the worker, without the folder that its task has put on PYTHONPATH if slurmgpu is installed.
+    """The worker's environment; if slurmgpu is installed, without the folder that the task put on PYTHONPATH.
 
-    Else a program of another Python would import NumPy, and all else, from there.
+    Otherwise a program with another Python would import NumPy and other packages from there.
     """
     environ = dict(os.environ)
     home = Path(__file__).resolve().parents[3]

@@ -1,6 +1,6 @@
-"""Any program as a workload: `use = "command"`, as in docs/how-to/run-a-command.md.
+"""Run any program as a workload: `use = "command"`, as in docs/how-to/run-a-command.md.
 
-The placeholders in `run` say how it is called: for one item, for a slice of the input, or once, as a stream.
+The placeholders in `run` decide how it is called: for one item, for a slice of the input, or once, as a stream.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ Answer = Row | ItemError | Retry
 CODE = SCRIPTS | {".ipynb"}
 """Suffixes of files that are code."""
 LONGEST_SCRIPT = 1 << 20
-"""A longer file, in bytes, is no script of the user's own."""
+"""The largest file, in bytes, that is taken for one of the user's scripts."""
 ENOUGH_DEATHS = 2.0
-"""An item at whose processes' deaths this is reached has killed them; see `run.crash_history`."""
+"""The weight of deaths from which an item counts as their cause; see `run.crash_history`."""
 LONG_CALL_S = 10.0
-"""The output of a longer call is in the log as a whole: its row may not fit the columns."""
+"""After a longer call all of its output is logged: the row may not fit the columns, and is expensive to repeat."""
 LEAST_BYTES = 1 << 20
-"""With less room for temporary files even calls whose files are small fail."""
+"""The least free space for temporary files: with less, even calls with small files fail."""
 FILES = {"input": "reads its items from is {in:jsonl}", "output": "writes its rows to is {out}"}
-"""By names that may be fields, and are elsewhere those of files."""
+"""Names that other tools use for files, and that may be fields here."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """The most items of a batch by mode; for a stream, the most requests without an answer."""
 
 
 class EditedError(Exception):
-    """A file of the code was edited while a process started, which may have read it."""
+    """A code file was edited while a process started, and the process may have read it."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The items of a call by their lines in `{in}`; a call for one item also has its fields, and variables about it."""
+    """The items of a call, as their lines in `{in}`; a call for one item also has its fields and variables."""
 
     requests: Mapping[int, bytes]
     data: Mapping[str, object] = field(default_factory=dict)
@@ -98,10 +98,9 @@ class Command:
     `run` is the program and its arguments; no shell reads them. With `{in}` or `{start}` and `{end}`, and `{out}`, it
     is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
     started once, and answers JSON lines. `columns` has a type for each column. The rows of a slice have the index of
-    their item, or its field `match`. A call, or the next answer of a stream, may take `timeout_s` seconds. `env` is put
-    over the environment of the worker. `values` are the user's own, which `run` names as it names fields. A program
-    that `resumes` keeps the progress of its item: once the task has to end it gets SIGTERM, and time, and is called
-    again.
+    their item, or its field `match`. A call, or the next answer of a stream, may take `timeout_s` seconds. `env` is
+    added to the worker's environment. `values` are the user's own placeholders in `run`. A program that `resumes` saves
+    the progress of its item: when the task has to end, it gets SIGTERM and time to save, and is called again later.
     """
 
     template = Template(
@@ -133,14 +132,14 @@ class Command:
         if resumes and self._mode != ONE:
             of = "a stream" if self._mode == STREAM else "a slice"
             raise SlurmGPUError(
-                f"command: resumes = true, and a call is for {of}. It is for calls of one item, whose progress the "
-                f"program keeps: name a field of the items in run, as in {{text}}, or leave it out."
+                f"command: resumes = true, and a call is for {of}; expected calls for one item, whose progress the "
+                f"program saves. Name a field of the items in run, as in {{text}}, or leave resumes out."
             )
         if match is not None and self._mode != SLICE:
             of = "a stream" if self._mode == STREAM else "one item"
             raise SlurmGPUError(
-                f"command: match = {match!r}, and a call is for {of}. It is for slices: name {{in}} and {{out}} in "
-                "run, or leave match out."
+                f"command: match = {match!r}, and a call is for {of}; expected calls for slices. Name {{in}} and "
+                f"{{out}} in run, or leave match out."
             )
         self.resumes = self.takes_one = resumes
         self._match = match
@@ -167,25 +166,25 @@ class Command:
             if found:
                 raise SlurmGPUError(
                     f"command: stream = true, and run has {{{found[0]}}}. A stream reads its items from "
-                    f"standard input: leave out one of the two.{_write(line.meant_as_text.get(found[0]))}"
+                    f"standard input: remove one of the two.{_write(line.meant_as_text.get(found[0]))}"
                 )
             return STREAM
         if not found:
             raise SlurmGPUError(
-                "command: run has no placeholder of an item, so that each call would be the same. Name a field of the "
-                "items, as in {text}, give it {in} and {out}, or set stream = true."
+                "command: run has no placeholder for an item, so all calls would be the same. Name a field of the "
+                "items, as in {text}, use {in} and {out}, or set stream = true."
             )
         if line.fields and line.named:
             field = next(iter(line.meant_as_text), line.fields[0])
             raise SlurmGPUError(
                 f"command: run has {{{field}}}, a field of one item, and {{{line.named[0]}}}, which stands "
-                f"for a slice. Use the one or the other; {{in}} has all fields.{_write(line.meant_as_text.get(field))}"
+                f"for a slice. Use one or the other; {{in}} has all fields.{_write(line.meant_as_text.get(field))}"
             )
         if line.fields or line.out is None:
             return ONE
         if IN not in line and not (START in line and END in line):
             raise SlurmGPUError(
-                "command: run has {out}, and nothing says which items are meant. Add {in}, or {start} and {end}."
+                "command: run has {out}, but nothing says for which items. Add {in}, or {start} and {end}."
             )
         return SLICE
 
@@ -193,9 +192,9 @@ class Command:
     def scripts(self) -> list[Path]:
         """The scripts among the arguments.
 
-        These are files below the working folder, which is that of the run file, and elsewhere those that are code by
-        their names and not installed; the file of a module that Python or a launcher runs by `-m package.module`, and
-        those of its packages; and the script of a program that imports modules of the user's.
+        These are: files below the working folder, which is the run file's folder; files elsewhere whose names are
+        those of code and that are not installed; the file of a module that Python or a launcher runs by
+        `-m package.module`, with the files of its packages; the script of a program that imports the user's modules.
         """
         here = Path.cwd().resolve()
         found = [Path(text) for text in self._line.texts.values()]
@@ -211,7 +210,7 @@ class Command:
         ] + ([] if entry is None else [entry])
 
     def check_here(self) -> None:
-        """Refuse a program that this machine does not have, or cannot start, and a script that is not there."""
+        """Refuse a program that this machine lacks or cannot start, and a script that does not exist."""
         check_program(self._program, {**os.environ, **self._env}.get("PATH"))
         check_script(self._line.texts)
 
@@ -219,8 +218,8 @@ class Command:
         """One process, which has all GPUs of its task."""
         if share.processes == "per-gpu":
             raise SlurmGPUError(
-                'command: processes = "per-gpu" is for workloads of one group of processes. For a command on each GPU '
-                "set array = true under [resources]."
+                'command: processes = "per-gpu" is for workloads whose processes form one group. To run the command on '
+                "each GPU, set array = true under [resources]."
             )
         return Placement()
 
@@ -231,7 +230,7 @@ class Command:
         if task.device == "cpu":
             environ["CUDA_VISIBLE_DEVICES"] = ""
         if self._mode == STREAM:
-            environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
+            environ["PYTHONUNBUFFERED"] = "1"  # else Python buffers its output
         self._submitted = SubmittedProgram(self._program, self._line, environ | self._env)
         if self._mode != STREAM:
             present_files().expect_reads_again()
@@ -250,25 +249,25 @@ class Command:
                 raise SlurmGPUError(str(error)) from error
 
     def explain_misfit(self, row: Mapping[str, object]) -> str:
-        """A sentence for a row with names that are no columns, unless one of the names may be mistyped."""
+        """A sentence for a row with names that are not columns, unless one of the names may be mistyped."""
         return f"Do not write it.{self._as_columns(row)}" if self.columns.keys() < row.keys() else ""
 
     def _declared(self, answer: Answer, data: Mapping[str, object]) -> Answer:
-        """The printed row of a call without what is no column; as it is if it lacks a column.
+        """The printed row of a call without names that are not columns; unchanged if it lacks a column.
 
-        Fields of the item's `data` may be there again: the run may keep them by itself. The log has it whole. What is
-        written to `{out}`, or by a stream, is nowhere else: there it is an error.
+        It may repeat fields of the item's `data`, which the run may keep by itself. The log has the whole row. A row in
+        `{out}`, or from a stream, is nowhere else, so there an extra name is an error.
         """
         if not (self._line.out is None and isinstance(answer, Mapping) and self.columns.keys() < answer.keys()):
             return answer
         others = {name: value for name, value in answer.items() if name not in self.columns and name not in data}
         if not self._passed_over.issuperset(others):
             self._passed_over.update(others)
-            log.warning("not kept, as it is no column: %s.%s", some_of(map(repr, others), 10), self._as_columns(others))
+            log.warning("not a column, so not kept: %s.%s", some_of(map(repr, others), 10), self._as_columns(others))
         return {name: answer[name] for name in self.columns}
 
     def _as_columns(self, row: Mapping[str, object]) -> str:
-        """How what is no column becomes one, to append to a sentence; empty if its types are not known."""
+        """How to declare names that are not columns, to append to a sentence; "" if their types are not known."""
         try:
             types = types_of_rows([{name: value for name, value in row.items() if name not in self.columns}])
         except SlurmGPUError:
@@ -278,12 +277,12 @@ class Command:
         )
         options = shlex.join(text for name, kind in types.items() for text in ("--col", f"{name}:{kind or 'json'}"))
         return (
-            f" To keep them, add {line} to the columns, in `slurmgpu run` by {options}, and submit again, into another "
+            f" To keep them, add {line} to the columns (with `slurmgpu run`: {options}), and submit again into another "
             f"run directory."
         )
 
     def __call__(self, items: Sequence[Item]) -> list[Answer]:
-        """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
+        """The rows that the program writes for these items; CallFailedError if a slice or a stream fails."""
         if self._mode == ONE:
             return [self._declared(self._one(item), item.data) for item in items]
         requests: dict[int, bytes] = {}
@@ -303,17 +302,17 @@ class Command:
         return [rows[item.index] for item in items]
 
     def _say_where(self, error: CallFailedError, data: Mapping[str, object]) -> None:
-        """Add the place of a field to the error of a program that looks for it at the top of a line of `{in}`."""
+        """Add a hint to the KeyError of a program that looks for a field at the top level of a line of `{in}`."""
         first, _, rest = str(error).partition("\n")
         found = re.search(r"KeyError: '([^']+)'", first)
         if found and found[1] in data and IN in self._line and self._line.items == IN_FORMATS[0]:
-            where = '{in} has the fields of an item under "data". Write {in:jsonl} to have them at the top of its line'
+            where = '{in} has the fields of an item under "data"; write {in:jsonl} to have them at the top of each line'
             error.args = (f"{first}. {where}\n{rest}".rstrip(),)
 
     def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
-        """The result of `call`. An item that is alone, and kills its process, is tried again.
+        """The result of `call`. An item alone in its call that kills its process is tried again.
 
-        As with workers, a kill from outside weighs 1/2, so that one by chance costs no row.
+        As with workers, a kill from outside weighs 1/2, so that a single chance kill costs no row.
         """
         weight = 0.0
         while True:
@@ -330,13 +329,13 @@ class Command:
                 log.warning("%s; trying it again", str(error).partition("\n")[0])
 
     def _blame(self, error: CallFailedError, *, is_alone: bool, is_oom: bool) -> None:
-        """Raise what a failed call is, where that is not an error of its items; `is_oom` if the kernel killed one."""
+        """Raise the error that a failed call means, unless it is its items'; `is_oom` if the OOM killer was at work."""
         said = str(error)
         if isinstance(error, DiedError) and error.code == os.EX_TEMPFAIL:
             raise Retry(said) from error
         if self._n_gpus and error.says(OF_GPUS):
             gpus.check_again(self._n_gpus)
-        # Not by SIGKILL alone: the kernel may kill a process that the program has started, as a rank of torchrun.
+        # Not only after SIGKILL: the kernel may kill a process that the program has started, such as a torchrun rank.
         if isinstance(error, DiedError) and is_oom:
             short = f"out of host memory: {said}"
             raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
@@ -348,20 +347,20 @@ class Command:
         return _by_index(requests, self._stream.ask(requests, mark_of(min(requests), max(requests))))
 
     def _slices(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
-        """The rows of the items of a slice; by one call, if these need no further one."""
+        """The rows of a slice's items, by one call unless `_calls` needs several."""
         rows: dict[int, Answer] = {}
         for call in self._calls(requests):
             rows |= _by_index(call, self._slice(Call(call)))
         return rows
 
     def _calls(self, requests: Mapping[int, bytes]) -> Iterator[Mapping[int, bytes]]:
-        """The items of each call: one for each stretch without a gap where `{start}` and `{end}` name it.
+        """The items of each call; with `{start}` and `{end}`, one call for each range without gaps.
 
-        Items that share the value by which rows match them are in different calls.
+        Items with the same value of `match` are in different calls.
         """
         calls: Sequence[Mapping[int, bytes]] = [requests]
         if self._match is not None and len(calls := without_namesakes(requests, self._match)) > 1:
-            log.warning("items share their %r, by which rows match them: called %d times", self._match, len(calls))
+            log.warning("several items have the same %r, which match needs: calling %d times", self._match, len(calls))
         for call in calls:
             if START not in self._line:
                 yield call
@@ -370,7 +369,7 @@ class Command:
                 yield {index: call[index] for _, index in group}
 
     def _one(self, item: Item) -> Answer:
-        """The row of one item; an exit code that is not 0 is its error."""
+        """The row of one item; a nonzero exit code is the item's error."""
         about = {"SLURMGPU_INDEX": str(item.index), "SLURMGPU_SEED": str(item.seed)}
         try:
             if both := next((name for name in self._values if name in item.data), None):
@@ -384,15 +383,15 @@ class Command:
     def _request(self, item: Item) -> bytes:
         """The line of an item in `{in}`, and on a stream's standard input."""
         if self._match is not None and item.data.get(self._match) is None:
-            raise ItemError(f"it has no field {self._match!r}, by which rows match it")
+            raise ItemError(f"the item has no field {self._match!r}, which match needs")
         return request_of(item.index, item.seed, item.data, self._line.items, has_index=self._match is None)
 
     def _slice(self, call: Call) -> dict[int, Values]:
         """The rows that a call of the program writes, by index; at least one.
 
-        The program imports modules from disk. If one is edited while it starts, or it fails after one was, it is
-        called once more. It may import some later: the rows of a long call during which one was edited are by unknown
-        code.
+        The program imports modules from disk. If a module is edited while the program starts, or the program fails
+        after an edit, it is called once more. It may also import modules later: after an edit during a long call, the
+        code of its rows is unknown.
         """
         try:
             rows = self._slice_once(call)
@@ -403,10 +402,10 @@ class Command:
                 raise
         else:
             if present_files().has_just_changed():
-                log.warning("a file of the code has changed during a long call, whose rows are by unknown code")
+                log.warning("a code file changed during a long call: its rows may come from the old code or the new")
                 present_files().note_unknown_code()
             return rows
-        log.warning("a file of the code has changed during a call, which may have read it: called again")
+        log.warning("a code file changed during a call, and the program may have read it: calling it again")
         return self._slice_once(call)
 
     def _slice_once(self, call: Call) -> dict[int, Values]:
@@ -420,13 +419,13 @@ class Command:
                 finally:
                     self._guard.remove("")
         except (OSError, CallFailedError) as error:
-            # Now that the files of this call are gone: one that needs more room than there is fails alone.
+            # This call's files are gone by now, so a call that alone needs too much space does not end here.
             if why := _why_unusable(Path(tempfile.gettempdir())):
                 raise NodeError(f"{why}; {message_of(error)}") from error
             raise
 
     def _run(self, call: Call, folder: str) -> dict[int, Values]:
-        """Run the program once, with its files in `folder`; Interrupted where it failed because it was told to end."""
+        """Run the program once, with its files in `folder`; Interrupted if it failed because it was told to end."""
         values, given = self._write_files(call, folder)
         try:
             return self._rows(call, values, given)
@@ -437,7 +436,7 @@ class Command:
             raise
 
     def _write_files(self, call: Call, folder: str) -> tuple[dict[str, str], frozenset[str]]:
-        """Write the files that the program reads; the placeholders' texts, and fields that it may write back."""
+        """Write the program's input files; returns the placeholders' texts, and fields that it may write back."""
         line, requests = self._line, call.requests
         in_path = Path(folder, f"in.{'jsonl' if line.items == IN_FORMATS[0] else line.items}")
         out_path = Path(folder, f"out.{line.out}")
@@ -452,7 +451,7 @@ class Command:
         return values, given
 
     def _rows(self, call: Call, values: Mapping[str, str], given: frozenset[str]) -> dict[int, Values]:
-        """Start the program, wait for its end, and read its rows."""
+        """Start the program, wait until it ends, and read its rows."""
         line, requests = self._line, call.requests
         temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
         mark = mark_of(min(requests), max(requests))
@@ -477,7 +476,7 @@ class Command:
         except OutputError as error:
             raise child.misprinted(error) from error
         if not rows:
-            raise child.failed("exited with code 0, and wrote no row to {out}", "no rows")
+            raise child.failed("exited with code 0, but wrote no row to {out}", "no rows")
         return rows
 
     def _will_stop(self) -> bool:
@@ -493,7 +492,7 @@ class Command:
 
 
 def _why_unusable(folder: Path) -> str | None:
-    """Why no call can use the folder for temporary files, in words; None if calls can."""
+    """Why calls cannot use the folder for temporary files, in words; None if they can."""
     named = f"the folder for temporary files, {folder},"
     try:
         found = os.statvfs(folder)
@@ -517,12 +516,12 @@ def _start_stream(program: SubmittedProgram, guard: Guard, out: Lines, err: ToLo
 
 
 def _write(text: str | None) -> str:
-    """How to write braces of a program's own, to append to an error."""
+    """How to escape the program's own braces, to append to an error."""
     return "" if text is None else f" If the braces are the program's own, write {text}."
 
 
 def _is_script(path: Path) -> bool:
-    """Whether a file is a program as text, by its suffix or its first line; data are left where they are."""
+    """Whether a file is a script, by its suffix or its first line; data files are not copied."""
     try:
         if not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
             return False

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 class Tokens:
     """The tokens of texts as the inputs of a model, (text, token), cut at `limit` and padded on the right.
 
-    A tokenizer of Rust is asked directly: 512 texts of 20 words take 3 ms of Python instead of 16, in which no other
-    thread of the process computes (transformers 5.23). Where that would give other tensors, transformers is asked.
+    A Rust tokenizer is called directly: 512 texts of 20 words take 3 ms of Python instead of 16, while no other thread
+    of the process computes (transformers 5.23). If that would give other tensors, transformers is called.
     """
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
@@ -28,16 +28,16 @@ class Tokens:
         return self._by_transformers(texts) if self._backend is None else self._by_backend(self._backend, texts)
 
     def n_before(self, prefix: str) -> int:
-        """How many tokens of a text are its prefix, with the special ones at its beginning.
+        """The number of tokens of the prefix, with the special tokens at its beginning.
 
-        Counted as sentence-transformers does (6.2, `Transformer._get_prompt_length`): tokens of the prefix alone, but
-        for a special one at its end.
+        Counted as sentence-transformers does (6.2, `Transformer._get_prompt_length`): the tokens of the prefix alone,
+        without a special token at its end.
         """
         ids = self.of([prefix])["input_ids"][0]
         return len(ids) - (int(ids[-1]) in self._tokenizer.all_special_ids)
 
     def _backend_of(self, tokenizer: Any) -> Any:
-        """The tokenizer of Rust; None if there is none, or its tensors are others for some texts."""
+        """The Rust tokenizer; None if there is none, or if its tensors differ for some texts."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch_fast"):
             return None
@@ -52,7 +52,7 @@ class Tokens:
         backend.no_padding()
         found = self._by_backend(backend, texts)
         same = [*expected] == [*found] and all(bool((expected[name] == found[name]).all()) for name in found)
-        log.log(logging.DEBUG if same else logging.INFO, "tokenizer of Rust: %s", "used" if same else "not used")
+        log.log(logging.DEBUG if same else logging.INFO, "Rust tokenizer: %s", "used" if same else "not used")
         return backend if same else None
 
     def _by_transformers(self, texts: Sequence[str]) -> Mapping[str, Any]:

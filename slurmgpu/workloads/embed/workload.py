@@ -43,7 +43,7 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The texts of a call, an ItemError in place of each that is missing, and what gives the vectors of the others."""
+    """The texts of a call, with an ItemError for each missing one, and the function that returns the vectors."""
 
     texts: Sequence[str | ItemError]
     vectors: Callable[[], Vectors]
@@ -123,7 +123,7 @@ class Embed:
 
     def place(self, share: Share) -> Placement:
         """As many processes as the run file says, else one; a line tells of the model's own prompt."""
-        line = f'embed: the model\'s default prompt {self.prefix!r} is put before each text; prefix = "" leaves it out.'
+        line = f'embed: the model\'s default prompt {self.prefix!r} is put before each text; prefix = "" removes it.'
         return Placement(share.processes or "one", (line,) if self._has_own_prefix else ())
 
     def check_here(self) -> None:
@@ -140,7 +140,7 @@ class Embed:
         from transformers import AutoModel, AutoTokenizer
 
         if task.gpus > 1:
-            log.warning("embed computes on one GPU and this task holds %d: submit with --array.", task.gpus)
+            log.warning("embed computes on one GPU, and this task has %d: submit with --array.", task.gpus)
         # Padding on the right: "cls" is the first position, from which absolute positions are counted.
         tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
         choose_kernels(self.precision)
@@ -170,7 +170,7 @@ class Embed:
         return -len(text) if isinstance(text, str) else 0
 
     def prepare(self, items: Sequence[Item]) -> Prepared:
-        """The items' texts as tokens; a GPU begins to compute their vectors, behind those of the call before."""
+        """The items' texts as tokens; a GPU starts to compute their vectors after those of the previous call."""
         texts = [self._text(item) for item in items]
         good = [text for text in texts if isinstance(text, str)]
         batch = self._tokens.of(good) if good else None
@@ -207,9 +207,9 @@ class Embed:
         return vectors.numpy(), are_finite.numpy()
 
     def _begun(self, batch: Mapping[str, Any]) -> Callable[[], Vectors]:
-        """Begin to compute vectors on a GPU; a function that waits for them.
+        """Start to compute vectors on a GPU; returns a function that waits for them.
 
-        Batches follow each other on the GPU, so that the memory of one serves the next.
+        Batches run one after the other on the GPU, so that each reuses the memory of the one before.
         """
         import torch
 
@@ -230,15 +230,13 @@ class Embed:
     def _embed(self, batch: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Tensors of the vectors (text, hidden) and of whether they are finite (text), on the model's device.
 
-        The model is `given` the batch, or the same with another form of its mask.
+        The model gets `given`: the batch, perhaps with another form of its mask.
         """
         import torch
 
         with torch.inference_mode():
             tokens = self._model(**given).last_hidden_state.float()  # (text, token, hidden)
-            first = (
-                self._n_left_out
-            )  # texts are longer, but for an empty one of a tokenizer that adds nothing behind it
+            first = self._n_left_out  # texts are longer, except an empty one if the tokenizer adds nothing at its end
             if self.pooling == "cls":
                 vectors = tokens[:, min(first, tokens.shape[1] - 1)]
             else:
@@ -253,7 +251,7 @@ class Embed:
 def _row(vector: npt.NDArray[Any], is_finite: bool) -> Row | ItemError:
     if is_finite:
         return {"embedding": vector}
-    return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" reach further')
+    return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" have a larger range')
 
 
 def _own_pooling(folder: Path) -> str | None:
@@ -280,9 +278,9 @@ class Prompts:
 
 
 def _own_prompts(folder: Path, *, is_needed: bool) -> Prompts:
-    """The prompts of the model in a folder, which those are that sentence-transformers 3 to 6 apply.
+    """The prompts of the model in a folder, as sentence-transformers 3 to 6 apply them.
 
-    SlurmGPUError for a default prompt that is not there, if it `is_needed`.
+    SlurmGPUError for a default prompt that is missing, if it `is_needed`.
     """
     modules = read_json(folder / "modules.json")
     poolings = [module["path"] for module in modules if module["type"].endswith(".Pooling")]
@@ -295,8 +293,8 @@ def _own_prompts(folder: Path, *, is_needed: bool) -> Prompts:
     prompts = {"query": "", "document": "", **(config.get("prompts") or {})}
     if name not in prompts and is_needed:
         raise SlurmGPUError(
-            f"embed: {folder}/config_sentence_transformers.json has the default prompt {name!r}, which is none of its "
-            f'prompts ({", ".join(prompts)}). Set prefix to the text that is to be put before each text, or to "".'
+            f"embed: {folder}/config_sentence_transformers.json has the default prompt {name!r}, which is not one of "
+            f'its prompts ({", ".join(prompts)}). Set prefix to the text to put before each text, or to "".'
         )
     return Prompts(prompts.get(name) or "", are_pooled)
 

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop  # which takes 60 ms to import
 
 END_S = 1.0
-"""How long tasks that are cancelled at a worker's end may take for it."""
+"""How long tasks may take to end once they are cancelled at a worker's end."""
 
 
 class EventLoop:
-    """One loop for all calls, as a client keeps its connections there: in another loop they are closed."""
+    """One loop for all calls: a client's connections belong to their loop, and do not work in another."""
 
     def __init__(self) -> None:
         self._loop: AbstractEventLoop | None = None
-        self._others: set[Any] = set()  # tasks that live on between calls, as of a client's connection
+        self._others: set[Any] = set()  # tasks that continue between calls, such as those of a client's connection
 
     def result_of(self, returned: Any) -> Any:
         """What a function returned; the result of a coroutine is awaited."""
@@ -35,7 +35,7 @@ class EventLoop:
         try:
             result = _run(loop, returned)
         except BaseException:
-            for left in asyncio.all_tasks(loop) - others:  # the others of a `gather` of which one has failed
+            for left in asyncio.all_tasks(loop) - others:  # the rest of a `gather` after one has failed
                 loop.call_soon_threadsafe(left.cancel)
             raise
         others.clear()
@@ -44,7 +44,7 @@ class EventLoop:
 
 
 def _run(loop: AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result; in another thread if an event loop runs in this one, as a notebook's."""
+    """The result; computed in another thread if an event loop runs in this one, as in a notebook."""
     import asyncio
 
     try:
@@ -59,7 +59,7 @@ def _run(loop: AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _end(loop: AbstractEventLoop, others: set[Any]) -> None:
-    """Cancel what clients have left in the loop: Python says of tasks that are destroyed that they were pending."""
+    """Cancel tasks that clients left in the loop: Python warns if a pending task is destroyed."""
     import asyncio
 
     if loop.is_running() or loop.is_closed():

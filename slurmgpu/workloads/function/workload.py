@@ -25,12 +25,12 @@ from slurmgpu.workloads.function.event_loop import EventLoop
 class Function:
     """The rows that a function returns.
 
-    `function` and `load` are names, `package.module:function`; `load` is called once in each worker, and what it
-    returns is the function's second argument. With `pickled`, the functions lie in the run directory, in a pickle of
-    that digest and that version of Python. Functions that a resubmission was given come first. `columns` has a type
-    for each column, or its description in run.json. With `batched` the function takes a list of items, and returns a
-    list or columns. With `learn` rows are the types of their columns. `argv` is the command line that modules find, as
-    they parse one when they are imported.
+    `function` and `load` are names, `package.module:function`; `load` is called once in each worker, and its result is
+    the function's second argument. With `pickled`, the functions are in the run directory, in a pickle with that digest
+    from that version of Python. Functions given at a resubmission replace them. `columns` has a type for each column,
+    or its description in run.json. With `batched` the function takes a list of items, and returns a list or columns.
+    With `learn` the rows are the types of their columns. `argv` is the command line for modules that parse one when
+    they are imported.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Function:
         """One process, which has all GPUs of its task."""
         if share.processes == "per-gpu":
             raise SlurmGPUError(
-                'processes = "per-gpu" is for one group of processes. For a call on each GPU set array=True.'
+                'processes = "per-gpu" is for workloads whose processes form one group. To call the function on each '
+                "GPU, set array=True."
             )
         return Placement()
 
@@ -91,7 +92,7 @@ class Function:
         if isinstance(returned, Mapping) or hasattr(returned, "columns"):
             returned = rows_of(returned, len(items))
         if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
-            return returned  # the worker says what is wrong with it
+            return returned  # the worker reports what is wrong with it
         return [self._row(value) for value in returned]
 
     def explain_misfit(self, row: Any) -> str:
@@ -113,7 +114,7 @@ class Function:
                 types[name] = type_for_both(types.get(name), kind) if kind or name in types else "json"
         except SlurmGPUError:
             return FLATTEN
-        # None, and a missing value, fit a column of JSON alone.
+        # None and missing values fit only a JSON column.
         types |= {name: "json" for name in types if row.get(name) is None}
         if types == declared:
             return ""
@@ -149,17 +150,19 @@ def rows_of(columns: Any, n_items: int) -> list[Row]:
     names = columns if isinstance(columns, Mapping) else getattr(columns, "column_names", columns.columns)
     found = {name: _values(name, columns[name]) for name in names}
     for name, values in found.items():
-        if len(values) != n_items:  # the worker says so; not for each item alone, which might get what is of all
+        if (
+            len(values) != n_items
+        ):  # the worker reports it, and does not try single items, which would get others' values
             return [{name: value} for value in values]
     if not found:
-        raise TypeError("no column was returned; expected one at least, with a value for each item")
+        raise TypeError("no column was returned; expected at least one, with a value for each item")
     return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 
 
 def _values(name: str, column: Any) -> Any:
-    """A column that has a length; Arrow's values are its own.
+    """A column that has a length; Arrow columns as they are.
 
-    What is missing in a type of pandas' own is None, and NaN among floats.
+    A missing value of a pandas extension type is None, and NaN among floats.
     """
     if hasattr(column, "columns"):  # iteration would give its names
         found = f"is a {type(column).__name__}, as where two columns have one name"
@@ -176,7 +179,7 @@ def _values(name: str, column: Any) -> Any:
 
 
 def _called(load: Callable[..., Any], task: TaskContext) -> Any:
-    """The result of `load`; it gets the task if it has a parameter that must be given."""
+    """The result of `load`, which gets the task if it has a required parameter."""
     try:
         parameters = inspect.signature(load).parameters.values()
     except ValueError:  # some of C

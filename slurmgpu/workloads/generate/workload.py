@@ -34,11 +34,11 @@ MOST_ANSWERS = 2048
 
 
 class Generate(LanguageModelWorkload):
-    """One answer for each item, or `n`, to a `prompt` over its fields, or to the chat in its field `messages`.
+    """One answer for each item, or `n` answers, to a `prompt` over its fields, or to the chat in its field `messages`.
 
     `system` comes before either. `keep` copies fields of the input into columns; `tokens`, `logprobs` and
-    `keep_reasoning` add columns, and so do the properties of a `schema`, to which answers are kept, as to `choices`, a
-    `regex` or a `grammar`. docs/reference/language-models.md has all settings.
+    `keep_reasoning` add columns, and so do the properties of a `schema`. `schema`, `choices`, `regex` or `grammar`
+    constrain the answers. docs/reference/language-models.md has all settings.
     """
 
     texts = ("prompt", "system", "fewshot", "target", "schema", "grammar")
@@ -92,7 +92,7 @@ class Generate(LanguageModelWorkload):
         self.fields = self.prompts.fields
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if tokens:
-            beyond.append("it tells no numbers of tokens. Remove tokens.")
+            beyond.append("it does not report token counts. Remove tokens.")
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens, beyond=beyond)
 
     def _own_columns(self) -> dict[str, Column]:

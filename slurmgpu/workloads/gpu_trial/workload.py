@@ -23,7 +23,7 @@ from slurmgpu.workload import Item, Row, TaskContext
 HELD_SHARE = 0.3
 """The share of the GPU's memory that an item holds: OOM_BATCH of them fit, twice as many do not."""
 KERNEL_CYCLES = 20_000_000_000
-"""About ten seconds of a GPU; the worker is killed in the first of them."""
+"""About ten seconds of GPU time; the worker is killed in the first of them."""
 BROKEN = "CUDA error: {} (this is a CPU, which pretends it)"
 
 STRAY_STORE = b"""
@@ -48,7 +48,7 @@ class Trial:
 
     An item's `fault` is "oom" (all items of a call together need more memory than there is), "assert" (a device-side
     assert), "illegal" (an illegal address), "kill" (once, the worker dies by SIGKILL while a kernel runs), or "".
-    With `faults` off all are computed as if they named none. On a CPU the first three are pretended.
+    With `faults` off, items are computed as if they named no fault. On a CPU the first three faults are simulated.
     """
 
     batch_size = 8
@@ -58,7 +58,7 @@ class Trial:
         self.faults = faults
 
     def load(self, task: TaskContext) -> None:
-        """Use the task's GPU, or the CPU; the shard's notes get the memory that was free before."""
+        """Use the task's GPU, or the CPU; the free memory before is recorded in the shard's notes."""
         self._device: _Device = _CPU() if task.device == "cpu" else _GPU(task)
         self._killed = Path(task.run_dir) / "logs" / "killed"
 

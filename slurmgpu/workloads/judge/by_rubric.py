@@ -1,4 +1,4 @@
-"""Judging by a rubric, which a language model follows: verdicts found in its answers, or by their probabilities."""
+"""Judging by a language model with a rubric: verdicts are parsed from its answers, or chosen by their probabilities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RETRIES, RETRY_TEMPERATURE = 2, 0.7
 class ByRubric(LanguageModelWorkload):
     """Verdicts on items whose fields have the names in the rubric's templates.
 
-    `named` gives the fields of an example these names. With `has_truth` the summary compares verdicts with a column
+    `named` gives an example's fields these names. With `has_truth` the summary compares verdicts with the column
     `truth`.
     """
 
@@ -75,8 +75,8 @@ class ByRubric(LanguageModelWorkload):
             raise SlurmGPUError(f"retries is {retries}; expected at least 0.")
         if retries and temperature == 0:
             raise SlurmGPUError(
-                f"retry_temperature is {temperature}, which repeats the same answer; expected more than 0, or "
-                f"retries = 0."
+                f"retry_temperature is {temperature}, so a retry would repeat the same answer; expected more than 0, "
+                f"or retries = 0."
             )
         check_range("retry_temperature", temperature, 0, None)
         if retries:
@@ -100,7 +100,7 @@ class ByRubric(LanguageModelWorkload):
 
     @property
     def right(self) -> Callable[[Row], bool] | None:
-        """Whether a row says that its text is right, by a rubric that measures accuracy."""
+        """A function that says whether a row's text is right, for a rubric that measures accuracy; else None."""
         values = self.rubric.values
         is_right = self.rubric.measure == "accuracy"
         return (lambda row: bool(row["verdict"]) and values[row["verdict"]] == 1) if is_right else None
@@ -124,7 +124,7 @@ class ByRubric(LanguageModelWorkload):
         """The names of the two texts in prompts; SlurmGPUError for a rubric that judges one at a time."""
         if len(self.rubric.swap) != 2:
             raise SlurmGPUError(
-                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
+                "against is set, and the rubric judges one text at a time; expected a rubric with swap, such as "
                 'rubric = "pairwise". Remove against, or choose such a rubric.'
             )
         first, second = self.rubric.swap
@@ -132,7 +132,7 @@ class ByRubric(LanguageModelWorkload):
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: also the rubric's text."""
+        """Settings that the plan fixes, including the rubric's text."""
         return {**super().frozen_settings, "rubric": self.rubric.to_json()}
 
     def sort_key(self, item: Item) -> int:
@@ -177,14 +177,14 @@ class ByRubric(LanguageModelWorkload):
             one.verdict, one.how = self.rubric.names[int(one.probabilities.argmax())], "scored"
 
     def _parse(self, asked: Sequence[JudgePrompt]) -> None:
-        """Find verdicts in free answers; without one ask again, and finally score."""
+        """Parse verdicts from free answers; ask again for those without one, and finally score."""
         pending = list(asked)
         for attempt in range(self.retries + 1):
             pending = self._generate(pending, attempt)
         if self.rubric.fallback:
             self._score(pending)
             for one in pending:
-                one.error = None  # no verdict is not an error
+                one.error = None  # a missing verdict is not an error
 
     def _generate(self, asked: Sequence[JudgePrompt], attempt: int) -> list[JudgePrompt]:
         """Ask once; returns the prompts without a verdict."""
@@ -205,7 +205,7 @@ class ByRubric(LanguageModelWorkload):
         return [one for one in asked if one.verdict is None and one.error is None]
 
     def summarize(self, merged: Merged, samples: Samples | None) -> dict[str, Any]:
-        """Count the verdicts, and compute the rubric's measure, or what choices among `samples` are worth."""
+        """Count the verdicts, and compute the rubric's measure, or the quality of choices among `samples`."""
         if samples is None:
             return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self._has_truth)
         return samples.summarize(merged) | summarize_each(merged, self.rubric, self.sampling.max_tokens)

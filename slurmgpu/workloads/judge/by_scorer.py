@@ -1,4 +1,4 @@
-"""Judging by the scores of a trained head in place of a rubric: one text of an item, or those of two runs compared."""
+"""Judging by scores of a trained head instead of a rubric: one text of each item, or the texts of two runs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PREFERENCE = Rubric(
 """The verdicts of a comparison by scores: "a" is the input's text."""
 
 COMPARED: Mapping[str, Column] = {"verdict": Text(), "score_b": Array("float32")}
-"""The columns of a comparison, beside those of the input's text."""
+"""The columns that a comparison adds to those of the input's text."""
 
 
 OTHER = "text of the second run"
-"""The field by which an item has the text that is compared with its own."""
+"""The field of an item that gets the second run's text."""
 
 
 class ByScorer(Score):
-    """Scores of items by a trained head, or comparisons of two texts by theirs.
+    """Scores of items by a trained head, or comparisons of two texts by their scores.
 
-    Unless the scorer says otherwise it is shown the fields `question` and `text`, as a prompt and its answer.
+    By default the scorer sees the fields `question` and `text`, as a prompt and its answer.
     """
 
     owner = "the scorer"
@@ -54,7 +54,7 @@ class ByScorer(Score):
 
     @classmethod
     def open(cls, scorer: str | ScorerSettings) -> ByScorer:
-        """The scorer of a setting."""
+        """The scorer that a setting describes."""
         table, defaults = scorer_table(scorer), {}
         if not any(name in table for name in INPUTS):
             defaults["prompt"] = "{question}"
@@ -71,23 +71,25 @@ class ByScorer(Score):
 
     @property
     def whole_fields(self) -> frozenset[str]:
-        """The fields that its templates use without a key."""
+        """The fields that the templates use without a key."""
         found = super().whole_fields
         return found | {OTHER} if self.compares and "text" in found else found
 
     def compare(self, each: str | None) -> tuple[str, str]:
-        """Score two texts of each item from now on; returns the names by which items have them.
+        """Score two texts of each item from now on; returns the names of their fields.
 
-        SlurmGPUError for a scorer that is not shown the field `text`, or for several texts.
+        SlurmGPUError for a scorer that does not see the field `text`, or for several texts.
         """
         if each is not None:
             raise SlurmGPUError(
-                "against compares one text of an item with one of another run, and each is set. Remove one of them."
+                "against compares one text of each item with one of another run, but each selects several texts. "
+                "Remove against or each."
             )
         if "text" not in self.fields:
             raise SlurmGPUError(
-                f"against compares the texts of two runs, and the scorer is shown {', '.join(sorted(self.fields))}; "
-                f'expected {{text}} in its answer or pair. What the items call it is said by fields = {{text = "…"}}.'
+                f"against compares the texts of two runs, but the scorer sees {', '.join(sorted(self.fields))}; "
+                f"expected {{text}} in its answer or pair. If the items' field has another name, set "
+                f'fields = {{text = "…"}}.'
             )
         self.compares = True
         self.columns = {**self.columns, **COMPARED}
@@ -95,7 +97,7 @@ class ByScorer(Score):
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: also what the head says."""
+        """Settings that the plan fixes, including those read from the head."""
         return {"scorer": {**self.table, **super().frozen_settings}}
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
@@ -116,7 +118,7 @@ class ByScorer(Score):
 
 
 def check_alone(given: Collection[str]) -> None:
-    """Refuse settings of rubrics, and of the models that follow them, beside `scorer`."""
+    """Refuse settings for rubrics and their models if `scorer` is set."""
     if not given:
         return
     name = min(given)
@@ -124,8 +126,8 @@ def check_alone(given: Collection[str]) -> None:
     if name != "model" and name in get_type_hints(ScorerSettings):
         place = f'Put it into the table: scorer = {{model = "…", {name} = …}}.'
     raise SlurmGPUError(
-        f"scorer and {name} are both set; a scorer is a model with a trained head, in place of a rubric and a model "
-        f"that follows it. {place}"
+        f"scorer and {name} are both set; a scorer is a model with a trained head, and replaces rubric and model. "
+        f"{place}"
     )
 
 
@@ -135,13 +137,13 @@ def _compared(first: Row | ItemError, second: Row | ItemError) -> Row | ItemErro
         return first
     if isinstance(second, ItemError):
         return ItemError(f"the second run's text: {second}")
-    # As they are stored, so that a verdict does not contradict its row.
+    # Compare the scores as stored, so that a verdict does not contradict its row.
     a, b = np.float32(first["score"]), np.float32(second["score"])
     return {**first, "verdict": TIE if a == b else "a" if a > b else "b", "score_b": b}
 
 
 def _summarize_compared(merged: Merged) -> dict[str, Any]:
-    """Counts of the verdicts, the win rate of the input's texts, and how both runs' scores are distributed.
+    """Counts of the verdicts, the win rate of the input's texts, and the distribution of both runs' scores.
 
     Failed items count as lost in `win_rate`; `scored_win_rate` leaves them out.
     """

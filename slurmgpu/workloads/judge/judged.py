@@ -20,7 +20,7 @@ TEXTS = frozenset(("text", "text_a", "text_b"))
 """The names of judged texts in prompts."""
 
 FIRST_ROWS = 100
-"""Rows of a merged file that are checked for lists."""
+"""The number of rows of a merged file that are checked for lists."""
 
 
 def text_in(data: Mapping[str, Any], field: str, called: str) -> str:
@@ -34,7 +34,7 @@ def text_in(data: Mapping[str, Any], field: str, called: str) -> str:
 
 
 def check_texts(path: Path, fields: Collection[str], *, of_two: bool) -> None:
-    """Refuse a run whose items have lists of texts in these fields, by its file or plan; `of_two` are compared."""
+    """Refuse a run with lists of texts in these fields, by its file or plan; with `of_two` texts are compared."""
     for field in sorted(fields):
         if _has_lists(path, field):
             found = f"{path} has a list in {field!r}, as runs with n > 1 do; expected one text for each item."
@@ -67,7 +67,7 @@ def _has_lists(path: Path, field: str) -> bool:
 
 
 def check_one_text(each: str, truth: str | None, rubric: Rubric) -> None:
-    """Refuse what cannot be asked of each text of an item: comparisons of two, and one true verdict for all."""
+    """Refuse settings that do not work with several texts for each item: comparisons of two, and one true verdict."""
     if rubric.swap:
         raise SlurmGPUError(
             f"each = {each!r} judges texts one at a time, and the rubric compares two; expected a rubric without swap, "
@@ -75,7 +75,7 @@ def check_one_text(each: str, truth: str | None, rubric: Rubric) -> None:
         )
     if truth is not None:
         raise SlurmGPUError(
-            "truth is one verdict for each item, and each judges several texts of it. Remove truth; with final, "
+            "truth is one verdict for each item, but each judges several texts of an item. Remove truth; with final, "
             "reference says which texts are right."
         )
 
@@ -85,14 +85,14 @@ def check_renamed(renamed: Mapping[str, str], known: Collection[str], owner: str
     for name in renamed:
         if name not in known:
             raise SlurmGPUError(
-                f"fields has {name!r}, which is not in the templates of {owner}; expected their name of a field = the "
-                f"items' name.{did_you_mean(name, known)}"
+                f"fields has {name!r}, which is not in the templates of {owner}; expected TEMPLATE_NAME = "
+                f'"ITEM_FIELD".{did_you_mean(name, known)}'
             )
 
 
 def advice(fields: Collection[str], renamed: Mapping[str, str], alone: Collection[str]) -> dict[str, str]:
-    """Advice by field for fields that the items lack; `alone` are two texts, one of which a second run could have."""
-    found = {renamed.get(name, name): f' Set fields = {{{name} = "…"}} to the items\' name of it.' for name in fields}
+    """Advice for fields that the items lack, by field; `alone` are two texts that a second run could provide."""
+    found = {renamed.get(name, name): f' Set fields = {{{name} = "…"}} to its name in the items.' for name in fields}
     compared = (
         " The rubric compares two texts: set against to a second run to compare with, or put both texts into each item."
     )
@@ -100,7 +100,7 @@ def advice(fields: Collection[str], renamed: Mapping[str, str], alone: Collectio
 
 
 def truth_of(value: Any, rubric: Rubric) -> str:
-    """The name of the verdict that equals a truth, by name or value; "" for null; else the truth as text.
+    """The name of the verdict that equals a truth by name or value; "" for null; otherwise the truth as text.
 
     A CSV file has only texts: "True", "1", "1.0" and "one" equal 1, and "1,000" equals 1000.
     """

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Opponent:
-    """A complete merged file with its run's fingerprint, and in `keep` the fields that it kept of its items.
+    """A complete merged file with its run's fingerprint; `keep` has the item fields that it kept.
 
-    `awaited` is the plan of a run that has yet to leave the file.
+    `awaited` is the plan of a run that has not written the file yet.
     """
 
     def __init__(self, path: Path, fingerprint: str, keep: Iterable[str], awaited: Plan | None = None) -> None:
@@ -50,11 +50,11 @@ class Opponent:
         return opponent
 
     def to_json(self) -> dict[str, Any]:
-        """The path, the fingerprint of its plan, and the fields that it kept."""
+        """The path, the fingerprint of the run's plan, and the fields that it kept."""
         return {"path": str(self.path), "fingerprint": self.fingerprint, "keep": list(self.keep)}
 
     def check_input(self, files: Sequence[Path], n_items: int, field: str) -> None:
-        """Refuse a run without the `field` that is compared, or of other items, as far as plans and files show."""
+        """Refuse a run without the compared `field`, or with other items, as far as plans and files show."""
         if self.awaited is not None:
             columns, n_found = [*self.awaited.columns], self.awaited.n_items
         else:
@@ -77,25 +77,25 @@ class Opponent:
             raise SlurmGPUError(f"The runs of {self.path} and {files[0]} have different inputs. {advice}")
 
     def open(self) -> None:
-        """Open the file; SlurmGPUError if it belongs to another run than at planning."""
+        """Open the file; SlurmGPUError if it no longer belongs to the same run as at planning."""
         merged = self._read()
         if merged.attributes["fingerprint"] != self.fingerprint:
-            raise SlurmGPUError(f"{self.path} now belongs to another run than at planning; plan the comparison again.")
+            raise SlurmGPUError(f"{self.path} belongs to a different run than at planning. Plan the comparison again.")
         self._merged = merged
 
     def row(self, item: Item, compared: Sequence[str]) -> Mapping[str, Any]:
         """The second run's row for an item; ItemError if it failed, is missing or damaged, or belongs to another item.
 
-        Two rows belong to the same item if the fields that both kept are equal, without those that are `compared`.
+        Two rows belong to the same item if all fields that both kept, except the `compared` ones, are equal.
         """
         assert self._merged is not None, "open() comes first"
         index = item.index
         if index >= len(self._merged):
-            raise ItemError(f"{self.path} has no item {index}: it has {len(self._merged)}")
+            raise ItemError(f"{self.path} has no item {index}: it has {len(self._merged)} items")
         try:
             self._merged.check_rows(index, index + 1)
         except SlurmGPUError as error:
-            raise ItemError(f"{error} Then `slurmgpu resubmit --failed` of this run computes the item.") from error
+            raise ItemError(f"{error} Then compute this item with `slurmgpu resubmit --failed` of this run.") from error
         row = self._merged.row(index)
         if index in self._merged.errors:
             raise ItemError(f"the item failed in {self.path}: {self._merged.errors[index]}")
@@ -103,7 +103,7 @@ class Opponent:
         for name in names:
             if (ours := json_value(item.data[name])) != row[name]:
                 raise ItemError(
-                    f"field {name!r} is {ours!r:.80}, and in {self.path} it is {row[name]!r:.80}: the items differ"
+                    f"field {name!r} is {ours!r:.80} here and {row[name]!r:.80} in {self.path}: the items differ"
                 )
         return row
 
@@ -113,7 +113,7 @@ class Opponent:
         merged = results.open(self.path, verify=verify)
         if not merged.complete:
             merged.close()
-            raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it.")
+            raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. Complete it with `slurmgpu resubmit`.")
         return merged
 
 
@@ -126,7 +126,7 @@ def _is_incomplete(path: Path) -> bool:
 
 
 def plan_beside(path: Path) -> Mapping[str, Any]:
-    """The plan of the run of a merged file; empty if the file is not in a run directory."""
+    """The plan of the run that wrote a merged file; empty if the file is not in a run directory."""
     if path.name != "merged.h5":
         return {}
     try:

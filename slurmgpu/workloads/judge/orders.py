@@ -1,4 +1,4 @@
-"""The verdict on an item, from one prompt, or from one for each order of its two texts."""
+"""The verdict on an item, from one prompt, or from a prompt for each order of its two texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmgpu.workload import Row
 from slurmgpu.workloads.judge.rubrics import TIE, Rubric
 
 HOW = ("parsed", "parsed again", "scored", "not at all")
-"""How a verdict was found, from the most direct way on."""
+"""How a verdict was found, the most direct way first."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class JudgePrompt:
 
 
 def verdict_row(rubric: Rubric, asked: Sequence[JudgePrompt], *, truncates: bool) -> Row:
-    """The columns of the verdict on an item, two orders that disagree being a tie; ItemError if a prompt failed.
+    """The columns of an item's verdict, a tie if two orders disagree; ItemError if a prompt failed.
 
-    With `truncates`, also the tokens of the prompt that were cut off, in the order that lost more.
+    With `truncates`, also the number of truncated prompt tokens, from the order that lost more.
     """
     for one in asked:
         if one.error is not None:
@@ -68,11 +68,11 @@ def verdict_row(rubric: Rubric, asked: Sequence[JudgePrompt], *, truncates: bool
 
 
 def shares_of(scores: Scores) -> npt.NDArray[np.float64]:
-    """Each verdict's share of all verdicts' probability, from scores of two spellings for each."""
+    """Each verdict's share of the total probability of the verdicts, from the scores of two spellings of each."""
     logprobs = np.logaddexp.reduce(np.asarray(scores.logprobs, np.float64).reshape(-1, 2), axis=1)
     shares: npt.NDArray[np.float64] = np.exp(logprobs - logprobs.max())
     if not np.isfinite(shares).all():
-        raise ItemError('the verdicts\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
+        raise ItemError('the verdicts\' scores are not finite: they overflow; precision = "fp32" has a larger range')
     shares /= shares.sum()
     return shares
 

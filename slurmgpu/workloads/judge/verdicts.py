@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bool) -> dict[str, Any]:
-    """The verdicts' counts, and the rubric's measure.
+    """The counts of the verdicts, and the rubric's measure.
 
     Items that failed or have no verdict count as wrong in `accuracy`, and as lost in the win rate; `parsed_accuracy`,
-    `parsed_win_rate` and the mean leave them out. Accuracy and win rate are of the verdicts that are counted beside
-    them: of two orders that disagree a tie, whatever the mean of the two is worth.
+    `parsed_win_rate` and the mean leave them out. Accuracy and win rate are computed from the counted verdicts: two
+    orders that disagree are a tie, whatever the mean of their values is.
     """
     verdicts = Counter[str](filter(None, good_values(merged, "verdict")))
     n, n_failed, n_parsed = len(merged), int(merged.failed.sum()), verdicts.total()

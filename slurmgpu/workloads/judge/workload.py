@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 Method = Literal["parse", "score"]
 
 FINAL = "final"
-"""The name in prompts of the final answer that an answer checker finds in the judged text."""
+"""The name, in prompts, of the final answer that an answer checker finds in the judged text."""
 
 
 class Judge:
     """A verdict on each item, usually an answer of an earlier run, by a `rubric`, or the score of a trained head.
 
     `rubric` is the name of a built-in one, the path of a .toml file, or a table; `scorer` is a model with a trained
-    head, in place of `model` and `rubric`. `fields` renames fields of the items for their prompts. `against` is the
-    merged file of a second run, whose texts are compared with those of the first, by a pairwise rubric or by their
+    head, instead of `model` and `rubric`. `fields` renames fields of the items for their prompts. `against` is the
+    merged file of a second run; its texts are compared with those of the first, by a pairwise rubric or by their
     scores. With `final`, the name of an answer checker, `{final}` in a prompt is the final answer in the field `text`.
-    An answer without a verdict is repeated up to `retries` times at `retry_temperature`. `truth` is a field with a
+    A prompt without a verdict is asked again up to `retries` times at `retry_temperature`. `truth` is a field with a
     verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
@@ -95,8 +95,8 @@ class Judge:
         given = {name: value for name, value in own.items() if value is not None}
         if final is None and pattern is not None:
             raise SlurmGPUError(
-                "pattern finds the final answer in the judged text, and final is not set. To find the verdict in the "
-                "judge's answer, set the rubric's pattern."
+                "pattern finds the final answer in the judged text, and final is not set. Set final, or, to find the "
+                "verdict in the judge's answer, set the rubric's pattern."
             )
         self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
         if scorer is not None:
@@ -108,7 +108,7 @@ class Judge:
         check_each(each, final, reference)
         if each is not None:
             check_one_text(each, truth, self.judging.rubric)
-        # With `each` a checker also finds the answers for votes, and no prompt need have them.
+        # With `each` a checker also finds the answers for votes, so prompts need not have them.
         known = self.judging.asked if self.checker is None else self.judging.asked - {FINAL} | {"text"}
         check_renamed(self.renamed, known, self.judging.owner)
         self.whole = self.judging.whole_fields & (TEXTS | {OTHER} | set(self.judging.rubric.swap))
@@ -122,7 +122,7 @@ class Judge:
             self.columns = self.samples.columns
 
     def _by_rubric(self, given: Mapping[str, Any], settings: PromptedSettings) -> ByRubric:
-        """The judge that follows a rubric, by its `given` settings and those of the engine and the prompts."""
+        """The judge for a rubric, from the `given` settings and those of the engine and the prompts."""
         if "model" not in given:
             raise SlurmGPUError(
                 'judge needs the setting "model", which follows the rubric, or "scorer", a model with a trained '
@@ -141,20 +141,20 @@ class Judge:
         )
 
     def _compare_with(self, against: str | Mapping[str, Any], each: str | None) -> Opponent:
-        """Compare each text with that of a second run, which it returns."""
+        """Compare each text with the text of a second run; returns the second run."""
         first, second = self._pair = self.judging.compare(each)
         mine = self.renamed.get(first, "text")
         self._called = mine, mine if second == OTHER else self.renamed.get(second, "text")
         return Opponent.find(against)
 
     def _taken(self, names: Set[str]) -> set[str]:
-        """The items' fields that are read; `names` are those in prompts."""
+        """The item fields that are read; `names` are the field names in prompts."""
         if self.opponent is None:
             taken = {self.renamed.get(name, name) for name in names}
         else:
             taken = {self.renamed.get(name, name) for name in names - {*self._pair}} | {self._called[0]}
         if self.each is not None:
-            # A prompt's `text` and `steps` may be those of an entry.
+            # A prompt's `text` and `steps` may come from an entry.
             taken = taken - set(OF_PATHS) | {self.each}
         if (adapters := self.judging.prompts.choice) is not None:
             taken.add(adapters.field)
@@ -173,7 +173,7 @@ class Judge:
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: also the rubric's text, or what the scorer's head says, and the second run."""
+        """Settings that the plan fixes, including the rubric's text or the scorer's head, and the second run."""
         frozen = self.judging.frozen_settings
         return frozen if self.opponent is None else {**frozen, "against": self.opponent.to_json()}
 
@@ -184,7 +184,7 @@ class Judge:
 
     @property
     def paths(self) -> list[Path]:
-        """The model's files and the second run's, which a task reads beside the input."""
+        """The files of the model and of the second run, which a task reads besides the input."""
         return self.judging.paths + ([] if self.opponent is None else [self.opponent.path.parent])
 
     @property
@@ -197,7 +197,7 @@ class Judge:
         return self.judging.fetch()
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse runs with several texts in each item, and a second run of other items."""
+        """Refuse runs with several texts for each item, and a second run with other items."""
         if self.each is not None:
             return
         called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
@@ -245,7 +245,7 @@ class Judge:
         return compute_good(items, self._ask, self._rows)
 
     def _ask(self, item: Item) -> tuple[Item, Row]:
-        """The item as it is shown, and the columns of its row beside the verdict."""
+        """The item as prompts show it, and its row's columns besides the verdict."""
         if has_failed(item.data, self.fields):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         truth = self.truth
@@ -259,7 +259,7 @@ class Judge:
         ]
 
     def _shown(self, item: Item) -> Item:
-        """The item with fields by the names in prompts, and with the second run's text if there is one."""
+        """The item with its fields named as in prompts, and with the second run's text if there is one."""
         data = self._named(item.data)
         if self.opponent is not None:
             (first, second), (mine, theirs) = self._pair, self._called
@@ -270,7 +270,7 @@ class Judge:
         return dataclasses.replace(item, data=data)
 
     def _named(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """An item's fields, also by the names in templates, and its final answer if there is a checker."""
+        """An item's fields, also under their names in templates, and its final answer if there is a checker."""
         data = {**fields, **{name: fields[field] for name, field in self.renamed.items() if field in fields}}
         if self.checker is not None:
             answer = self.checker.answer(text_in(data, "text", self.renamed.get("text", "text")))
@@ -278,5 +278,5 @@ class Judge:
         return data
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count the verdicts, and compute the rubric's measure; by a scorer, describe the scores."""
+        """Count the verdicts, and compute the rubric's measure; with a scorer, describe the scores."""
         return self.judging.summarize(merged, self.samples)

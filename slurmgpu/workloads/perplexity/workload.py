@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 MOST_EXPONENT = math.log(np.finfo(np.float32).max)
-"""The column has infinity for a perplexity above this."""
+"""The largest finite perplexity in the column; above it is infinity."""
 
 
 class Perplexity(LanguageModelWorkload):
-    """The log-probability and the perplexity of each item's `text`, behind a `prompt` or the chat in `messages` if set.
+    """The log-probability and the perplexity of each item's `text`, after a `prompt` or the chat in `messages` if set.
 
     docs/reference/language-models.md has all settings.
     """
@@ -61,15 +61,15 @@ class Perplexity(LanguageModelWorkload):
             if system is not None or "chat" in settings:
                 name = "chat" if system is None else "system"
                 raise SlurmGPUError(
-                    f"{name} is about what comes before the text, and neither prompt nor messages is set. Remove "
-                    f"{name}, or set one of them."
+                    f"{name} is for a prompt before the text, and neither prompt nor messages is set. Remove {name}, "
+                    f"or set one of them."
                 )
             self.prompts = Prompts(text)
         else:
             if stride is not None:
                 raise SlurmGPUError(
-                    "stride is about windows of a text that has no prompt; one behind a prompt must fit the context. "
-                    "Remove stride, or prompt and messages."
+                    "stride is for long texts without a prompt; a text after a prompt must fit the context. "
+                    "Remove stride, or remove prompt and messages."
                 )
             self.prompts = Prompts(prompt, messages, system, last=None if messages is None else "drop")
         if stride is not None:
@@ -77,7 +77,7 @@ class Perplexity(LanguageModelWorkload):
         self.tokens, self.logprobs, self.kept_fields = tokens, logprobs, tuple(keep)
         self.columns = self._own_columns()
         self.fields = self.prompts.fields | self._text.fields
-        self.use_model(model, settings, beyond=["it does not tell the probabilities of a text's tokens."])
+        self.use_model(model, settings, beyond=["it does not return the probabilities of a text's tokens."])
 
     def _own_columns(self) -> dict[str, Column]:
         columns: dict[str, Column] = {"logprob": Array("float64"), "perplexity": Array("float32")}
@@ -89,7 +89,7 @@ class Perplexity(LanguageModelWorkload):
         return columns
 
     def sort_key(self, item: Item) -> int | tuple[str, int]:
-        """Long texts first; where items choose an adapter, those of one beside each other."""
+        """Long texts first; if items choose an adapter, grouped by adapter."""
         own = super().sort_key(item)
         if self._is_alone:  # the text is the prompt
             return own
@@ -100,11 +100,11 @@ class Perplexity(LanguageModelWorkload):
         return own - length if isinstance(own, int) else (own[0], own[1] - length)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The log-probability of each item's text, or an ItemError for one without a text, or with too long a one."""
+        """The log-probability of each item's text, or an ItemError for a missing or too long text."""
         return compute_good(items, self._ask, self._rows)
 
     def _ask(self, item: Item) -> tuple[Prompt, str]:
-        """The prompt with the text behind it, and the text."""
+        """The prompt, and the text after it."""
         text = self._text.render(item.data)
         if not text:
             raise ItemError("the text is empty; expected at least one token")
@@ -120,7 +120,7 @@ class Perplexity(LanguageModelWorkload):
         found = answer_of(given)
         logprob = float(found.logprobs.sum(dtype=np.float64))
         if not math.isfinite(logprob):
-            raise ItemError('a log-probability is not a finite number; precision = "fp32" reaches further')
+            raise ItemError('a log-probability is not finite; precision = "fp32" has a larger range')
         row: dict[str, Any] = {"logprob": logprob, "perplexity": _exp(-logprob / len(found.logprobs))}
         row |= {"n_tokens": len(found.logprobs), "n_bytes": len(text.encode())}
         if self.tokens:

@@ -1,4 +1,4 @@
-"""Scores from a head's outputs, and how they are distributed."""
+"""Scores from a head's outputs, and their distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PathScore = Literal["min", "product", "mean", "last"]
 
 
 def path_score(steps: npt.NDArray[np.float64], how: PathScore) -> float:
-    """The score of a path from those of its steps."""
+    """The score of a path, from the scores of its steps."""
     if how == "last":
         return float(steps[-1])
     if how == "mean":
@@ -26,7 +26,7 @@ def activated(logits: npt.NDArray[np.float64], activation: Activation) -> npt.ND
     if activation == "none":
         return logits
     if activation == "sigmoid":
-        # The exponent is never positive, so that it does not overflow.
+        # The exponent is never positive, so exp does not overflow.
         small: npt.NDArray[np.float64] = np.exp(-np.abs(logits))
         found: npt.NDArray[np.float64] = np.where(logits >= 0, 1, small) / (1 + small)
         return found

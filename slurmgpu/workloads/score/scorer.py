@@ -16,7 +16,7 @@ from slurmgpu.workloads.score.workload import Score
 ScoreT = TypeVar("ScoreT", bound=Score)
 
 INPUTS = ("prompt", "messages", "pair")
-"""The settings of `score` that say what the model is shown; a scorer that has none of them is given its workload's."""
+"""The settings of `score` that say what the model sees; a scorer without any of them gets its workload's."""
 
 
 class ScorerSettings(PromptedModelSettings, total=False):
@@ -40,7 +40,7 @@ class ScorerSettings(PromptedModelSettings, total=False):
 
 
 def scorer_table(scorer: str | ScorerSettings) -> dict[str, Any]:
-    """The setting as a table; SlurmGPUError for one without a model, or with a setting that scorers do not take."""
+    """The setting as a table; SlurmGPUError if it has no model, or a setting that scorers do not take."""
     table = {"model": scorer} if isinstance(scorer, str) else dict(scorer)
     known = get_type_hints(ScorerSettings)
     for name in table:
@@ -52,7 +52,7 @@ def scorer_table(scorer: str | ScorerSettings) -> dict[str, Any]:
 
 
 def open_scorer(scorer: str | ScorerSettings, defaults: Mapping[str, Any], kind: type[ScoreT]) -> ScoreT:
-    """A scorer as the workload `score`, or as a `kind` of it; `defaults` are for settings that the scorer lacks."""
+    """A scorer as an instance of `kind`, a class of `score`; `defaults` fill settings that the scorer lacks."""
     try:
         found = kind(**cast(Any, {**defaults, **scorer_table(scorer)}))
     except SlurmGPUError as error:

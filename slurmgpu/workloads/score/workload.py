@@ -89,7 +89,9 @@ class Score(LanguageModelWorkload):
         check_parts(prompt, messages, answer, pair, steps, choices)
         check_pair(pair, cut, settings)
         if steps is not None and not (step_delimiter and step_end != ""):
-            raise SlurmGPUError("step_delimiter and step_end are texts between and behind steps; one of them is empty.")
+            raise SlurmGPUError(
+                "step_delimiter or step_end is empty; expected the text between two steps, and the text after each."
+            )
         last: Last = "drop" if answer is not None or steps is not None else "continue"
         asked = pair[0] if pair else prompt
         self.prompts = prompts_of(settings, asked, messages, system, None if messages is None else last)
@@ -101,8 +103,8 @@ class Score(LanguageModelWorkload):
         self._chat, self._why_chat = chat_of(settings.get("chat"), messages, answer, pair, steps)
         if cut and (self._chat or steps is not None):
             raise SlurmGPUError(
-                "cut cuts the end of a text or of a pair's second text; an answer without its end would "
-                "be another one. Remove cut, or score the text by prompt alone."
+                "cut removes the end of a text or of a pair's second text, and an answer without its end would be a "
+                "different answer. Remove cut, or score the text with prompt alone."
             )
         if "images" in settings:
             check_images(pair, cut, steps, self._chat)
@@ -119,26 +121,28 @@ class Score(LanguageModelWorkload):
         self.fields = self.prompts.fields.union(*templates, [] if steps is None else [steps])
         check_each(each, final, reference)
         if final is not None and each is None:
-            raise SlurmGPUError("final finds the answers that an item's texts vote for, and each is not set. Set it.")
+            raise SlurmGPUError(
+                "final is for votes among an item's texts, and each is not set. Set each to the field with the texts."
+            )
         self.checker = None if final is None else open_checker(final, reference=reference or "", pattern=pattern)
         self.samples = None if each is None else self._choose_among(each, reference)
 
     def _choose_among(self, each: str, reference: str | None) -> Samples:
-        """Score all texts in the field `each` of an item, and have the columns of a choice among them."""
+        """Score all texts in the field `each` of an item, and add columns for a choice among them."""
         if self._positive is None:
             raise SlurmGPUError(
-                f"each chooses the text with the highest score, and the model has a score for each of "
-                f"{', '.join(self._head.labels)}; set positive to one of them."
+                f"each chooses the text with the highest score, but the model has several scores: "
+                f"{', '.join(self._head.labels)}. Set positive to one of them."
             )
         self.most_parts = MOST_PARTS
         samples = Samples(each, self.columns, self.checker, reference, self.is_raw)
         self.columns = samples.columns
-        # A template's `text` and `steps` may be those of an entry.
+        # A template's `text` and `steps` may come from an entry.
         self.fields = {*self.fields} - {*OF_PATHS} | {each} | {*filter(None, (reference,))}
         return samples
 
     def _read_head(self, labels: Sequence[str], activation: Activation | None) -> Head:
-        """The head, by the settings where the plan has written them: a merge must not need the model."""
+        """The head, from the plan's settings if they have it, since a merge must not need the model."""
         kind: HeadKind = "choices" if self._choices else "token" if self._steps is not None else "sequence"
         if activation is not None and (labels or self._choices):
             self._activation: Activation = activation
@@ -146,19 +150,19 @@ class Score(LanguageModelWorkload):
         head = read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
         if labels and len(labels) != len(head.labels):
             raise SlurmGPUError(
-                f"labels has {len(labels)} names, and the model's head {len(head.labels)} outputs: "
+                f"labels has {len(labels)} names, and the model's head has {len(head.labels)} outputs: "
                 f"{', '.join(head.labels)}; expected a name for each."
             )
         self._activation = activation or head.activation
         return Head(kind, tuple(labels) or head.labels, head.activation, head.step_end)
 
     def _find_positive(self, positive: str | None) -> int | None:
-        """The output that is the score; None if there is none, as of a classifier of several labels."""
+        """The output that is the score; None if no single one is, as in a classifier with several labels."""
         labels = self._head.labels
         if positive is not None:
             if positive not in labels:
                 raise SlurmGPUError(
-                    f"positive is {positive!r}, which is none of the model's labels.{did_you_mean(positive, labels)}"
+                    f"positive is {positive!r}, which is not a label of the model.{did_you_mean(positive, labels)}"
                 )
             return labels.index(positive)
         if len(labels) == 1 or self._head.kind == "choices":
@@ -192,18 +196,18 @@ class Score(LanguageModelWorkload):
 
     @property
     def is_raw(self) -> bool:
-        """Whether scores are the head's own, which may be negative."""
+        """Whether scores are the head's raw outputs, which may be negative."""
         return self._activation == "none"
 
     @property
     def whole_fields(self) -> frozenset[str]:
-        """The fields that its templates use without a key."""
+        """The fields that the templates use without a key."""
         others = (each.whole_fields for each in (self._answer, self._second) if each is not None)
         return self.prompts.whole_fields.union(*others)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: also the head's labels, its activation, and what ends a step."""
+        """Settings that the plan fixes, including the head's labels, its activation, and the text after a step."""
         frozen: dict[str, Any] = {"activation": self._activation}
         if self._steps is not None:
             frozen["step_end"] = self._step_end
@@ -213,8 +217,8 @@ class Score(LanguageModelWorkload):
         """One process for each task, with the model's layers spread over its GPUs; SlurmGPUError if it does not fit."""
         if share.processes == "per-gpu" or share.nodes > 1:
             raise SlurmGPUError(
-                "score spreads a model's layers over the GPUs of one process on one node; remove processes, or give "
-                "each task the GPUs of one node."
+                "score spreads a model's layers over the GPUs of one process on one node. Remove processes, or give "
+                "each task GPUs of one node only."
             )
         self._check_image_folder()
         lines = place_head(self.options, share.gpus, share.gpu_memory)
@@ -222,8 +226,8 @@ class Score(LanguageModelWorkload):
         return Placement("one", lines)
 
     def check_head(self) -> None:
-        """Refuse a model without a head of the kind that is needed, or without the chat template that is."""
-        # The head is read even where the plan has its labels: a model of another kind must not be queued.
+        """Refuse a model without the needed kind of head, or without a needed chat template."""
+        # Reads the head even if the plan has its labels: a model of another kind must not be queued.
         read_head(self.options.model, steps=self._steps is not None, choices=self._choices)
         if self.options.images:
             check_head_takes_images(self.options.model)
@@ -299,7 +303,7 @@ class Score(LanguageModelWorkload):
         found = answer_of(given)
         scores = activated(found.logits, self._activation)
         if not np.isfinite(scores).all():
-            raise ItemError('the scores are not finite numbers; precision = "fp32" reaches further')
+            raise ItemError('the scores are not finite; precision = "fp32" has a larger range')
         row: dict[str, Any] = {"n_tokens": found.n_tokens}
         if self._cut:
             row["is_cut"] = found.n_cut > 0
@@ -316,15 +320,15 @@ class Score(LanguageModelWorkload):
 
     def _without_template(self) -> SlurmGPUError:
         return SlurmGPUError(
-            f"the tokenizer of {self.options.model.name} has no chat template, into which {self._why_chat} would go. "
+            f"the tokenizer of {self.options.model.name} has no chat template, which {self._why_chat} needs. "
             f'For a model that takes a pair of texts set pair = ["{{question}}", "{{text}}"]; for one that takes plain '
             f"text put all of it into prompt."
         )
 
     def summarize(self, merged: Merged, samples: Samples | None = None) -> dict[str, Any]:
-        """Count labels, and describe how the scores are distributed; with samples, also choices among texts.
+        """Count labels, and describe the distribution of scores; with samples, also choices among texts.
 
-        Another workload may have the samples that it scored; else they are those of `each`.
+        Another workload may pass the samples that it scored; by default they come from `each`.
         """
         samples = samples or self.samples
 

@@ -17,7 +17,7 @@ from slurmgpu.workload import Translated
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag's `setting`, with `value` if the flag takes none, and the line that is `said` about it.
+    """The `setting` for a flag, its `value` if the flag takes none, and a note about it (`said`).
 
     A flag takes one value, none, or with `many` one or more; `is_path` makes it relative to the run file.
     """
@@ -48,10 +48,10 @@ SHAPE_OF_SINGLE = (
     "; the format is that of mode test, an object with results; mode single wrote a list of test_triple, "
     "test_triple_index, self_influence and influences"
 )
-ONE_CSV = "; it has all test triples; mode single wrote one file for each"
+ONE_CSV = "; the file has all test triples; mode single wrote one file for each"
 CHOSEN = "chooses tests"
 SORTED = "; the script numbered a sorted list without duplicates, so the same numbers were other triples"
-NO_LOOP = "no gradient is formed, so there is none to {0}"
+NO_LOOP = "no gradient is materialized, so there is none to {0}"
 
 FLAGS: Mapping[str, Flag] = {
     "--model-path": _path("model"),
@@ -61,12 +61,12 @@ FLAGS: Mapping[str, Flag] = {
     "--edge-map": _path("edge_map"),
     "--node-name-dict": _path("names"),
     "--learning-rate": Flag(setting="learning_rate", parse=float),
-    "--top-k": Flag(setting="top_k", parse=int, said="; export writes so many for each test, by absolute value"),
+    "--top-k": Flag(setting="top_k", parse=int, said="; export writes this many for each test, by absolute value"),
     "--use-last-layers-only": _switch(
-        "parameters", "last", "; it does not approximate all parameters, which cost about the same: remove it"
+        "parameters", "last", "; it does not approximate all parameters, which take about as long: remove it"
     ),
     "--last-layer-names": Flag(setting="parameters", many=True),
-    "--num-last-layers": Flag('not carried over: parameters = "last" is the last layer; a list names others'),
+    "--num-last-layers": Flag('not carried over: parameters = "last" is the last layer; for others list their names'),
     "--use-mixed-precision": _switch(
         "precision", "fp16", "; its error is measured and reported; without it results are exact"
     ),
@@ -90,23 +90,23 @@ FLAGS: Mapping[str, Flag] = {
     "--output-per-triple": _needless("the merged file has a row for each test triple"),
     "--device": Flag(""),
     "--enable-multi-gpu": Flag(
-        "[resources] gpus = 4 with array = true: set the number that you have; it pays with thousands of tests",
+        "[resources] gpus = 4 with array = true: set the number that you have; worth it for thousands of tests",
         takes=False,
     ),
     "--batch-size": _needless("memory_mb bounds the memory", takes=True),
-    "--embedding-dim": _needless("the checkpoint's shapes tell", takes=True),
-    "--output-channels": _needless("the checkpoint's shapes tell", takes=True),
-    "--use-vectorized-gradients": _needless("always so, and no gradient is formed"),
+    "--embedding-dim": _needless("read from the checkpoint", takes=True),
+    "--output-channels": _needless("read from the checkpoint", takes=True),
+    "--use-vectorized-gradients": _needless("always vectorized, and no gradient is materialized"),
     "--disable-vectorized-gradients": _needless(NO_LOOP.format("loop over")),
     "--cache-test-gradients": _needless("always so"),
     "--disable-test-gradient-caching": _needless("a batch's test triples are computed once, within memory_mb"),
     "--use-torch-compile": _needless("nearly all of the time is in large matrix products"),
     "--use-gradient-checkpointing": _needless(NO_LOOP.format("checkpoint")),
     "--disable-memory-cleanup": _needless("memory_mb bounds the memory"),
-    "--use-optimized-tracin": _needless("there is one way, and it is exact"),
+    "--use-optimized-tracin": _needless("there is one method, and it is exact"),
     "--filter-method": _needless("there is one filter", takes=True),
     "--cache": _needless("the graph is read once by each task", takes=True),
-    "--skip-filtering": Flag("no n_hops: all training triples are listed", takes=False),
+    "--skip-filtering": Flag("no n_hops: all training triples can be listed", takes=False),
     "--skip-tracin": _needless("the filter is not a separate step, but a mask on the lists"),
     "--skip-existing": _needless("slurmgpu resubmit computes what is missing"),
 }
@@ -131,7 +131,7 @@ def translate(text: str, folder: Path, stem: str) -> Translated:
             continue
         value = _value(flag, name, values, folder)
         if flag.setting == "parameters" and not flag.many and "--last-layer-names" in given:
-            found.lines.append((name, "not needed: --last-layer-names says which"))
+            found.lines.append((name, "not needed: --last-layer-names names the layers"))
             continue
         found.settings[flag.setting] = value
         found.lines.append((name, f"{flag.setting} = {json.dumps(value)}{flag.said}"))
@@ -142,7 +142,7 @@ def translate(text: str, folder: Path, stem: str) -> Translated:
     _add_resources(found, given)
     _choose_tests(found, given, folder, stem)
     if "--learning-rate" not in given:
-        said = "not given: the checkpoint's optimizer has it; for the scripts' default set learning_rate = 0.001"
+        said = "not given: read from the checkpoint's optimizer; for the scripts' default set learning_rate = 0.001"
         found.lines.append(("--learning-rate", said))
     if "--top-k" not in given and found.settings.get("top_k") != 0:
         said = 'not given: the 100 strongest of either sign; with full = "float32", export writes every influence'
@@ -253,11 +253,11 @@ def _choose_tests(found: Translated, given: Mapping[str, Sequence[str]], folder:
     if mode == "self":
         found.settings["top_k"] = 0
         found.input = found.settings.get("train", "train.txt")
-        _say(found, "--mode", "the input is the training triples, and top_k = 0: only their influence on themselves")
+        _say(found, "--mode", "the input is the training triples, and top_k = 0: only their self-influence")
         _say(found, "--top-k", "not carried over: mode self lists nothing, so top_k = 0")
         _say(found, "--csv-output", "not carried over: mode self never wrote it; export --format csv has all columns")
         return
-    _say(found, "--mode", "the run file's input says which triples")
+    _say(found, "--mode", "the run file's input has the triples")
     if file is None:
         return
     found.input = _relative(file, folder)

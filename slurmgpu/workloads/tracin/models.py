@@ -37,7 +37,7 @@ MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": Co
 
 
 N_TRIED = 2
-"""Training triples for the test of `losses`; with one triple a mean would pass."""
+"""The number of training triples for the test of `losses`; with one triple a mean would pass."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,19 @@ def open_influences(settings: TracinSettings, planned: Planned, known: Graph, de
     parameters = checkpoints[-1].model.parameters_by_name()
     n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))
     log.info("%s", rates_line(planned))
-    log.info("%s of %s numbers in the model's parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))
+    log.info("gradients by %s of the model's %s parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))
     influences = Influences(checkpoints, place.train, _options(settings, wanted, len(known.train), device))
     if set(influences.groups) - set(planned.groups):
         raise SlurmGPUError(
-            f"The model has the parameter groups {', '.join(influences.groups)}, and the run was planned with "
-            f"{', '.join(planned.groups)}; plan a new run."
+            f"The model has the parameter groups {', '.join(influences.groups)}, but the run was planned with "
+            f"{', '.join(planned.groups)}. Plan a new run."
         )
     log.info("%d training triples, %d chunks of up to %d", len(known.train), influences.n_chunks, influences.chunk_size)
     return influences
 
 
 def known_model(settings: TracinSettings, layout: Layout, path: str, known: Graph, place: Place) -> Differentiable:
-    """A model of one of the known architectures, with the losses that are set, on its device."""
+    """A model of a known architecture, with the losses from the settings, on its device."""
     module = MODELS[layout.architecture].from_layout(layout).to(place.dtype)  # before loading: weights may be float64
     unmatched = module.load_state_dict(load_checkpoint(path, layout), strict=False)
     assert all(name.endswith("num_batches_tracked") for name in unmatched.missing_keys), unmatched
@@ -138,7 +138,7 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
     _try_losses(module, file, place.train)
     with located(f"the method losses of {cls.__name__}", str(file), ADVICE):
         model = of_module(module, place.train)
-    # As at planning, which does not read a class's own groups.
+    # The same groups as at planning, which does not read a class's own groups.
     model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
     return model
 

@@ -1,4 +1,4 @@
-"""The class of a model of the user's own, which planning builds as well, in a process of its own."""
+"""The user's own model class, which planning also builds, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from slurmgpu.util.users import expanded
 from slurmgpu.workloads.user_code import located
 
 ADVICE = (
-    "Expected a class that is built with n_entities and n_relations, and whose losses(triples) takes integers (n, 3) "
-    "and returns (n,)."
+    "Expected a class with the arguments n_entities and n_relations, and a method losses(triples) that takes integers "
+    "(n, 3) and returns (n,)."
 )
 
 
 class NotAModelError(SlurmGPUError):
-    """The file is imported, and has no class of this name that can be a model.
+    """The file was imported, and has no class with this name that can be a model.
 
-    A task would fail by it as well, unless the file defines the class only beside a package that is missing here.
+    A task would fail in the same way, unless the file defines the class only if a package is installed that is missing
+    here.
     """
 
 
@@ -41,6 +42,7 @@ def class_of(architecture: str) -> tuple[Any, Path]:
         inspect.signature(cls).bind(n_entities=0, n_relations=0)
     except TypeError as error:
         raise NotAModelError(
-            f"architecture = {architecture!r}: {name} takes other arguments: {error}. {ADVICE}"
+            f"architecture = {architecture!r}: {name} cannot be built from n_entities and n_relations: {error}. "
+            f"{ADVICE}"
         ) from error
     return cls, file

@@ -1,6 +1,7 @@
-"""The parameters of a model of the user's own, at planning: its class is built without numbers, in another process.
+"""The parameters of the user's own model, at planning: its class is built without data, in another process.
 
-In another process, since user code of one planning must not stay imported for the next, and as PyTorch takes seconds.
+In another process, because user code must not stay imported for the next planning, and because importing PyTorch takes
+seconds.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class OwnParameters:
-    """The trainable parameters by name, in the model's order, with their sizes; `others` says what else a name is."""
+    """The sizes of trainable parameters by name, in the model's order; `others` says why a name is not one of them."""
 
     trainable: Mapping[str, int]
     others: Mapping[str, str]
 
 
 def own_parameters(architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
-    """The parameters of the class `architecture`, "file.py:Class"; a phrase if it cannot be built here.
+    """The parameters of the class `architecture`, "file.py:Class"; or the reason why it cannot be built here.
 
-    SlurmGPUError if it can be imported, and cannot be a model anywhere.
+    SlurmGPUError if it can be imported, but cannot be a model on any machine.
     """
     if "torch" not in sys.modules and find_spec("torch") is None:
         return "PyTorch is not installed"
@@ -49,19 +50,19 @@ def own_parameters(architecture: str, n_entities: int, n_relations: int) -> OwnP
 
 
 def _of_process(folder: Path, architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
-    """As `own_parameters`, by a process with files in `folder`; raises OSError and TimeoutExpired."""
+    """Like `own_parameters`, in a process with files in `folder`; raises OSError and TimeoutExpired."""
     answer, printed = folder / "answer.json", folder / "printed"
     code = f"from {__name__} import main; main()"
     command = [sys.executable, "-c", code, str(answer), architecture, str(n_entities), str(n_relations)]
     environ = {**os.environ, "PYTHONPATH": own_python_path(), "CUDA_VISIBLE_DEVICES": ""}
-    with printed.open("wb") as file:  # not a pipe, which processes that the class starts would keep open
+    with printed.open("wb") as file:  # not a pipe: processes started by the class would keep it open
         started = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
     try:
         ended = started.wait(TIMEOUT_S)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none left, or none of this user's
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left, or none of this user
             os.killpg(started.pid, signal.SIGKILL)
         started.wait()
     try:
@@ -75,7 +76,7 @@ def _of_process(folder: Path, architecture: str, n_entities: int, n_relations: i
 
 
 def main() -> None:
-    """Write what `built` returns as JSON into the file of the first argument; the others are those of `built`."""
+    """Write the result of `built` as JSON to the file in the first argument; the others are passed to `built`."""
     answer, architecture, *sizes = sys.argv[1:]
     try:
         found = built(architecture, *map(int, sizes))
@@ -83,16 +84,16 @@ def main() -> None:
     except SlurmGPUError as error:
         told = {"refused": str(error)}
     Path(answer).write_text(json.dumps(told), encoding="utf-8")
-    os._exit(0)  # not waiting for threads and processes of the class
+    os._exit(0)  # do not wait for threads and processes of the class
 
 
 def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
-    """As `own_parameters`, in this process."""
+    """Like `own_parameters`, in this process."""
     try:
         import torch
 
         from slurmgpu.workloads.tracin.own_class import NotAModelError, class_of
-    except Exception as error:  # a library that is broken here, and may not be where tasks run
+    except Exception as error:  # a library may be broken here, and not where tasks run
         return described(error)
     try:
         cls, _ = class_of(architecture)
@@ -100,7 +101,7 @@ def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters
             module = cls(n_entities=n_entities, n_relations=n_relations)
     except NotAModelError:
         raise
-    except Exception as error:  # user code may raise any, and a task may have what is missing here
+    except Exception as error:  # user code may raise any error, and a task may have what is missing here
         return described(error)
     others = {name: "a buffer" for name, _ in module.named_buffers()}
     trainable: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Check the files of a run of tracin at planning, without PyTorch, and collect what the plan keeps about them.
+"""Check the files of a tracin run at planning, without PyTorch, and collect the facts that the plan keeps.
 
-Tasks, the merge and exports read that from the plan, and need no model to know the columns.
+Tasks, the merge and exports read these facts from the plan, so they know the columns without the model.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from slurmgpu.workloads.tracin.own_parameters import OwnParameters, own_paramete
 from slurmgpu.workloads.tracin.settings import TracinSettings, rates_for
 
 DEFAULT_RATE = 1e-3
-"""The learning rate where neither a setting nor a checkpoint's optimizer has one, as in the replaced system."""
+"""The learning rate if neither a setting nor a checkpoint's optimizer has one, as in the replaced system."""
 
 OF_MODEL = ("architecture", "n_entities", "n_relations", "embedding_dim", "image", "stack", "inverse", "norm")
-"""Attributes of a layout that all checkpoints of one model share."""
+"""Layout attributes that all checkpoints of one model share."""
 OF_TRAINING = ("seed", "loss", "label_smoothing", "dropouts", "norm", "dictionaries")
-"""Keys of a checkpoint's config that all checkpoints of one training share."""
+"""Config keys that all checkpoints of one training share."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """The facts about a run's files: each checkpoint's path and learning rate, the wanted parameter groups in order.
 
-    `digests` by path are those of the files that results depend on. `n_parameters` counts the wanted ones.
-    `unknown_rate` means that no file has a learning rate, so that it was assumed. `training_loss` is named as in the
-    checkpoint's config, if it is there.
+    `digests` has, by path, the digests of the files that results depend on. `n_parameters` counts the wanted
+    parameters. `unknown_rate` means that no file has a learning rate, so it was assumed. `training_loss` is named as in
+    the checkpoint's config, if it is there.
     """
 
     architecture: str
@@ -58,7 +58,7 @@ class Planned:
     training_loss: str | None
     digests: dict[str, str]
     not_built: str | None = None
-    """Why a user's class was not built, so that the names in its checkpoint count."""
+    """Why a user's class was not built; the names in its checkpoint are used instead."""
 
 
 def plan(settings: TracinSettings) -> Planned:
@@ -86,7 +86,7 @@ def plan(settings: TracinSettings) -> Planned:
 
 
 class PlannedSettings(TracinSettings):
-    """The settings of a run, with the facts about its files."""
+    """The settings of a run and the facts about its files."""
 
     @functools.cached_property
     def facts(self) -> Planned:
@@ -106,7 +106,7 @@ class PlannedSettings(TracinSettings):
 
 
 def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
-    """The files that the setting `model` names, in its order; those of a glob in the order of their numbers."""
+    """The files that the setting `model` names, in its order; files of a glob are sorted by their numbers."""
     found: list[str] = []
     for name in [model] if isinstance(model, str) else model:
         path = expanded(name)
@@ -114,7 +114,7 @@ def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
             named = [str(path)] if path.is_file() else [str(Path(match)) for match in matches(str(path), ".")]
         except OSError as error:
             raise SlurmGPUError(
-                f"model: {error.filename} cannot be listed: {error.strerror}. Let it be read, or leave it out of "
+                f"model: {error.filename} cannot be listed: {error.strerror}. Make it readable, or leave it out of "
                 f"{name!r}."
             ) from error
         files = [match for match in named if Path(match).is_file()]
@@ -149,7 +149,7 @@ def wanted_parameters(
 ) -> list[str]:
     """The names that `parameters` selects, in their order; SlurmGPUError for a word that selects none.
 
-    `others` says what a name is that is no trainable parameter.
+    `others` says why a name is not a trainable parameter.
     """
     if setting == "all":
         return list(names)
@@ -176,7 +176,7 @@ def rates_line(planned: Planned) -> str:
     rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(planned.learning_rates))
     count = len(planned.checkpoints)
     said = f"{count} checkpoints" if count > 1 else f"checkpoint {planned.checkpoints[0]}"
-    source = " (assumed: checkpoints have none, and learning_rate is not set)" if planned.unknown_rate else ""
+    source = " (assumed: the checkpoints have none, and learning_rate is not set)" if planned.unknown_rate else ""
     return f"{said}, learning rate {rates}{source}"
 
 
@@ -185,8 +185,8 @@ def zero_rates_line(planned: Planned) -> str | None:
     paths = [path for path, rate in zip(planned.checkpoints, planned.learning_rates, strict=True) if not rate]
     if not paths:
         return None
-    last = f"; losses and scores are those of {paths[-1]}" if paths[-1] == planned.checkpoints[-1] else ""
-    return f"The learning rate of {', '.join(paths)} is 0: that adds nothing to an influence{last}."
+    last = f"; losses and scores are still from {paths[-1]}" if paths[-1] == planned.checkpoints[-1] else ""
+    return f"The learning rate of {', '.join(paths)} is 0, which adds nothing to influences{last}."
 
 
 def file_digests(paths: Sequence[str]) -> dict[str, str]:
@@ -200,11 +200,11 @@ def own_files(settings: TracinSettings) -> list[str]:
 
 
 def check_there(planned: Planned) -> None:
-    """SlurmGPUError if a file is gone that results depend on."""
+    """SlurmGPUError if a file that results depend on is gone."""
     gone = [path for path in planned.digests if not expanded(path).is_file()]
     if gone:
         raise SlurmGPUError(
-            f"Missing since the run was planned: {', '.join(gone)}. Restore what is missing, and resubmit."
+            f"Missing since the run was planned: {', '.join(gone)}. Restore the missing files, and resubmit."
         )
 
 
@@ -220,7 +220,7 @@ def check_unchanged(planned: Planned, found: Mapping[str, str], only: Collection
 
 
 def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[str]) -> list[float | None]:
-    """The learning rate of each checkpoint: the one that is set, else the one in its file; all None if no file has one.
+    """The learning rate of each checkpoint, from the setting or else from its file; all None if no file has one.
 
     SlurmGPUError for a file with several rates or an impossible one, if only some files have one, or if all are 0.
     """
@@ -231,8 +231,8 @@ def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[
     known = [(path, rate) for path, rate in zip(paths, rates, strict=True) if rate is not None]
     if known and None in rates:
         raise SlurmGPUError(
-            f"{paths[rates.index(None)]} has no learning rate, and {known[0][0]} has {known[0][1]:g}: an influence is "
-            f"the sum over checkpoints, each times its rate. Set learning_rate, once or for each checkpoint."
+            f"{paths[rates.index(None)]} has no learning rate, and {known[0][0]} has {known[0][1]:g}. Influences are "
+            f"summed over checkpoints, weighted by their rates. Set learning_rate, once or for each checkpoint."
         )
     for path, rate in known:
         if not 0 <= rate < math.inf:
@@ -240,7 +240,7 @@ def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[
     if known and not any(rate for _, rate in known):
         which = paths[0] if len(paths) == 1 else f"all {len(paths)} checkpoints"
         raise SlurmGPUError(
-            f"The learning rate in {which} is 0, as at the end of a schedule, so that every influence would be 0. Set "
+            f"The learning rate in {which} is 0, as at the end of a schedule, so every influence would be 0. Set "
             f"learning_rate, or name earlier checkpoints."
         )
     return rates
@@ -248,7 +248,7 @@ def _rates(given: Sequence[float | None], told: Sequence[Rate], paths: Sequence[
 
 @dataclass(frozen=True)
 class _Model:
-    """A model by its checkpoints: the sizes of the wanted parameters by name, and each checkpoint's learning rate."""
+    """A model as described by its checkpoints: sizes of the wanted parameters, and each checkpoint's learning rate."""
 
     architecture: str
     sizes: Mapping[str, int]
@@ -265,7 +265,7 @@ def _known_model(settings: TracinSettings, paths: Sequence[str], known: graph.Gr
     _expect_dictionaries(settings, layouts[0].told, paths[0])
     _expect_inverse(settings, layout, paths[-1])
     for path in paths if settings.precondition == "adam" else ():
-        if (content := peek(path)) is not None:  # else tasks look: PyTorch reads it, which may be missing here
+        if (content := peek(path)) is not None:  # else tasks look: only PyTorch, which may be missing here, reads it
             optimizer_of(content, path)
     wanted = wanted_parameters(settings.parameters, layout.architecture, trainable(layout))
     sizes = {name: math.prod(layout.shapes[name]) for name in wanted}
@@ -286,8 +286,8 @@ def _own_model(settings: TracinSettings, paths: Sequence[str], known: graph.Grap
     parameters = _named_in(state) if isinstance(found, str) else found
     if not parameters.trainable:
         raise SlurmGPUError(
-            f"{settings.architecture} has no trainable parameter: there are no influences. Let parameters require a "
-            f"gradient, by requires_grad_(True)."
+            f"{settings.architecture} has no trainable parameter, so there are no influences. Make parameters require "
+            f"gradients with requires_grad_(True)."
         )
     names = list(parameters.trainable)
     wanted = wanted_parameters(settings.parameters, settings.architecture, names, parameters.others)
@@ -296,7 +296,7 @@ def _own_model(settings: TracinSettings, paths: Sequence[str], known: graph.Grap
 
 
 def _named_in(state: Mapping[str, Any]) -> OwnParameters:
-    """Parameters that may be trainable, by a state dict alone: real numbers, shared ones by their first name."""
+    """Parameters in a state dict that may be trainable: floating-point tensors, shared ones under their first name."""
     trainable: dict[str, int] = {}
     others: dict[str, str] = {}
     first: dict[object, str] = {}
@@ -332,8 +332,8 @@ def _expect_alike(layouts: Sequence[Layout], paths: Sequence[str]) -> None:
             first, other = getattr(layouts[0], what), getattr(layout, what)
             if first != other:
                 raise SlurmGPUError(
-                    f"{paths[0]} and {path} are of two models: {what} is {first} and {other}. Name checkpoints of one "
-                    f"training; influences are summed over them."
+                    f"{paths[0]} and {path} are from two models: {what} is {first} and {other}. Name checkpoints of "
+                    f"one training; influences are summed over them."
                 )
     _expect_one_training([layout.told for layout in layouts], paths)
 
@@ -344,13 +344,13 @@ def _expect_one_training(told: Sequence[Mapping[str, Any]], paths: Sequence[str]
         for what in OF_TRAINING:
             if what in told[0] and what in other and told[0][what] != other[what]:
                 raise SlurmGPUError(
-                    f"{paths[0]} and {path} are of two trainings: {what} is {told[0][what]} and {other[what]} in their "
-                    f"configs. Name checkpoints of one training; influences are summed over them."
+                    f"{paths[0]} and {path} are from two trainings: {what} is {told[0][what]} and {other[what]} in "
+                    f"their configs. Name checkpoints of one training; influences are summed over them."
                 )
 
 
 def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path: str) -> None:
-    """Refuse other dictionaries than those of training: the same names could have other rows."""
+    """Refuse dictionaries other than those of training: the same names could have other rows."""
     digests = told.get("dictionaries")
     if not isinstance(digests, Mapping):
         return
@@ -358,8 +358,8 @@ def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path
         file = expanded(getattr(settings, what))
         if digests.get(what) not in (None, digest_of(file)):
             raise SlurmGPUError(
-                f"{path} was trained with another dictionary of {what} than {file}. Set {what} to the file that the "
-                f"trainer used or wrote beside its checkpoints."
+                f"{path} was trained with a different dictionary of {what} than {file}. Set {what} to the file that "
+                f"the trainer used or wrote next to its checkpoints."
             )
 
 
@@ -367,7 +367,7 @@ def _expect_inverse(settings: TracinSettings, layout: Layout, path: str) -> None
     if settings.directions == "both" and layout.inverse == "none":
         raise SlurmGPUError(
             f'directions = "both" needs inverse relations, and the model in {path} has none: it has '
-            f'{layout.n_relations} rows of relations, one for each. Set directions = "tail".'
+            f'{layout.n_relations} relation rows, one for each relation. Set directions = "tail".'
         )
 
 

@@ -1,7 +1,7 @@
-"""The settings of `use = "tracin"`: types, defaults, and combinations that are refused.
+"""The settings of `use = "tracin"`: types, defaults, and refused combinations.
 
 docs/reference/tracin.md has a table of them. Nothing here reads a file: the merge and exports also build the workload,
-when its files may be gone.
+and its files may be gone by then.
 """
 
 from __future__ import annotations
@@ -78,28 +78,28 @@ class TracinSettings:
 
     @property
     def is_own_model(self) -> bool:
-        """Whether `architecture` names a class of the user's."""
+        """Whether `architecture` names a user's class."""
         return ":" in self.architecture
 
     def memory_mb_on(self, *, is_gpu: bool) -> int:
-        """Working memory beside the models, in MB."""
+        """Working memory in addition to the models, in MB."""
         return self.memory_mb or (GPU_MEMORY_MB if is_gpu else CPU_MEMORY_MB)
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the precision causes errors, which are then measured."""
+        """Whether the precision is reduced; its errors are then measured."""
         return self.precision in ("tf32", "bf16", "fp16") and bool(self.top_k or self.full)
 
     @property
     def number_dtype(self) -> str:
-        """The dtype of influences as they are stored."""
+        """The dtype of stored influences."""
         return "float64" if self.precision == "fp64" else "float32"
 
 
 def _problems(settings: TracinSettings) -> Iterator[str]:
     yield from _problems_of_architecture(settings)
     if not settings.model:
-        yield "model is empty; expected the path of a checkpoint, several of them, or a glob."
+        yield "model is empty; expected the path of a checkpoint, a list of paths, or a glob."
     for name in ("loss", "test_loss"):
         value = getattr(settings, name)
         if value is not None and value not in LOSSES and not re.fullmatch(r"ns:[1-9]\d*", value):
@@ -118,11 +118,11 @@ def _problems_of_architecture(settings: TracinSettings) -> Iterator[str]:
         expected = f"expected one of {', '.join(known)}, or file.py:Class for your own model."
         yield f"architecture is {architecture!r}; {expected}{did_you_mean(architecture, known)}"
     if architecture in ARCHITECTURES[1:] and (settings.image or settings.stack):
-        yield f"image and stack are settings of ConvE, and architecture is {architecture!r}; remove them."
+        yield f"image and stack are settings for ConvE, and architecture is {architecture!r}; remove them."
     if settings.norm not in (None, 1, 2):
         yield f"norm is {settings.norm:g}; expected 1 or 2, the p of TransE's distance."
     if architecture in ("conve", "distmult", "complex") and settings.norm is not None:
-        yield f"norm is a setting of TransE, and architecture is {architecture!r}; remove norm."
+        yield f"norm is a setting for TransE, and architecture is {architecture!r}; remove norm."
     if settings.image is not None and (len(settings.image) != 2 or min(settings.image) < 1):
         yield f"image is {settings.image}; expected [height, width] of one embedding, such as [10, 20]."
     if settings.inverse == "none" and settings.directions == "both":
@@ -132,7 +132,7 @@ def _problems_of_architecture(settings: TracinSettings) -> Iterator[str]:
 def _problems_of_own_model(settings: TracinSettings) -> Iterator[str]:
     given = [name for name in OWN_LOSS if getattr(settings, name) is not None]
     for name in [*given, *(["loss"] if settings.loss != "bce-pos" else [])]:
-        yield f"{name} is set, and your own model's method losses(triples) defines the loss; remove {name}."
+        yield f"{name} is set, but your own model's method losses(triples) defines the loss; remove {name}."
     if settings.directions == "both":
         yield 'directions = "both" works only with known architectures; let your own model\'s losses include both.'
     if settings.precondition != "none":
@@ -151,7 +151,7 @@ def _wrong_amounts(settings: TracinSettings) -> Iterator[str]:
     rates = settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
     numbers = [rate for rate in rates if rate is not None]
     if numbers and not (all(0 <= rate < math.inf for rate in numbers) and any(numbers)):
-        expected = "expected more than 0, or a number for each checkpoint: none below 0, and one above it"
+        expected = "expected more than 0, or a number for each checkpoint: none below 0, and at least one above 0"
         yield f"learning_rate is {settings.learning_rate}; {expected}."
     if not settings.parameters:
         yield 'parameters is empty; expected "all", "last", or names of parameters or their groups.'
@@ -165,7 +165,7 @@ def _wrong_amounts(settings: TracinSettings) -> Iterator[str]:
 
 
 def rates_for(settings: TracinSettings, paths: Sequence[str]) -> list[float | None]:
-    """The learning rate that is set for each checkpoint; None to read it from the file."""
+    """The learning rate from the settings for each checkpoint; None to read it from the file."""
     rate = settings.learning_rate
     if not isinstance(rate, list):
         return [rate] * len(paths)

@@ -1,4 +1,4 @@
-"""The summary of a run of tracin: the groups' shares, the precision, and the training triples listed most often."""
+"""The summary of a tracin run: the groups' shares, the precision, and the training triples listed most often."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ KEYS = (
 
 BLOCK_ROWS = 4096
 N_LISTED = 10
-"""Training triples in the summary."""
+"""The number of training triples in the summary."""
 FEW_IN_COMMON = 0.9
-"""Below this mean overlap of the ten strongest, the summary hints at the reduced precision."""
+"""The mean overlap of the ten strongest below which the summary warns about the reduced precision."""
 
 
 def summarize(settings: PlannedSettings, merged: Merged) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def summarize(settings: PlannedSettings, merged: Merged) -> dict[str, Any]:
 def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict[str, Any]:
     n_none, n_few = int((counts == 0).sum()), int((counts < n_listed).sum())
     if n_none:
-        few = f"leaves {n_none:,} of {len(counts):,} test triples no training triple: their lists are empty"
+        few = f"leaves no training triple for {n_none:,} of {len(counts):,} test triples: their lists are empty"
         hints.append(f"The filter {few}. Raise n_hops, or lower min_degree.")
     elif n_few:
-        few = f"leaves {n_few:,} of {len(counts):,} test triples fewer than {n_listed:,} training triples"
-        hints.append(f"The filter {few}: their lists end early.")
+        few = f"leaves fewer than {n_listed:,} training triples for {n_few:,} of {len(counts):,} test triples"
+        hints.append(f"The filter {few}: their lists are shorter.")
     return {"median_counted": float(np.median(counts)), "least_counted": int(counts.min()), "n_none_counted": n_none}
 
 
@@ -105,7 +105,7 @@ def _blocks(merged: Merged, side: str) -> Iterator[tuple[NDArray[np.int64], NDAr
 
 
 def _names(settings: PlannedSettings, lines: NDArray[np.int64]) -> list[str]:
-    """Training triples in words with their line, from 0; the line alone if the files are gone."""
+    """Training triples as text with their line numbers, from 0; only the numbers if the files are gone."""
     try:
         graph = settings.read_graph()
     except SlurmGPUError as error:

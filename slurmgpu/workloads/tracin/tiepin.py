@@ -1,7 +1,7 @@
-"""Exports of tracin in the formats of TiePin, the system that it replaces: its JSON, and its CSV with the exact header.
+"""Exports in the formats of TiePin, the system that tracin replaces: its JSON, and its CSV with the exact header.
 
-Both list the training triples of each test triple by absolute value, the largest first, and leave failed test triples
-out. Rows are streamed; the training triples are in memory. Each writer returns what it wrote, in words.
+Both list the training triples of each test triple by absolute influence, the largest first, without failed test
+triples. Rows are streamed; the training triples are in memory. Each writer returns a description of what it wrote.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _is_whole(settings: PlannedSettings) -> bool:
 def _read(settings: PlannedSettings) -> tuple[Graph, Labels]:
     """The graph, and its labels: from the dictionaries, and from `names` and `edge_map` if they are set.
 
-    SlurmGPUError for a file that planning could read: it has changed since, and the advice is another one.
+    SlurmGPUError, with advice for exports, for a file that has changed since planning read it.
     """
     try:
         graph = settings.read_graph()
@@ -178,7 +178,7 @@ def _read(settings: PlannedSettings) -> tuple[Graph, Labels]:
         labels = {} if settings.names is None else read_names(settings.names)
     except SlurmGPUError as error:
         found = re.sub(r" [A-Z][^.]*\.$", "", str(error))
-        again = "An export reads names from the plan's files: restore the former file, and export again."
+        again = "An export reads names from the plan's files. Restore the former file, and export again."
         raise SlurmGPUError(f"{found} {again}") from error
     entities, relations = graph.entities.names, graph.relations.names
     by_relation = {number: meanings[name] for number, name in relations.items() if name in meanings}

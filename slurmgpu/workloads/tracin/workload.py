@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIELDS = ("head", "relation", "tail")
-"""The fields of an item that is not a line of text."""
+"""The fields of an item with columns, which is not a line of text."""
 LOOKED_AT = 100
-"""At least one of so many first items must be a triple."""
+"""The number of first items of which at least one must be a triple."""
 
 STATISTICS = {
     "n_counted": "n_counted",
@@ -53,13 +53,13 @@ STATISTICS = {
     "influence_std": "std",
     "positive_share": "positive_share",
 }
-"""Columns about the whole row of influences, with their names in `Results`."""
+"""Columns that describe the whole row of influences, with their names in `Results`."""
 
 
 class Tracin(PlannedSettings):
     """The training triples with the largest influences, of either sign, on a model's prediction of each test triple.
 
-    `train`, `entities` and `relations` are the graph's files, `model` one or several checkpoints of one training.
+    `train`, `entities` and `relations` are the graph's files; `model` is one or several checkpoints of one training.
     docs/reference/tracin.md has all settings.
     """
 
@@ -107,7 +107,7 @@ class Tracin(PlannedSettings):
 
     @property
     def paths(self) -> list[Path]:
-        """Files that a task reads beside the input."""
+        """Files that a task reads besides the input."""
         names = [self.train, self.entities, self.relations, *self.facts.checkpoints, *own_files(self)]
         return [expanded(name) for name in (*names, *filter(None, (self.names, self.edge_map)))]
 
@@ -115,45 +115,48 @@ class Tracin(PlannedSettings):
         """One process on one GPU; the lines describe the models and the memory."""
         if share.processes == "per-gpu":
             raise SlurmGPUError(
-                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Remove it; '
-                "--array spreads the test triples over several GPUs."
+                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Remove it. To '
+                "use several GPUs, submit with --array, which spreads the test triples."
             )
         facts = self.facts
         numbers = f"{facts.n_parameters:,} numbers in {len(facts.groups)} groups"
         lines = [
             f"tracin: {Path(facts.architecture).name}, {rates_line(facts)}",
             f"{facts.n_train:,} training triples, {numbers}: {', '.join(facts.groups)}; "
-            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory beside the model",
+            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of working memory",
         ]
         if line := zero_rates_line(facts):
             lines.append(line)
         if facts.not_built is not None:
             lines.append(
-                f"{Path(facts.architecture).name} was not built to plan ({facts.not_built}): what the checkpoint has "
-                f"counts as parameters, and groups of buffers and of frozen parameters have shares of 0."
+                f"{Path(facts.architecture).name} could not be built for planning ({facts.not_built}): all tensors of "
+                f"the checkpoint count as parameters, and groups of buffers and frozen parameters get shares of 0."
             )
         lines += self._about_lists(self.memory_mb_on(is_gpu=share.gpus > 0))
         if facts.training_loss not in (None, self.loss):
-            lines.append(f"The checkpoint was trained with {facts.training_loss}; influences are on {self.loss}.")
+            lines.append(
+                f"The checkpoint was trained with {facts.training_loss}; influences are computed with {self.loss}."
+            )
         if self.parameters == "last":
             lines.append(
                 'parameters = "last" does not approximate all parameters: in measurements it found 2 % to 83 % of the '
                 "ten strongest training triples, and was hardly faster."
             )
         if share.gpus > 1:
-            lines.append(f"A task computes on one of its {share.gpus} GPUs: submit with --array, one for each task.")
+            lines.append(f"A task uses only one of its {share.gpus} GPUs: submit with --array, one GPU for each task.")
         return Placement("one", tuple(lines))
 
     def _about_lists(self, memory_mb: int) -> list[str]:
         lines = []
         if self.n_listed < self.top_k:
             lines.append(
-                f"top_k is {self.top_k:,} and there are {self.n_listed:,} training triples: lists have that length."
+                f"top_k is {self.top_k:,}, and there are only {self.n_listed:,} training triples, which is the lists' "
+                f"length."
             )
         if self.list_bytes * self.batch_size > memory_mb * 10**6:
             lines.append(
-                f"The lists of a test triple need {self.list_bytes / 1e6:,.1f} MB, and those of a whole batch are kept "
-                f"beside memory_mb: a smaller batch_size or top_k needs less."
+                f"The lists of a test triple need {self.list_bytes / 1e6:,.1f} MB, and a batch keeps the lists of all "
+                f"its items in addition to memory_mb: a smaller batch_size or top_k needs less."
             )
         return lines
 
@@ -169,9 +172,9 @@ class Tracin(PlannedSettings):
             kept = [f"full keeps {n_items:,} × {self.facts.n_train:,} influences, {full / 1e9:,.1f} GB"] if full else []
             if listed:
                 kept.append(f"lists of top_k = {self.top_k:,} for {n_items:,} test triples need {listed / 1e9:,.1f} GB")
-            advice = ' Without full, top_k keeps the strongest; full = "float16" needs half of float32.' if full else ""
+            advice = ' Or remove full: top_k keeps the strongest; full = "float16" halves the size.' if full else ""
             raise SlurmGPUError(
-                f"{', '.join(kept)}, and full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or use fewer "
+                f"{', '.join(kept)}, but full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or use fewer "
                 f"test triples.{advice}"
             )
         found = [path for path in files if path.exists()]  # none if another run has yet to write the input
@@ -190,7 +193,7 @@ class Tracin(PlannedSettings):
         from slurmgpu.workloads.tracin.models import open_influences
 
         if task.gpus > 1:
-            log.warning("tracin computes on one GPU and this task holds %d: submit with --array.", task.gpus)
+            log.warning("tracin computes on one GPU, and this task has %d: submit with --array.", task.gpus)
         planning.check_there(self.facts)
         self.graph: Graph = read_graph(self.train, self.entities, self.relations)
         others = planning.file_digests([*self.facts.checkpoints, *own_files(self)])

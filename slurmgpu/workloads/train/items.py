@@ -1,4 +1,4 @@
-"""Configurations: `[settings]` with an item's values, checked at planning and again in the task."""
+"""Configurations: `[settings]` with an item's values, checked at planning and in the task."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Configuration:
                     )
                 settings[name] = typed(name, value)
             elif name in ("training", "arguments"):
-                raise SlurmGPUError(f"{name} belongs into [settings]; vary an argument by its own name.")
+                raise SlurmGPUError(f"{name} belongs in [settings]; vary an argument under its own name.")
             elif cls is None or cls.takes_any or name in cls.arguments:
                 if value != "" or cls is None or _kind(name, cls) in ("", "str"):  # else an empty cell
                     arguments[name] = _argument(name, value, cls)
@@ -59,9 +59,9 @@ class Configuration:
         return Configuration(settings, arguments)
 
     def for_class(self, cls: TrainingClass, checked: TrainingSettings) -> dict[str, Any]:
-        """The arguments for the class's `__init__`, with the settings that it also takes.
+        """The arguments for the class's `__init__`, including settings that it also takes.
 
-        A setting that is not given leaves the class's own default; the seed is always passed.
+        For a setting that is not given, the class keeps its default; the seed is always passed.
         """
         given = HINTS.keys() & {"seed", *self.settings, *cls.required}
         return {**self.arguments, **{name: getattr(checked, name) for name in cls.arguments if name in given}}
@@ -71,8 +71,8 @@ class Configuration:
         for name in self.arguments:
             if name in HINTS:
                 raise SlurmGPUError(
-                    f"{name} under [settings.arguments] is also a setting, which your class gets: set it under "
-                    f"[settings]."
+                    f"{name} under [settings.arguments] is also a setting, and your class gets the setting's value: "
+                    f"move it to [settings]."
                 )
         if cls is not None:
             self._check_arguments(cls)
@@ -81,16 +81,16 @@ class Configuration:
     def _check_arguments(self, cls: TrainingClass) -> None:
         for name in self.arguments:
             if name not in cls.arguments and not cls.takes_any:
-                known = did_you_mean(name, [*cls.arguments]) or " It takes none."
+                known = did_you_mean(name, [*cls.arguments]) or " It takes no arguments."
                 raise SlurmGPUError(f"{cls.name} takes no argument {name!r}.{known}")
         for name in sorted(cls.required - self.arguments.keys() - HINTS.keys()):
             raise SlurmGPUError(
-                f"{cls.name} needs the argument {name!r}: put it under [settings.arguments], or into each item."
+                f"{cls.name} needs the argument {name!r}. Put it under [settings.arguments], or into each item."
             )
 
 
 def taken_over(name: str, cls: TrainingClass | None) -> str:
-    """The method of the class that replaces a setting; "" if the setting has an effect, as far as is known."""
+    """The class's method that replaces a setting; "" if the setting has an effect, as far as is known."""
     method = TAKEN_OVER.get(name, "")
     if cls is None or method not in cls.methods or name in cls.arguments:
         return ""
@@ -98,7 +98,7 @@ def taken_over(name: str, cls: TrainingClass | None) -> str:
 
 
 def check_items(files: Iterable[Path], base: Configuration, cls: TrainingClass | None) -> Iterator[TrainingSettings]:
-    """The settings of each configuration in an input; SlurmGPUError names a wrong item."""
+    """The settings of each configuration in an input; the SlurmGPUError for a wrong item names it."""
     seen: set[str] = set()
     for path in files:
         for number, data in enumerate(_items(path)):
@@ -110,7 +110,7 @@ def check_items(files: Iterable[Path], base: Configuration, cls: TrainingClass |
                 raise SlurmGPUError(f"{place}{error}") from error
             text = json.dumps(found.shown, sort_keys=True, default=str)
             if text in seen and found.settings.get("seed") is not None:
-                log.warning("%s: repeats an earlier one with the same seed.", sweeps.place_of(path, number, data))
+                log.warning("%s repeats an earlier configuration and its seed.", sweeps.place_of(path, number, data))
             seen.add(text)
             yield checked
 
@@ -123,7 +123,7 @@ def _kind(name: str, cls: TrainingClass | None) -> str:
 def _argument(name: str, value: Any, cls: TrainingClass | None) -> Any:
     """An argument's value; a text becomes a number if the class takes one.
 
-    An annotation is enforced; a default only says what a text stands for, since 0 may be followed by 0.5.
+    An annotation is enforced; a default only decides how to convert a text, since a default 0 also allows 0.5.
     """
     kind = _kind(name, cls)
     is_strict = cls is not None and name in cls.arguments and cls.arguments[name].is_annotated
@@ -140,7 +140,7 @@ def _argument(name: str, value: Any, cls: TrainingClass | None) -> Any:
 
 
 def _out_of_text(value: str, kind: str) -> Any:
-    """A text as the bool or number that the class takes; KeyError or ValueError if it is none."""
+    """A text as the bool or number that the class takes; KeyError or ValueError for another text."""
     if kind == "bool":
         return {"true": True, "false": False}[value.strip().lower()]
     if kind in ("int", "float"):
@@ -154,7 +154,7 @@ def _fits(value: Any, kind: str) -> bool:
     if kind in ("bool", "str"):
         return isinstance(value, bool if kind == "bool" else str)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Parquet makes integers with gaps floats.
+    # Parquet stores integers with missing values as floats.
     return is_number and (kind == "float" or isinstance(value, int) or value.is_integer())
 
 
@@ -164,7 +164,7 @@ def _items(path: Path) -> Iterator[Mapping[str, Any]]:
     its_format = format_of([path])
     if isinstance(its_format, Txt):
         raise SlurmGPUError(
-            f"{path}: an item of train needs names, and a line of text has none. Expected .jsonl, .csv or .parquet, "
-            f"[sweep] in the run file, or no input for one training."
+            f"{path}: an item of train needs named values, and a line of text has no names. Expected .jsonl, .csv or "
+            f".parquet, [sweep] in the run file, or no input for one training."
         )
     yield from (data for data in its_format.items(path) if not isinstance(data, ItemError))

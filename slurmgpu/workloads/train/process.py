@@ -1,4 +1,4 @@
-"""Train one configuration in this process, one of its task's, and make its row. Imports torch."""
+"""Train one configuration in this process, one of its task's processes, and make its row. Imports torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 def row(
     make: Callable[[], Any], settings: TrainingSettings, task: TaskContext, folder: Path, config: Mapping[str, Any]
 ) -> Row:
-    """Train, unless `result.json` has the finished row by the same code already; returns the row on all ranks.
+    """Train, unless `result.json` already has the finished row from the same code; returns the row on all ranks.
 
     Leaves `result.json` and weights in the folder, and removes checkpoints. Raises Interrupted after writing a
-    checkpoint, and any error of the user's class.
+    checkpoint, and any error from the user's class.
     """
     ways = task.stopping, task.progress, task.tell, task.log
     place = Place(task.device, task.rank, task.world_size, task.local_rank, *ways)
@@ -48,19 +48,19 @@ def row(
             energy_j = sum(on_all_ranks(place, used_j))
         kept = row_of(outcome, config=config, weights=_weights(folder), seed=settings.seed, energy_j=energy_j)
         on_rank_zero(place, lambda: write_result(folder, kept, task.code))
-    Checkpoints(folder, place).clear()  # after the result is written, which replaces them
+    Checkpoints(folder, place).clear()  # only after the result, which replaces them, is written
     return kept
 
 
 def _free_memory(settings: TrainingSettings) -> None:
     free_memory()
     if settings.compile:
-        torch.compiler.reset()  # all models share their code, and torch limits how often it is recompiled
+        torch.compiler.reset()  # all models share code, and torch limits its recompilations
 
 
 @contextmanager
 def _energy(place: Place) -> Iterator[Callable[[], float]]:
-    """The joules that this process's GPU used so far; NaN if unknown."""
+    """The joules that this process's GPU has used so far; NaN if unknown."""
     cards = open_cards(visible_ids()) if place.device != "cpu" else None
     before = _joules(cards, place.local_rank)
     try:
@@ -84,7 +84,7 @@ def _advised(settings: TrainingSettings) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         said = message_of(error).partition("\n")[0]
         raise torch.OutOfMemoryError(
-            f'batch_size = {settings.batch_size} needs more memory than the GPU has: set batch_size = "auto", or a '
+            f'batch_size = {settings.batch_size} needs more memory than the GPU has. Set batch_size = "auto", or a '
             f"smaller one with more accumulation, or gradient_checkpointing = true. {said}"
         ) from error
 

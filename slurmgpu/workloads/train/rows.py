@@ -1,4 +1,4 @@
-"""The row of a finished training: its columns, and its file `result.json` beside the weights."""
+"""The row of a finished training: its columns, and its file `result.json` next to the weights."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def row_of(outcome: Outcome, **others: Any) -> dict[str, Any]:
 
 
 def write_result(folder: Path, row: Mapping[str, Any], code: str | None) -> None:
-    """Keep a finished row, for another task that gets the same item and computes with the code of the same digest."""
+    """Write a finished row to `result.json`, for another task with the same item and the same code digest."""
     write_json(folder / RESULT, {"code": code, **json_value(dict(row))})
 
 
 def read_result(folder: Path, code: str | None) -> dict[str, Any] | None:
-    """The kept row, unless other code trained it; None for `code` takes any."""
+    """The row in `result.json`, unless other code trained it; `code` None accepts any."""
     path = folder / RESULT
     try:
         found = json.loads(path.read_bytes())
         row = {name: _as_column(column, found[name]) for name, column in COLUMNS.items()}
         if code not in (None, found["code"]):
-            log.info("trained again: %s is by %s, and the code is %s now", path, found["code"], code)
+            log.info("training again: %s is from the code %s, and the code is now %s", path, found["code"], code)
             return None
         return row
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def read_result(folder: Path, code: str | None) -> dict[str, Any] | None:
 
 
 def _as_column(column: Column, value: Any) -> Any:
-    """A value from the file for a column: null becomes NaN again."""
+    """A value from the file as its column's: null becomes NaN again."""
     if isinstance(column, Ragged):
         return [math.nan if each is None else each for each in value]
     return math.nan if value is None and isinstance(column, Array) else value

@@ -1,4 +1,4 @@
-"""The checks of settings of `use = "train"`, from `[settings]` or items: types of values, and conflicts.
+"""Checks of the settings of `use = "train"`, from `[settings]` or items: types of values, and conflicts.
 
 The settings are those of `slurmgpu.training.settings.TrainingSettings`. Nothing here imports torch.
 """
@@ -73,7 +73,7 @@ _NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def typed(name: str, value: Any) -> Any:
-    """The value of a setting in its own type, also from a text in a CSV file."""
+    """A setting's value in the right type, converted if it is a text from a CSV file."""
     hint = HINTS[name]
     kinds = _kinds(hint)
     for candidate in (value, _out_of_text(value)):
@@ -86,7 +86,7 @@ def typed(name: str, value: Any) -> Any:
 
 def several(value: Any) -> str:
     """The advice for a list or a distribution where one value is expected."""
-    return " Put values to try, a training for each, into [sweep]." if isinstance(value, list | Mapping) else ""
+    return " To train once for each value, put them into [sweep]." if isinstance(value, list | Mapping) else ""
 
 
 def takes_none(name: str) -> bool:
@@ -95,7 +95,7 @@ def takes_none(name: str) -> bool:
 
 
 def check_each(given: Mapping[str, Any]) -> None:
-    """Refuse numbers out of range, whatever else is set."""
+    """Refuse numbers out of range, independently of other settings."""
     if problem := next(_wrong_numbers(TrainingSettings(**given)), None):
         raise SlurmGPUError(problem)
 
@@ -129,17 +129,17 @@ def _conflicts(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator
     if settings.epochs is not None and settings.steps is not None:
         yield f"epochs = {settings.epochs} and steps = {settings.steps} both set the training's length; remove one."
     if settings.global_batch_size is not None and settings.accumulation > 1:
-        yield f"accumulation follows from global_batch_size; remove accumulation = {settings.accumulation}."
+        yield f"global_batch_size determines accumulation; remove accumulation = {settings.accumulation}."
     yield from _conflicts_of_optimizer(settings, given)
     if settings.static_graph and settings.find_unused_parameters:
         yield "static_graph finds unused parameters once, find_unused_parameters at every step; remove one."
     if settings.strategy == "fsdp" and settings.precision == "fp16":
-        yield 'strategy = "fsdp" does not scale losses, as precision = "fp16" needs; set precision = "bf16".'
+        yield 'precision = "fp16" needs loss scaling, which strategy = "fsdp" does not have; set precision = "bf16".'
     for name in OF_DDP if settings.strategy == "fsdp" else ():
         if given.get(name):
-            yield f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.'
+            yield f'{name} is a setting of DDP, and strategy is "fsdp"; remove {name}.'
     if settings.prefetch_factor is not None and settings.num_workers == 0:
-        yield "prefetch_factor needs loader workers: set num_workers, or remove prefetch_factor."
+        yield "prefetch_factor needs data loader workers; set num_workers, or remove prefetch_factor."
 
 
 def _conflicts_of_optimizer(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator[str]:
@@ -156,7 +156,7 @@ def _conflicts_of_optimizer(settings: TrainingSettings, given: Mapping[str, Any]
 
 
 def meant(name: str, arguments: Iterable[str]) -> str:
-    """The advice for a name that is neither a setting nor an argument of the class."""
+    """Advice for a name that is neither a setting nor an argument of the class."""
     plain = name.lower().replace("-", "_").rpartition("arguments.")[2]
     arguments = [*arguments]
     if plain != name and (plain in HINTS or plain in arguments):
@@ -189,13 +189,13 @@ def _as_kind(value: Any, kind: Any) -> tuple[Any, bool]:
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if is_number else value, is_number
-    if kind is int and isinstance(value, float) and value.is_integer():  # as in Parquet's columns of integers with gaps
+    if kind is int and isinstance(value, float) and value.is_integer():  # Parquet: integers with missing values
         return int(value), True
     return value, isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _out_of_text(value: Any) -> Any:
-    """The value of a text in JSON, or of True and False; else the text."""
+    """A text parsed as JSON, or as True or False; else the text itself."""
     if not isinstance(value, str):
         return value
     try:

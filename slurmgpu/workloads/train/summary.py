@@ -1,4 +1,4 @@
-"""The summary of a run of train: its configurations ranked by their metric, and the best one."""
+"""The summary of a train run: its configurations ranked by their metric, and the best one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = (
 """The keys that a summary may have."""
 
 READ = ("config", "metric", "score", "best", "final", "weights", "wall_s", "ended", "best_step", "energy_j", "index")
-"""The columns that it reads."""
+"""The columns that the summary reads."""
 
 N_RANKED = 20
 MOST_COLUMNS = 6
@@ -95,7 +95,7 @@ def differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def telling(configurations: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """At most `MOST_COLUMNS` names that tell the configurations apart, first those that most configurations have."""
+    """At most `MOST_COLUMNS` names that distinguish the configurations, the most common names first."""
     common = [name for name in names if 2 * sum(name in each for each in configurations) > len(configurations)]
     others = [name for name in names if name not in common]
 

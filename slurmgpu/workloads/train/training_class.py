@@ -38,8 +38,8 @@ class Argument(NamedTuple):
 class TrainingClass:
     """The methods of a training class, and the arguments of its `__init__` by name.
 
-    `takes_any` means that it may take other arguments, too; `is_whole` that no methods can be inherited from elsewhere.
-    `misfits` are methods that cannot be called as the training loop calls them, as they are written.
+    `takes_any`: it may also take other arguments; `is_whole`: it cannot inherit methods from outside the file.
+    `misfits` are methods that, as they are written, cannot be called as the training loop calls them.
     """
 
     name: str
@@ -93,7 +93,7 @@ def resolve_training(training: str, base: Path) -> str:
 
 
 def read_class(full_name: str) -> TrainingClass | None:
-    """The class that `resolve_training` named, by its source; None if no source is found without imports."""
+    """The class with the name from `resolve_training`, read from its source; None if finding that needs imports."""
     module, _, name = full_name.rpartition(":")
     path = Path(module) if module.endswith(".py") else _source_of(module)
     if path is None:
@@ -155,7 +155,7 @@ def _argument(annotation: str, default: Any, is_required: bool) -> Argument:
 
 
 def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> TrainingClass:
-    """A class with what it inherits from others in the file; other bases are unknown."""
+    """A class including what it inherits from classes in the same file; other bases are unknown."""
     found = TrainingClass(node.name)
     for base in reversed(node.bases):
         name = base.id if isinstance(base, ast.Name) else ""

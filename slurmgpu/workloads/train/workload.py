@@ -32,8 +32,8 @@ FOLDER = "checkpoints"
 class Train:
     """Trains a user's class once for each configuration.
 
-    `training` names the class, `arguments` are those of its `__init__`; the other settings are those of
-    `slurmgpu.training.settings.TrainingSettings`. docs/reference/training.md has them all.
+    `training` names the class, `arguments` go to its `__init__`; the other settings are described in
+    `slurmgpu.training.settings.TrainingSettings` and docs/reference/training.md.
     """
 
     columns = COLUMNS
@@ -56,7 +56,7 @@ class Train:
         batch_size: int | Literal["auto"] | None = None,
         **settings: Any,
     ) -> None:
-        # A named parameter, so that planning tells it from [workload] batch_size.
+        # A named parameter, so that planning distinguishes it from [workload] batch_size.
         settings |= {} if batch_size is None else {"batch_size": batch_size}
         self.training = training
         arguments = dict(arguments or {})
@@ -71,7 +71,7 @@ class Train:
     def _argument(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
         """The value of a name that is not a setting; SlurmGPUError unless it is an argument of the class.
 
-        Names in `arguments` pass: in a plan all are there, and the class may have changed since.
+        Names in `arguments` pass: a plan has all of them, and the class may have changed since.
         """
         if name in arguments:
             return value
@@ -79,13 +79,13 @@ class Train:
         if name not in known:
             takes_others = self._source is None or self._source.takes_any
             others = " Put arguments that its source does not name under [settings.arguments]." if takes_others else ""
-            said = f"train has no setting {name!r}, and the class no such argument.{meant(name, known)}{others}"
+            said = f"train has no setting {name!r}, and the class has no such argument.{meant(name, known)}{others}"
             raise SlurmGPUError(said) if "." in name else UnknownSettingError(said, name)
         return value
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """The arguments under one key, wherever they were given."""
+        """The arguments under one key, regardless of where they were given."""
         return {"arguments": dict(self._base.arguments)} if self._base.arguments else {}
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class Train:
 
     @property
     def paths(self) -> list[Path]:
-        """The training class's file, which a task reads beside the input."""
+        """The training class's file, which a task reads besides the input."""
         file = Path(self._full_name.rpartition(":")[0])
         return [file] if file.suffix == ".py" else []
 
@@ -107,7 +107,7 @@ class Train:
         n = share.slots
         if n > 1 and share.processes == "one":
             raise SlurmGPUError(
-                f'[resources] has processes = "one", and a task has {n} {"GPUs" if share.gpus else "slots"}: DDP needs '
+                f'[resources] has processes = "one", and a task has {n} {"GPUs" if share.gpus else "slots"}; DDP needs '
                 f"a process for each. Remove processes, or give each task one GPU: gpus_per_task = 1, with array."
             )
         self._n_processes = n
@@ -119,7 +119,7 @@ class Train:
             if method := taken_over(name, self._source):
                 lines.append(f"{name} has no effect: {self.training} has its own method {method}.")
         if self._source is None or not self._source.is_whole:
-            lines.append(f"Code that {self.training} inherits or imports is not checked before the tasks load it.")
+            lines.append(f"Code that {self.training} inherits or imports is only checked when tasks load it.")
         # Also for one GPU: a resubmission with the same plan may have more.
         is_group = share.processes == "per-gpu" or share.gpus > 0 or n > 1
         return Placement("one" if share.processes == "one" or not is_group else "per-gpu", tuple(lines))
@@ -141,7 +141,7 @@ class Train:
         """Import the training class; SlurmGPUError if it or a method is missing."""
         if task.gpus > 1 and task.world_size == 1:
             raise SlurmGPUError(
-                f"The run was planned for one process per task, and this task has {task.gpus} GPUs: resubmit it with "
+                f"The run was planned for one process per task, and this task has {task.gpus} GPUs. Resubmit it with "
                 f"--array, one GPU for each task, or plan a new run."
             )
         self._class = load_class(self._full_name)
@@ -167,7 +167,7 @@ class Train:
             raise ItemError(str(error)) from error
 
     def files_of_item(self, index: int) -> list[str]:
-        """The files of a finished training, which the row's `weights` name; relative to the run directory."""
+        """The files of a finished training, named in the row's `weights`, relative to the run directory."""
         return [f"{_folder_of(index)}/{name}" for name in ("best.pt", "last.pt", RESULT)]
 
     def summarize(self, merged: Merged) -> dict[str, Any]:

@@ -26,8 +26,9 @@ class Rubric:
     """A judge's prompt and verdicts; docs/how-to/judge-a-run.md has the format.
 
     `verdicts` are the texts that a judge writes, and `values` the numbers, by the verdicts' names. `swap` names two
-    fields that are exchanged to ask a second time, and `swapped` maps a verdict in that order to the first. `answer` is
-    the beginning of an answer whose verdict is scored. `template_format` is what `prompt` and `system` are written in.
+    fields that are exchanged to ask a second time, and `swapped` maps a verdict in that order to the first order.
+    `answer` is the beginning of an answer whose verdict is scored. `template_format` is the template language of
+    `prompt` and `system`.
     """
 
     prompt: str
@@ -55,7 +56,7 @@ class Rubric:
         return {**asdict(self), "swap": list(self.swap)}
 
     def mirrored(self, verdict: str) -> str:
-        """A verdict on the swapped texts, for the texts in their own order."""
+        """A verdict on the swapped texts, translated to the texts in their own order."""
         return (self.swapped or {}).get(verdict, verdict)
 
 
@@ -81,11 +82,11 @@ class Reader:
 
 
 def check_choices(choices: Sequence[str], reader: Reader, rubric: Rubric) -> None:
-    """Refuse answers to choose from in which there is no verdict."""
+    """Refuse `choices` that contain no verdict."""
     for choice in choices:
         if reader.verdict(choice) is None:
             raise SlurmGPUError(
-                f"choices has {choice!r:.80}, in which the rubric finds no verdict; expected whole answers, such as "
+                f"choices has {choice!r:.80}, but the rubric finds no verdict in it; expected whole answers, such as "
                 f"{f'{rubric.answer} {next(iter(rubric.verdicts.values()))}'.strip()!r}."
             )
 
@@ -98,7 +99,7 @@ def shipped() -> list[str]:
 def read_rubric(rubric: str | Mapping[str, Any], template_format: str | None = None) -> Rubric:
     """The rubric by its name, from a TOML file, or from a table; SlurmGPUError for a wrong one.
 
-    A `template_format` goes before the rubric's own.
+    `template_format` overrides the rubric's own.
     """
     more = {} if template_format is None else {"template_format": template_format}
     if not isinstance(rubric, str):
@@ -125,7 +126,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SlurmGPUError(f"The rubric {path.absolute()} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SlurmGPUError(f"The rubric {path} is no TOML: {error}.") from error
+        raise SlurmGPUError(f"The rubric {path} is not TOML: {error}.") from error
     return value
 
 
@@ -135,7 +136,7 @@ _TYPES: Mapping[Any, tuple[type, str]] = {
     bool: (bool, "true or false"),
     tuple[str, ...]: (list, "a list of two fields"),
 }
-"""The values in TOML of fields of `Rubric`, by their annotations; the others are tables."""
+"""The TOML types of the fields of `Rubric`, by annotation; all others are tables."""
 
 
 def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
@@ -165,7 +166,7 @@ def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
 
 
 def _value(name: str, values: Mapping[str, Any], owner: str) -> float:
-    """A verdict's value: its number in `values`, else its name as a number."""
+    """A verdict's value: its number in `values`, or its name as a number."""
     value = values.get(name, name if re.fullmatch(r"-?\d+(\.\d+)?", name) else None)
     if value is None:
         raise SlurmGPUError(f"{owner}: verdict {name!r} has no number under [values], and its name is not a number.")

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUFFERS = (".running_mean", ".running_var", *NO_PARAMETERS)
-"""Endings of names in a state dict that no optimizer has."""
+"""Endings of state dict names that no optimizer has."""
 
 
 def read_layout(path: str | Path, **settings: Any) -> Layout:
-    """The layout of the model in a checkpoint; `settings` are those of `recognise`."""
+    """The layout of the model in a checkpoint; `settings` are passed to `recognise`."""
     return recognise(peek_content(path), path, **settings)
 
 
 def peek_content(path: str | Path) -> Mapping[str, Any]:
-    """A checkpoint's content, with stand-ins for tensors; PyTorch reads it, with tensors, if nothing else can."""
+    """A checkpoint's content, with stand-ins for tensors; with tensors, by PyTorch, if only PyTorch can read it."""
     content = peek(path)
     if content is not None:
         return content
@@ -43,8 +43,8 @@ def peek_content(path: str | Path) -> Mapping[str, Any]:
         return read_content(path)
     except ImportError as error:
         raise SlurmGPUError(
-            f"{path} has a format that only PyTorch reads, and PyTorch is not installed here. Install it, or save the "
-            f"checkpoint again with a newer PyTorch."
+            f"{path} has a format that only PyTorch can read, and PyTorch is not installed here. Install it, or save "
+            f"the checkpoint again with a newer PyTorch."
         ) from error
 
 
@@ -62,7 +62,7 @@ def load_checkpoint(path: str | Path, layout: Layout) -> dict[str, Tensor]:
 
 
 def expect_finite(values: Tensor, key: str, path: str | Path) -> None:
-    """SlurmGPUError if a checkpoint's tensor has NaN or infinity, which would spoil every influence."""
+    """SlurmGPUError if a checkpoint's tensor has NaN or infinity, which would make every influence NaN."""
     if not values.isfinite().all():
         raise SlurmGPUError(f"{path}: {key} has values that are not finite. Use an earlier checkpoint.")
 
@@ -70,7 +70,7 @@ def expect_finite(values: Tensor, key: str, path: str | Path) -> None:
 def adam_weights(path: str | Path, layout: Layout) -> dict[str, Tensor]:
     """Adam's diagonal 1 / (√v̂ + ε) for each trainable parameter, by its canonical name, in float64.
 
-    v̂ is the second moment without its bias, as in torch.optim.Adam and AdamW, at the checkpoint's step.
+    v̂ is the bias-corrected second moment, as in torch.optim.Adam and AdamW, at the checkpoint's step.
     """
     content = read_content(path)
     optimizer, state = optimizer_of(content, path), state_of(content, path)
@@ -91,12 +91,12 @@ def adam_weights(path: str | Path, layout: Layout) -> dict[str, Tensor]:
 
 
 def optimizer_of(content: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
-    """The state dict of Adam in a checkpoint's content; SlurmGPUError if there is none with a state."""
+    """The state dict of Adam in a checkpoint's content; SlurmGPUError if it is missing or has no state."""
     optimizer = content.get("optimizer_state_dict")
     if not isinstance(optimizer, Mapping) or not optimizer.get("state"):
         raise SlurmGPUError(
             f'precondition = "adam" needs the second moments of Adam, and {path} has no optimizer_state_dict with a '
-            f"state. Use a checkpoint that has it, or remove precondition."
+            f"state. Use a checkpoint with the optimizer's state, or remove precondition."
         )
     return optimizer
 
@@ -106,8 +106,8 @@ def _by_key(
 ) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """The moments and the settings of each parameter, by its key in the state dict.
 
-    An optimizer numbers its parameters in the order that it was given them. For one group that is the state dict's
-    order; several groups need the names that an optimizer of named parameters keeps.
+    An optimizer numbers its parameters in the order in which it got them. For one group that is the state dict's
+    order; for several groups the optimizer needs named parameters, whose names it keeps.
     """
     groups = optimizer["param_groups"]
     keys = [key for key in state if not key.endswith(BUFFERS)]
@@ -118,8 +118,9 @@ def _by_key(
         keys = [plain.get(name, name) for name in told]
     elif len(groups) > 1:
         raise SlurmGPUError(
-            f"{path}: the optimizer has {len(groups)} groups of parameters without names. Make the optimizer with "
-            f'model.named_parameters(), or set precondition to "none".'
+            f"{path}: the optimizer has {len(groups)} parameter groups without parameter names, so its state cannot be "
+            f"matched to the model. Train with an optimizer made from model.named_parameters(), or set precondition "
+            f'to "none".'
         )
     if len(keys) != len(numbers) or not set(keys) <= state.keys():
         raise SlurmGPUError(
@@ -148,7 +149,7 @@ def read_content(path: str | Path) -> Mapping[str, Any]:
         if peek(path) is None:
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            # As strict as `weights_only`, but for every pickle protocol: PyKEEN's save_state uses another.
+            # As strict as `weights_only`, for every pickle protocol: PyKEEN's save_state uses another one.
             reader = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
             content = torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=reader)
     except pickle.UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""ConvE (Dettmers et al. 2018): a convolution over head and relation gives a vector that is compared with tails.
+"""ConvE (Dettmers et al. 2018): a convolution over head and relation gives a vector that scores the tails.
 
 Its gradients are factors: one forward pass for each query, one backward pass for each triple. In evaluation mode the
 norms are affine maps, so the second norm is folded into the convolution's filters and bias. The filters' gradients need
@@ -35,9 +35,9 @@ IMAGE = TABLES | {"bn0.weight", "bn0.bias"}
 class ConvE(nn.Module):
     """Head and relation as two images (height, width), which `stack` puts one above the other or side by side.
 
-    As in the paper follow norm, convolution, norm, ReLU, linear, norm, ReLU, and the dot product with each tail's
-    embedding, to which `has_bias` adds a number for each tail. The dropouts, used in training only, apply to the input,
-    to whole feature maps, and to the linear layer's output.
+    Then, as in the paper: norm, convolution, norm, ReLU, linear, norm, ReLU, and the dot product with each tail's
+    embedding, plus a bias for each tail if `has_bias`. The dropouts, used in training only, apply to the input, to
+    whole feature maps, and to the linear layer's output.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ConvE(nn.Module):
         super().__init__()
         height, width = image
         if height * width != embedding_dim:
-            raise ValueError(f"an image of {height} x {width} does not hold an embedding of {embedding_dim}")
+            raise ValueError(f"an image of {height} x {width} does not hold {embedding_dim} embedding dimensions")
         self.image, self.stack, self.kernel = image, stack, kernel
         self.stacked = (2 * height, width) if stack == "height" else (height, 2 * width)
         self.positions = (self.stacked[0] - kernel[0] + 1, self.stacked[1] - kernel[1] + 1)
@@ -80,10 +80,10 @@ class ConvE(nn.Module):
 
     @classmethod
     def from_layout(cls, layout: Layout) -> ConvE:
-        """The model that a checkpoint's tensors fit."""
+        """The model for a checkpoint's layout, with uninitialised weights."""
         image, stack, channels, kernel = layout.image, layout.stack, layout.channels, layout.kernel
         if image is None or stack is None or channels is None or kernel is None:
-            raise ValueError(f"the layout of {layout.architecture}, not of ConvE")
+            raise ValueError(f"the layout is for {layout.architecture}, not for ConvE")
         return cls(
             layout.n_entities,
             layout.n_relations,
@@ -101,7 +101,7 @@ class ConvE(nn.Module):
         return torch.cat(images, 2 if self.stack == "height" else 3)
 
     def queries(self, heads: Tensor, relations: Tensor) -> Tensor:
-        """The vectors that tails' embeddings are compared with: (u, d)."""
+        """The query vectors for the dot product with tails: (u, d)."""
         images = self.input_dropout(self.bn0(self.images(heads, relations)))
         maps = self.map_dropout(torch.relu(self.bn1(self.conv(images))))
         return torch.relu(self.bn2(self.output_dropout(self.fc(maps.flatten(1)))))
@@ -173,7 +173,7 @@ class ConvE(nn.Module):
 
 @dataclass(frozen=True)
 class _Forward:
-    """The results of u queries that the backward pass needs; `normed` and `hidden` before a norm's scale and shift."""
+    """Results of u queries for the backward pass; `normed` and `hidden` are before a norm's scale and shift."""
 
     normed: Tensor  # (u, height, width)
     patches: Tensor  # (u, k + 1, T): the last row is 1, for the bias
@@ -215,8 +215,8 @@ def _back(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The derivatives by the folded filters and bias (n, k + 1, C), and by the normed image (n, height, width).
 
-    Computed in blocks of a feature map's rows, which fit a processor's caches. Within a block channels come last, so
-    that all products have large matrices.
+    Computed in blocks of feature map rows that fit the CPU's caches. Within a block channels come last, so that all
+    products are of large matrices.
     """
     if not filters and not image:
         return None, None
@@ -269,7 +269,7 @@ _OF_THREAD = threading.local()
 
 
 def _work(like: Tensor) -> _Work:
-    """Shared by all calls on a CPU, where new pages cost up to a fifth more time. A GPU's allocator keeps memory."""
+    """Work memory, shared by all calls on a CPU, where new pages take up to 20 % more time; not needed on a GPU."""
     if like.is_cuda:
         return _Work(like)
     kept: dict[torch.dtype, _Work] = _OF_THREAD.__dict__.setdefault("kept", {})

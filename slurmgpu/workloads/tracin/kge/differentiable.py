@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """The interface of this folder's models beside `torch.nn.Module`.
+    """The interface of this folder's models, in addition to `torch.nn.Module`.
 
     Their parameters have the canonical names: `entity` (N, d), `relation` (R, d) and others.
     """
@@ -36,7 +36,7 @@ class Model(Protocol):
         """The parts of the wanted parameters, for n examples."""
 
     def is_factored(self, loss: Loss) -> bool:
-        """Whether gradients of this loss have factors; if not, the generic path computes them."""
+        """Whether gradients of this loss have factors; otherwise the generic path computes them."""
 
     def bytes_of_work(self, loss: Loss) -> int:
         """The most bytes that `factors` needs for one example, with its result."""
@@ -111,7 +111,7 @@ class TriplesModel:
 def differentiable(
     model: Model, losses: Mapping[Side, Loss], rows: Tensor, inverse_rows: Tensor | None, example: Tensor
 ) -> TriplesModel:
-    """A model of triples: by factors if both losses have them, else by the generic path.
+    """A model of triples, with factored gradients if both losses have them, otherwise with the generic path.
 
     `example` (3,) is any triple; the generic path measures its memory with it.
     """
@@ -120,7 +120,7 @@ def differentiable(
     found = Unfactored(model, losses, rows, inverse_rows, example)
     n_numbers = sum(value.numel() for value in found.parameters_by_name().values())
     log.warning(
-        "%s has no factors for the gradients of this loss: each is computed in full, up to %s numbers for a triple",
+        "%s has no factors for the gradients of this loss: computing full gradients, up to %s numbers for a triple",
         type(model).__name__,
         f"{n_numbers:,}",
     )
@@ -130,8 +130,8 @@ def differentiable(
 class Unfactored(TriplesModel):
     """Triples whose gradients are computed in full.
 
-    The generic path cannot look at values, so that all that a loss looks up is stored with the triple beforehand: for
-    each query its head, row of the relation, tail and targets, as one row of integers.
+    The generic path cannot look up values during a loss, so lookups are stored with each triple beforehand: for each
+    query its head, relation row, tail and targets, as one row of integers.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge.torch_archive import unreadable
 
 LOOKED_THROUGH = 20_000
-"""Names searched for one like an unknown name; a dictionary may have millions."""
+"""The most names that are searched for one like an unknown name; a dictionary may have millions."""
 
-TURN = r"The ids stand first: awk -F'\t' -v OFS='\t' '{print $2, $1}' OLD > NEW turns the lines."
+TURN = r"The ids come first; swap the columns with: awk -F'\t' -v OFS='\t' '{print $2, $1}' OLD > NEW"
 CORRECT = "Correct it and plan again."
 
 COMPRESSED = {
@@ -152,7 +152,7 @@ def read_edge_map(path: str | Path) -> Mapping[str, str]:
 
 
 def label_of(meaning: str) -> str:
-    """The predicate of a relation that is described by JSON; else the text."""
+    """The predicate of a relation that is described in JSON; else the text."""
     try:
         predicate = json.loads(meaning)["predicate"]
     except (ValueError, TypeError, KeyError, RecursionError):

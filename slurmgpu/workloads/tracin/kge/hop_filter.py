@@ -1,10 +1,10 @@
 """A mask of the training triples near a test triple: the replaced system's filter by hops and degree.
 
-The training triples are read as edges without direction. For a test triple (h, r, t), an edge is kept if
+The training triples are undirected edges. For a test triple (h, r, t), an edge is kept if
 
 1. each of its ends is h or t, or is within `n_hops` of both h and t; and
-2. it touches h or t (`preserve_test_edges`), or one of its ends has at least `min_degree` different neighbours, where
-   only those count that are, like that end, within `n_hops` of h, or within `n_hops` of t; and
+2. it touches h or t (`preserve_test_edges`), or one of its ends has at least `min_degree` different neighbours that
+   are, like that end, within `n_hops` of h, or within `n_hops` of t; and
 3. with `path_filtering`, all four distances are at most `n_hops`, and in one of the edge's two directions the distance
    from h does not fall and the distance to t does not rise. If `max_total_path_length` is set, the distances from h to
    the edge's start and from its end to t add up to at most that, without the edge itself.
@@ -12,7 +12,7 @@ The training triples are read as edges without direction. For a test triple (h, 
 `strict_path_filtering` drops rule 2. The rules are those of the replaced system's default back end; its two others
 count paths and degrees differently. Its strict hop constraint, both ends within `n_hops` of h or of t, is in rule 1.
 
-Each test triple is one bit: 64 of them are searched at once, in one pass over the edges for each hop.
+Each test triple is one bit: one pass over the edges for each hop searches 64 test triples at once.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Mask:
         to_tail = [(level.take(start, axis=1), level.take(end, axis=1)) for level in self.by_tail]
         found = from_head[-1][0] & from_head[-1][1] & to_tail[-1][0] & to_tail[-1][1]
         for (of_start, of_end), (start_tail, end_tail) in zip(from_head, to_tail, strict=True):
-            # If the end is within k hops of the head, so is the start; if the start is of the tail, so is the end.
+            # If the end is within k hops of the head, so is the start; if the start is near the tail, so is the end.
             found &= (of_start | ~of_end) & (end_tail | ~start_tail)
         longest = self.options.max_total_path_length
         if longest is None:

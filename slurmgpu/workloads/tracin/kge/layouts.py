@@ -1,4 +1,4 @@
-"""Recognise the knowledge-graph model in a checkpoint by names and shapes alone; nothing here needs torch.
+"""Recognise the knowledge-graph model in a checkpoint by names and shapes only; nothing here needs torch.
 
 Our names ("canonical"): ConvE has `entity` (N, d), `relation` (R, d), `bn0`, `conv`, `bn1`, `fc`, `bn2`, with `.weight`
 and `.bias`, and `.running_mean` and `.running_var` of the three norms, and `bias` (N,) if it has one for each tail.
@@ -7,7 +7,7 @@ real halves first.
 
 What the shapes leave open is read from the checkpoint's `config` or `model_config`, under the keys `model` or
 `architecture`, `image` or `embedding_height` and `embedding_width`, `stack`, `inverse`, `norm`, `learning_rate`, `loss`
-and `label_smoothing`. What is still open is an error, not a guess. `seed` and others tell trainings apart;
+and `label_smoothing`. Anything still open is an error, not a guess. `seed` and others distinguish trainings;
 `dictionaries` has digests of the dictionaries that the model was trained with.
 """
 
@@ -48,30 +48,30 @@ class Layout:
     n_relations: int
     """Rows of the relation table, inverse relations included."""
     embedding_dim: int
-    """d; for ComplEx the number of complex numbers, so that its tables have 2d columns."""
+    """d; for ComplEx the number of complex numbers, so its tables have 2d columns."""
     names: Mapping[str, str]
     """Canonical name -> key in the file's state dict."""
     inverse: Inverse | None = "none"
     """Where the inverse of relation r is: row 2r + 1 (r itself in 2r), row r + R / 2, or nowhere.
 
-    Before `check` it is what the names imply, if anything.
+    Before `check` it is the place that the names imply, if any.
     """
     has_bias: bool = False
     """Whether each tail has a bias (ConvE)."""
     channels: int | None = None
     kernel: tuple[int, int] | None = None
     image: tuple[int, int] | None = None
-    """(height, width) of one embedding's image (ConvE); those of head and relation are then stacked."""
+    """(height, width) of one embedding's image (ConvE); the images of head and relation are then stacked."""
     stack: Stack | None = None
-    """Whether the two images are one above the other, or side by side."""
+    """Whether the two images are stacked one above the other, or side by side."""
     complex_pairs: bool = False
     """Whether the file alternates real and imaginary parts (ComplEx)."""
     norm: float | None = None
     """The p of TransE's distance."""
     learning_rate: Rate = NO_RATE
-    """From the optimizer's state or the config."""
+    """The learning rate from the optimizer's state or the config."""
     loss: str | None = None
-    """The training loss as the config names it, if it does."""
+    """The training loss as named in the config, if it is."""
     shapes: Shapes = field(default_factory=dict)
     """The shape of each tensor by its canonical name."""
     told: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def recognise(
 ) -> Layout:
     """Recognise the model in a checkpoint's content by the names and shapes of its tensors or their stand-ins.
 
-    The settings `architecture`, `image`, `stack` and `norm` override what the checkpoint's config says.
+    The settings `architecture`, `image`, `stack` and `norm` override the checkpoint's config.
     """
     state = state_of(content, path)
     keys = unwrapped(state)
@@ -98,7 +98,7 @@ def recognise(
         some = ", ".join(sorted(state)[:5])
         raise SlurmGPUError(
             f"{path}: expected the tables of entities and relations under names of PyKEEN, of ConvE or of slurmgpu, "
-            f"found {some} … Rename them; ConvE's are those of {DETTMERS.program}: {DETTMERS.entity}, "
+            f"found {some} … Rename them; for ConvE use the names of {DETTMERS.program}: {DETTMERS.entity}, "
             f"{DETTMERS.relation}, {', '.join(DETTMERS.layers.values())}, {DETTMERS.bias}. Or name your own model "
             f'class, architecture = "file.py:Class".'
         )
@@ -106,13 +106,13 @@ def recognise(
     told = told_in(content)
     if naming.layers["conv"] + ".weight" in keys:
         if architecture not in ("auto", "conve"):
-            raise SlurmGPUError(f'{path} holds a ConvE, and architecture is "{architecture}". Leave that setting out.')
+            raise SlurmGPUError(f'{path} holds a ConvE, and architecture is "{architecture}". Remove architecture.')
         layout = _conve(naming, shapes, told, path, image, stack)
     else:
         layout = _two_tables(naming, shapes, told, path, architecture, norm)
     if norm is not None and layout.architecture != "transe":
         raise SlurmGPUError(
-            f"norm is the p of TransE's distance, and {path} is read as {layout.architecture}. Leave norm out."
+            f"norm is the p of TransE's distance, and {path} is read as {layout.architecture}. Remove norm."
         )
     names = {name: keys[key] for name, key in layout.names.items()}
     canonical = {name: shapes[key][:1] if name == "bias" else shapes[key] for name, key in layout.names.items()}
@@ -130,7 +130,7 @@ def check(
     """
     if layout.n_entities != entities.size:
         raise SlurmGPUError(
-            f"{path} has {layout.n_entities:,} rows of entities, and the ids of {entities.path} need "
+            f"{path} has {layout.n_entities:,} entity rows, and the ids of {entities.path} need "
             f"{entities.size:,}. Use the dictionary that the model was trained with; every row needs a name in it."
         )
     found, wanted = layout.n_relations, relations.size
@@ -138,7 +138,7 @@ def check(
         return replace(layout, inverse="none")
     if found == 2 * wanted and (lie := inverse or layout.inverse) in ("interleaved", "appended"):
         return replace(layout, inverse=cast(Inverse, lie))
-    said = f"{path} has {found:,} rows of relations, and {relations.path} has ids for {wanted:,}"
+    said = f"{path} has {found:,} relation rows, and {relations.path} has ids for {wanted:,}"
     if found == wanted:
         raise SlurmGPUError(
             f'{said}: the model has no inverse relations, but inverse is "{inverse}". Remove inverse, or set it to '
@@ -146,13 +146,13 @@ def check(
         )
     if found == 2 * wanted and inverse == "none":
         raise SlurmGPUError(
-            f'{said}: half of them are inverse relations, but inverse is "none". Set it to "interleaved" or '
+            f'{said}: half of the rows are inverse relations, but inverse is "none". Set it to "interleaved" or '
             f'"appended", or remove it.'
         )
     if found == 2 * wanted:
         raise SlurmGPUError(
-            f"{said}: half of them are inverse relations, and the checkpoint does not say which. Set inverse to "
-            f'"interleaved" (2r and 2r + 1, as PyKEEN does) or "appended" (r and r + {wanted:,}).'
+            f"{said}: half of the rows are inverse relations, and the checkpoint does not say which. Set inverse to "
+            f'"interleaved" (2r and 2r + 1, as in PyKEEN) or "appended" (r and r + {wanted:,}).'
         )
     raise SlurmGPUError(
         f"{said}; expected the same number, or twice as many with inverse relations. Use the dictionary that the "
@@ -170,7 +170,7 @@ def _two_tables(
     architecture = found.lower() if isinstance(found, str) else ""
     if architecture not in known:
         raise SlurmGPUError(
-            f"{path} has a table of entities and one of relations, which fits DistMult, ComplEx and TransE. "
+            f"{path} has only a table of entities and a table of relations, as DistMult, ComplEx and TransE have. "
             f"Set architecture to one of {', '.join(known)}."
         )
     is_complex = architecture == "complex"
@@ -181,8 +181,8 @@ def _two_tables(
         )
     if is_complex and naming.complex_as is None:
         raise SlurmGPUError(
-            f"{path} does not say whether real and imaginary parts alternate or are in halves. Save the tables as "
-            f"entity and relation, all real parts first."
+            f"{path} does not say whether real and imaginary parts alternate or form two halves. Save the tables under "
+            f"the names entity and relation, all real parts first."
         )
     return Layout(
         architecture=cast(Architecture, architecture),
@@ -200,8 +200,8 @@ def _norm(told: Mapping[str, Any], path: str | Path, asked: float | None) -> flo
     found = told.get("norm") if asked is None else asked
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise SlurmGPUError(
-            f"{path} does not say which norm the distance of TransE has. Set norm to 1 or 2, as the model was trained; "
-            f"PyKEEN's default is 1."
+            f"{path} does not say which norm TransE's distance uses. Set norm to 1 or 2, as in training; PyKEEN's "
+            f"default is 1."
         )
     return float(found)
 
@@ -246,10 +246,10 @@ def _conve(
 
 
 def _named(names: Mapping[str, str], shapes: Shapes, path: str | Path, what: str) -> dict[str, tuple[int, ...]]:
-    """The shapes by canonical names; SlurmGPUError for parameters without one, which would be ignored."""
+    """The shapes by canonical names; SlurmGPUError for parameters without one, which would be left out."""
     others = [key for key in shapes.keys() - names.values() if not key.endswith(NO_PARAMETERS)]
     if others:
-        raise SlurmGPUError(f"{path}: {what} has no {', '.join(sorted(others))}. {ANOTHER}")
+        raise SlurmGPUError(f"{path} also has {', '.join(sorted(others))}, which {what} does not have. {ANOTHER}")
     found = {name: shapes[key] for name, key in names.items()}
     for name in ("entity", "relation"):
         if len(found[name]) != 2:
@@ -275,13 +275,13 @@ def _check_sizes(shapes: Shapes, path: str | Path) -> None:
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise SlurmGPUError(
-                f"{path}: expected {name} of shape {shape} beside {n_entities:,} entities, embeddings of {width} "
+                f"{path}: expected {name} of shape {shape}, from {n_entities:,} entities, embeddings of {width} "
                 f"and {channels} channels, found {shapes[name]}. {ANOTHER}"
             )
 
 
 def _image_of(shapes: Shapes, stack: Stack, asked: Sequence[int] | None, path: str | Path) -> tuple[int, int]:
-    """The (height, width) of one embedding's image: the one in the settings if it fits, else the only one that fits."""
+    """The (height, width) of one embedding's image: the setting's if it fits, else the only one that fits."""
     fitting = {way: _fitting(shapes, way) for way in get_args(Stack)}
     images = fitting[stack]
     if asked is not None:

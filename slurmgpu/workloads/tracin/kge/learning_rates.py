@@ -1,4 +1,4 @@
-"""The learning rate that a checkpoint tells of the time when it was saved."""
+"""The learning rate in a checkpoint, from the time when it was saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmgpu.workloads.tracin.kge.torch_archive import Shape, number_in, told_i
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate, None if there is none; then `found` says what else is there, if anything."""
+    """A learning rate; None if there is none, and then `found` describes what is there instead, if anything."""
 
     value: float | None = None
     found: str | None = None
@@ -23,9 +23,9 @@ NO_RATE = Rate()
 
 
 def learning_rate_in(content: Mapping[str, Any], path: str | Path) -> Rate:
-    """The learning rate in the optimizer of a checkpoint's content, or else in its config.
+    """The learning rate from the optimizer in a checkpoint's content, or else from its config.
 
-    An optimizer whose groups have several rates has none.
+    An optimizer with different rates for its groups counts as having none.
     """
     optimizer = content.get("optimizer_state_dict")
     groups = optimizer.get("param_groups", ()) if isinstance(optimizer, Mapping) else ()
@@ -39,7 +39,7 @@ def learning_rate_in(content: Mapping[str, Any], path: str | Path) -> Rate:
     if len(set(rates)) == 1:
         return rates[0]
     said = " and ".join(f"{rate.value:.9g}" for rate in dict.fromkeys(rates))
-    return Rate(None, f"{said} in its optimizer's {len(values)} groups of parameters")
+    return Rate(None, f"{said} in its optimizer's {len(values)} parameter groups")
 
 
 def _one(value: object, where: str, path: str | Path) -> Rate:
@@ -56,7 +56,7 @@ def _number(value: Any, path: str | Path) -> float | None:
 
 
 def _size(value: object) -> int:
-    """How many numbers there are in a number, a tensor or its stand-in."""
+    """The number of elements of a number, a tensor or its stand-in."""
     return math.prod(value.shape) if hasattr(value, "shape") else 1
 
 

@@ -1,4 +1,4 @@
-"""Losses of a triple: their values, and their derivatives by the scores.
+"""Losses of a triple: their values, and their derivatives with respect to the scores.
 
 s_k is the score of entity k as the tail of the triple's query, t the triple's own tail, N the number of entities,
 σ the logistic function. Each loss is written twice: as a formula for autograd (`plain`), and as its derivative by the
@@ -19,7 +19,7 @@ from slurmgpu.workloads.tracin.kge.queries import Known, Queries
 
 @dataclass(frozen=True)
 class Deltas:
-    """The derivatives of n losses by the scores of their queries.
+    """The derivatives of n losses with respect to the scores of their queries.
 
     Example i has `values[i, s]` at entity `index[i, s]` (n, s); index -1 is no entity, with value 0. If the loss
     reaches all entities, `scale[i]` · `dense[of[i]]` is added: (n,), None for 1, and (u, N).
@@ -48,7 +48,7 @@ class Loss:
         raise NotImplementedError
 
     def targets(self, queries: Queries, n_entities: int) -> tuple[Tensor, ...]:
-        """The arguments of `plain` beside the scores, each of length n."""
+        """The arguments of `plain` after the scores, each of length n."""
         return (queries.tails,)
 
     def plain(self, rows: Tensor, *targets: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class Loss:
 class _Best:
     """Each query's best entity (u,), which dense derivatives leave out.
 
-    Where a model is sure of a tail, the dense derivative there and the tail's own almost cancel, and float32 would lose
-    a small gradient. Nothing cancels elsewhere: if another entity than the tail has a high score, the gradient is
-    large. `is_tail` (n,): whether the best entity is the example's tail.
+    If a model is sure of a tail, the dense derivative there and the tail's own derivative almost cancel, and float32
+    would lose a small gradient. Nothing cancels elsewhere: if an entity other than the tail has a high score, the
+    gradient is large. `is_tail` (n,): whether the best entity is the example's tail.
     """
 
     entities: Tensor
@@ -106,7 +106,7 @@ class Positive(Loss):
 
 
 class Score(Loss):
-    """-s_t: not a loss to train with; it gives the influence on the score itself."""
+    """-s_t: not a training loss; gives the influence on the score itself."""
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """See Loss."""
@@ -121,7 +121,7 @@ class Score(Loss):
 class Sampled(Loss):
     """The mean of -log σ(s_t) and of -log σ(-s_k) for K other entities.
 
-    The entities depend on the triple and the seed alone; they may include true tails.
+    The entities depend only on the triple and the seed; they may include true tails.
     """
 
     n_negatives: int
@@ -134,7 +134,7 @@ class Sampled(Loss):
         triple = _mixed(_mixed(queries.heads[queries.of]) + queries.relations[queries.of]) + queries.tails
         number = torch.arange(1, self.n_negatives + 1, device=device)
         draws = _mixed(_mixed(triple + self.seed)[:, None] + number)
-        # Any entity but the tail.
+        # Any entity except the tail.
         others = 1 + draws.remainder(self.n_entities - 1)
         return torch.cat([queries.tails[:, None], (queries.tails[:, None] + others) % self.n_entities], dim=1)
 
@@ -179,7 +179,7 @@ class OneToAll(Loss):
 
 @dataclass(frozen=True)
 class OneToMany(Loss):
-    """The triple's share of its query's 1-N loss, in which all tails of training triples, and its own, are true.
+    """The triple's share of its query's 1-N loss; true are all tails of training triples, and its own tail.
 
     mean_k BCE(s_k, y_k) / n with y_k = ε/N + (1-ε)[k is true] and n true tails. The shares of a query's training
     triples add up to ConvE's training loss.

@@ -1,4 +1,4 @@
-"""Shared by models: losses and derivatives by scores, and the gradients of tables.
+"""Losses, their derivatives with respect to scores, and gradients of tables, for all models.
 
 Entities are scored by a dot product, s_k = e_k · v + b_k.
 """
@@ -68,7 +68,7 @@ def relation_part(queries: Queries, by_relation: Tensor) -> Rows:
 
 
 def n_candidates(loss: Loss) -> int:
-    """The number of entities that a loss has for each example, beside all that it may reach."""
+    """The number of candidate entities of a loss for each example, without the entities that it reaches densely."""
     if loss.reaches_all:
         return 2
     zero = torch.zeros(1, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The names that programs give the parameters of knowledge-graph models, and what these names imply."""
+"""The parameter names of knowledge-graph models in different programs, and what the names imply."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WRAPPERS = ("_orig_mod.", "module.")
 """Prefixes that torch.compile and DistributedDataParallel add to each name."""
 
 NO_PARAMETERS = (".num_batches_tracked", ".regularizer.weight", ".regularizer.regularization_term")
-"""Endings of names that no score depends on."""
+"""Endings of names of tensors that do not affect scores."""
 
 
 @dataclass(frozen=True)
 class ParameterNames:
-    """A program's names of the tables, of each tail's bias, and of ConvE's layers.
+    """A program's names for the tables, for the tails' biases, and for ConvE's layers.
 
-    `stack` and `inverse` are the program's layout of ConvE's images and of the relation table, None if it varies;
+    `stack` and `inverse` are the program's layouts of ConvE's images and of the relation table, None if they vary;
     `complex_as` is its layout of complex numbers: alternating real and imaginary parts, or all real parts first.
     """
 
@@ -91,7 +91,7 @@ CONVERTED = ParameterNames(
     inverse="appended",
 )
 DETTMERS = ParameterNames(
-    "TimDettmers/ConvE",  # whose relations have their inverse among the names of the dictionary
+    "TimDettmers/ConvE",  # its dictionary of relations includes the inverse relations
     "emb_e.weight",
     "emb_rel.weight",
     "b",
@@ -102,7 +102,7 @@ NAMINGS = (OWN, CONVERTED, PYKEEN, ORIGINAL, DETTMERS)
 
 
 def unwrapped(keys: Iterable[str]) -> dict[str, str]:
-    """The keys by name without wrappers' prefixes."""
+    """The keys by their names without the wrappers' prefixes."""
     found = {}
     for key in keys:
         name = key

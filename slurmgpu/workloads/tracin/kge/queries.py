@@ -1,4 +1,4 @@
-"""Queries, each with a row of scores, and the tails that training triples have for them."""
+"""Queries, each with a row of scores, and their tails in the training triples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Queries:
 
 
 class Known:
-    """The tails of triples (n, 3) with rows of the relation table, by query, each once."""
+    """The distinct tails of triples (n, 3), with relations as rows of the table, by query."""
 
     def __init__(self, triples: Tensor, n_relations: int) -> None:
         heads, relations, tails = triples.T
@@ -52,7 +52,7 @@ class Known:
 
 
 def rows_of(inverse: Inverse | None, n_relations: int) -> tuple[Tensor, Tensor | None]:
-    """The rows (R,) of relations in the model's table, and those of their inverses, if it has any."""
+    """The rows (R,) of relations in the model's table, and the rows of their inverses, if it has any."""
     relations = torch.arange(n_relations)
     if inverse == "interleaved":
         return 2 * relations, 2 * relations + 1

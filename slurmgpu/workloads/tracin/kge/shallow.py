@@ -1,4 +1,4 @@
-"""The models without layers: a table of entities and one of relations, whose gradients are a few rows of them."""
+"""The models without layers: a table of entities and a table of relations; gradients are a few rows of each."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Shallow(nn.Module):
         return cls(layout.n_entities, layout.n_relations, layout.embedding_dim)
 
     def combined(self, heads: Tensor, relations: Tensor) -> Tensor:
-        """The combination of rows of the two tables, (u, w) each, that tails are compared with."""
+        """The combination of rows of the two tables, (u, w) each, for the product with tails."""
         raise NotImplementedError
 
     def by_rows(self, by_combined: Tensor, heads: Tensor, relations: Tensor) -> tuple[Tensor, Tensor]:
-        """The derivatives by the rows of head and relation, from those by their combination: (n, w) each."""
+        """The derivatives by the rows of head and relation, from the derivatives by their combination: (n, w) each."""
         raise NotImplementedError
 
     def queries(self, heads: Tensor, relations: Tensor) -> Tensor:
-        """The vectors that tails' rows are compared with: (u, w)."""
+        """The query vectors for the product with tails: (u, w)."""
         found: Tensor = self.dropout(self.combined(self.entity[heads], self.relation[relations]))
         return found
 
@@ -56,11 +56,11 @@ class Shallow(nn.Module):
         return self.queries(heads, relations) @ self.entity.T
 
     def is_factored(self, loss: Loss) -> bool:
-        """Whether gradients have factors, which is so for every loss."""
+        """True: gradients of every loss have factors."""
         return True
 
     def factors(self, queries: Queries, loss: Loss, wanted: Collection[str]) -> tuple[dict[str, Part], Output]:
-        """The rows of each example's gradient, and what a loss that reaches all entities spreads over the table."""
+        """The rows of each example's gradient, and a dense part for a loss that reaches all entities."""
         heads, relations = self.entity[queries.heads], self.relation[queries.relations]
         vectors = self.combined(heads, relations)
         found = output(vectors, self.entity, None, queries, loss)
@@ -151,7 +151,7 @@ class TransE(Shallow):
     def from_layout(cls, layout: Layout) -> TransE:
         """The model that a checkpoint's tensors fit, with the norm from the checkpoint or a setting."""
         if layout.norm is None:
-            raise ValueError("the layout has no norm, and so is not one of TransE")
+            raise ValueError("the layout has no norm, so it is not for TransE")
         return cls(layout.n_entities, layout.n_relations, layout.embedding_dim, layout.norm)
 
     def combined(self, heads: Tensor, relations: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ class TransE(Shallow):
         return found
 
     def is_factored(self, loss: Loss) -> bool:
-        """Not for a loss that reaches all entities: each has its own gradient, and none is a product."""
+        """False for a loss that reaches all entities: each entity has its own gradient, which is not a product."""
         return not loss.reaches_all
 
     def factors(self, queries: Queries, loss: Loss, wanted: Collection[str]) -> tuple[dict[str, Part], Output]:
-        """The rows of each example's gradient: those of the candidates, of the head and of the relation."""
+        """The rows of each example's gradient: for the candidates, the head and the relation."""
         candidates, heads = loss.candidates(queries), queries.heads[queries.of]
         queried = self.combined(self.entity[heads], self.relation[queries.relations[queries.of]])[:, None]
         differences = queried - self.entity[candidates]

@@ -1,8 +1,8 @@
 """Read a PyTorch checkpoint without PyTorch, which the machine that plans a run may lack.
 
 A checkpoint is a zip archive: `data.pkl` describes the tensors, the other files are their bytes. Only `data.pkl` is
-read, and each tensor becomes a stand-in. Nothing that a file names is called except the few functions below. Objects of
-NumPy, such as the random state in PyKEEN's own checkpoints, are left out.
+read, and each tensor becomes a stand-in. Only the few functions below are called for names in a file. NumPy objects,
+such as the random state in PyKEEN's own checkpoints, are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
 
 PLAIN = {"builtins", "collections", "torch"}
-"""Packages some of whose classes `torch.load(weights_only=True)` reads; it refuses all others."""
+"""Packages with classes that `torch.load(weights_only=True)` reads; it refuses all others."""
 
 WEIGHTS = "torch.save(model.state_dict(), PATH)"
 
@@ -65,7 +65,7 @@ def peek(path: str | Path) -> Mapping[str, Any] | None:
         raise unreadable(path, error) from error
     except SlurmGPUError:
         raise
-    except Exception as error:  # a pickle that is cut off or overwritten can raise any
+    except Exception as error:  # a truncated or overwritten pickle can raise any error
         raise damaged(path, described(error)) from error
     if not isinstance(content, Mapping):
         found = "tensor" if isinstance(content, Shape) else type(content).__name__
@@ -87,13 +87,13 @@ def state_of(content: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
 
 
 def told_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config in a checkpoint's content, which describes model and training."""
+    """The config in a checkpoint's content, with facts about model and training."""
     found = [content[key] for key in ("config", "model_config") if isinstance(content.get(key), Mapping)]
     return {key: value for config in found for key, value in config.items()}
 
 
 def number_in(path: str | Path, tensor: Shape) -> float | None:
-    """The number in a tensor of one, read from its checkpoint; None for more than one, or a dtype not in NUMBERS."""
+    """The value of a one-element tensor, read from its checkpoint; None for more elements or a dtype not in NUMBERS."""
     if math.prod(tensor.shape) != 1 or tensor.place is None or tensor.dtype not in NUMBERS:
         return None
     (key, at), code = tensor.place, NUMBERS[tensor.dtype]
@@ -118,16 +118,16 @@ def number_in(path: str | Path, tensor: Shape) -> float | None:
 
 
 def refusal(path: str | Path, found: str) -> str:
-    """The sentence for a file that holds something else than weights."""
+    """The sentence for a file that holds something other than weights."""
     return (
-        f"{path} holds {found}, and reading that would run code from the file; expected the weights alone. If you "
-        f"trust the file, load it once with torch.load(PATH, weights_only=False), and write the weights with {WEIGHTS}."
+        f"{path} holds {found}, and loading that could run code from the file; expected only weights. If you trust the "
+        f"file, load it once with torch.load(PATH, weights_only=False), and write the weights with {WEIGHTS}."
     )
 
 
 def damaged(path: str | Path, found: str) -> SlurmGPUError:
     """The error for a file that ends too early or holds something else."""
-    return SlurmGPUError(f"{path} is no complete checkpoint of PyTorch ({found}). Copy or save it again.")
+    return SlurmGPUError(f"{path} is not a complete PyTorch checkpoint ({found}). Copy or save it again.")
 
 
 def _is_archive(path: str | Path) -> bool:
@@ -159,7 +159,7 @@ def unreadable(path: str | Path, error: OSError) -> SlurmGPUError:
 
 
 class LeftOut:
-    """The stand-in for any object of NumPy; it keeps nothing but a type's name."""
+    """The stand-in for any NumPy object; it keeps only a type's name."""
 
     def __init__(self, *args: object) -> None:
         self.name = args[0] if args and isinstance(args[0], str) else ""
@@ -187,7 +187,7 @@ STAND_INS: Mapping[str, Any] = {
         )
     },
 }
-"""Replacements of names, both here and where PyTorch reads the tensors."""
+"""Replacements for names, used here and when PyTorch reads the tensors."""
 
 FUNCTIONS: Mapping[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
@@ -225,7 +225,7 @@ NUMBERS = dict(
         strict=True,
     )
 )
-"""The codes of `struct` of dtypes that `number_in` reads."""
+"""The `struct` codes of the dtypes that `number_in` reads."""
 DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 
 
@@ -244,5 +244,5 @@ class _Reader(pickle.Unpickler):
         raise UnknownGlobalError(path)
 
     def persistent_load(self, identity: Any) -> Stored:
-        """The stand-in of a storage: ("storage", dtype, file name, device, count)."""
+        """The stand-in for a storage: ("storage", dtype, file name, device, count)."""
         return Stored(str(identity[1]), str(identity[2]))

@@ -1,10 +1,10 @@
-"""A small trainer of knowledge-graph models, whose checkpoints tracin reads.
+"""A small trainer for knowledge-graph models; tracin reads its checkpoints.
 
     python -m slurmgpu.workloads.tracin.kge.train train.txt --valid valid.txt --test test.txt --dim 200 -o model
 
 writes model/checkpoint-100.pt, and model/node_dict.txt and model/rel_dict.txt unless --entities and --relations name
 others, and prints how well the model ranks valid.txt and test.txt. Triples in none of the files count as false: without
-valid.txt, ranks of test.txt are worse. A folder that has checkpoints is an error. On a CPU the same seed and the same
+valid.txt, ranks of test.txt are worse. A folder with checkpoints is an error. On a CPU the same seed and the same
 number of threads give the same checkpoints.
 """
 
@@ -56,7 +56,7 @@ def train(
         Path(folder).mkdir(parents=True, exist_ok=True)
     for epoch in range(1, recipe.epochs + 1):
         loss = trainer.train_epoch()
-        # Some twenty lines, however long it takes.
+        # About twenty lines, however long training takes.
         if epoch % max(1, recipe.epochs // 20) == 0:
             log.info("epoch %d of %d: loss %.5f", epoch, recipe.epochs, loss)
         if folder is not None and (epoch == recipe.epochs or (every and epoch % every == 0)):
@@ -67,17 +67,17 @@ def train(
 
 
 def refuse_to_mix(folder: Path) -> None:
-    """SlurmGPUError for a folder with checkpoints: one glob would match those of two trainings."""
+    """SlurmGPUError for a folder with checkpoints: a glob would match checkpoints of two trainings."""
     try:
         there = sorted(Path(path).name for path in matches("checkpoint-*.pt", folder))
     except OSError as error:
         raise SlurmGPUError(
-            f"{folder} cannot be listed: {error.strerror}, and may have checkpoints of another training. Let it be "
-            f"read, or choose another folder with -o."
+            f"{folder} cannot be listed: {error.strerror}, and may have checkpoints of another training. Make it "
+            f"readable, or choose another folder with -o."
         ) from error
     if there:
         raise SlurmGPUError(
-            f"{folder} has {there[0]} of another training; influences are summed over one training's checkpoints. "
+            f"{folder} has {there[0]} from another training; influences are summed over one training's checkpoints. "
             f"Remove {'it' if len(there) == 1 else f'these {len(there)} files'}, or choose another folder with -o."
         )
 
@@ -146,7 +146,7 @@ def _dictionary(path: Path, files: Sequence[Path], fields: Sequence[int]) -> Dic
 
 
 def _names(path: Path, fields: Sequence[int]) -> set[str]:
-    """The names in some fields of a file of triples; wrong lines are skipped here and refused by `read_triples`."""
+    """The names in some fields of a file of triples; skips wrong lines, which `read_triples` refuses later."""
     triples = [line.split("\t") for line in read_lines(path)]
     return {triple[field] for triple in triples if len(triple) == 3 for field in fields}
 

@@ -1,4 +1,4 @@
-"""A trainer of knowledge-graph models, epoch by epoch, and the filtered ranks of true tails (Bordes et al. 2013)."""
+"""Train knowledge-graph models epoch by epoch, and compute filtered ranks of true tails (Bordes et al. 2013)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from slurmgpu.workloads.tracin.kge.queries import Known, Queries, rows_of, with_
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 
 LOSSES = r"kvsall|bce-1n|ce|ns:[1-9]\d*"
-"""Losses to train with; the others have no false triples."""
+"""Losses for training; the others have no false triples."""
 
 RANKED = 256
-"""Triples that are ranked at a time."""
+"""The number of triples that are ranked at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Recipe:
     loss: str = "kvsall"
     label_smoothing: float = 0.1
     inverse: Inverse = "appended"
-    """The place in the table of the inverse of each relation, with which triples are then trained; or "none"."""
+    """Where the table has the inverse relations, which are then trained, too; or "none"."""
     batch_size: int = 128
     """Queries per step: different pairs of a head and a relation, with all their tails."""
     learning_rate: float = 1e-3
     dropouts: tuple[float, ...] = (0.2, 0.2, 0.3)
-    """ConvE's for the input, feature maps and the linear layer's output. Other models use the first, for the query."""
+    """For ConvE's input, feature maps and linear layer output. Other models use the first, for the query."""
     image: tuple[int, int] | None = None
-    """ConvE: height and width of an embedding's image; None for the most square one."""
+    """ConvE: height and width of an embedding's image; None for the image closest to a square."""
     stack: Stack = "height"
     channels: int = 32
     kernel: tuple[int, int] = (3, 3)
@@ -59,7 +59,7 @@ class Recipe:
             raise SlurmGPUError(f"model is {self.model!r}.{did_you_mean(self.model, BUILDERS)}")
         if not re.fullmatch(LOSSES, self.loss):
             expected = "'kvsall', 'bce-1n', 'ce', or 'ns:K' with K negatives"
-            raise SlurmGPUError(f"loss is {self.loss!r}; expected one with false triples: {expected}.")
+            raise SlurmGPUError(f"loss is {self.loss!r}; expected a loss with false triples: {expected}.")
         if self.inverse not in ("appended", "interleaved", "none"):
             raise SlurmGPUError(f"inverse is {self.inverse!r}; expected 'appended', 'interleaved' or 'none'.")
         for name in ("dim", "epochs", "batch_size", "learning_rate", "channels"):
@@ -80,16 +80,18 @@ class Recipe:
     def _check_images(self) -> None:
         (height, width), (high, wide) = self.image_size, self.kernel
         if height * width != self.dim:
-            raise SlurmGPUError(f"an image of {height} x {width} does not hold the {self.dim} numbers of an embedding.")
+            raise SlurmGPUError(
+                f"image is {height} x {width}; expected a product of {self.dim}, the size of an embedding."
+            )
         height, width = (2 * height, width) if self.stack == "height" else (height, 2 * width)
         if high > height or wide > width:
-            raise SlurmGPUError(f"the kernel of {high} x {wide} is larger than both images, {height} x {width}.")
+            raise SlurmGPUError(f"kernel is {high} x {wide}; expected at most {height} x {width}, the stacked images.")
         if len(self.dropouts) != 3:
-            raise SlurmGPUError(f"ConvE has three dropouts, found {len(self.dropouts)}.")
+            raise SlurmGPUError(f"dropouts has {len(self.dropouts)} numbers; expected three for ConvE.")
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """The image's height and width; by default the most square one."""
+        """The image's height and width; by default closest to a square."""
         if self.image is not None:
             return self.image
         height = max(h for h in range(1, self.dim + 1) if h * h <= self.dim and self.dim % h == 0)
@@ -118,9 +120,7 @@ class Trainer:
         self._examples = torch.unique(self._examples_of(triples), dim=0)
         _, self._of, self._counts = torch.unique(self._examples[:, :2], dim=0, return_inverse=True, return_counts=True)
         if len(self._counts) < 2:
-            raise SlurmGPUError(
-                "The training triples have one query; expected at least two pairs of head and relation."
-            )
+            raise SlurmGPUError("The training triples have only one pair of head and relation; expected at least two.")
         self._known = self._tails_of(self._examples)
         with self._seeded():
             self.module = BUILDERS[recipe.model](n_entities, self.n_rows, recipe).to(recipe.device)
@@ -146,9 +146,9 @@ class Trainer:
         }
 
     def ranks(self, triples: Tensor, known: Tensor) -> dict[str, Tensor]:
-        """The filtered ranks of the tails of `triples` (n, 3), and of their heads where inverses are trained.
+        """The filtered ranks of the tails of `triples` (n, 3), and of their heads if inverses are trained.
 
-        `known` (m, 3) are true triples beside the training triples.
+        `known` (m, 3) are true triples besides the training triples.
         """
         everything = torch.cat([self._examples, self._examples_of(known)])
         tails_of = self._tails_of(everything)
@@ -167,7 +167,7 @@ class Trainer:
         queries = Queries.of_examples(heads, relations, tails, self.n_rows)
         scores = cast(Model, self.module).scores(queries.heads, queries.relations)[queries.of]
         losses = loss.plain(scores, *loss.targets(queries, self.n_entities))
-        # With kvsall the triples of a query share its loss.
+        # With kvsall all triples of a query share its loss.
         mean = losses.sum() / (len(queries.heads) if self.recipe.loss == "kvsall" else len(queries))
         self._optimizer.zero_grad()
         mean.backward()
@@ -176,7 +176,7 @@ class Trainer:
 
     def _batches(self) -> Iterator[Tensor]:
         """All examples of some queries at a time, in a new order."""
-        # Drawn on the CPU, for the same order on every device.
+        # Drawn on the CPU, so that every device gets the same order.
         order = torch.randperm(len(self._counts)).to(self._of.device)
         place = torch.argsort(order)
         examples = self._examples[torch.argsort(place[self._of], stable=True)]
@@ -207,7 +207,7 @@ class Trainer:
             yield
 
     def _config(self) -> dict[str, Any]:
-        """The `model_config` of a checkpoint: what tensors do not tell, by the keys of existing checkpoints."""
+        """The `model_config` of a checkpoint: facts that tensors lack, with the keys of existing checkpoints."""
         recipe = self.recipe
         config: dict[str, Any] = {
             "architecture": recipe.model,
@@ -256,7 +256,7 @@ def filtered_ranks(model: Model, known: Known, triples: Tensor, n_relations: int
     """The rank (n,) of each tail of `triples` (n, 3) among all entities except the other `known` tails of its query.
 
     Relations are rows of the model's table, which has `n_relations`. Among equal scores the rank is the mean of the
-    best and the worst one, so that a model with one score for all entities ranks by chance. The model must be in
+    best and the worst rank, so that a model with equal scores for all entities gets chance ranks. The model must be in
     evaluation mode.
     """
     with torch.no_grad():
@@ -274,7 +274,7 @@ def _ranks(model: Model, known: Known, queries: Queries) -> Tensor:
     others.scatter_(1, tails, False)
     own = scores.gather(1, tails)
     better, equal = ((scores > own) & others).sum(1), ((scores == own) & others).sum(1)
-    # A model whose scores are NaN ranks last, not first.
+    # A model with NaN scores ranks last, not first.
     worst = torch.full_like(better, scores.shape[1])
     return torch.where(own[:, 0].isnan(), worst, 1 + better + equal / 2)
 

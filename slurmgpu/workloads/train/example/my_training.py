@@ -1,4 +1,4 @@
-"""Training of a small classifier; put your model, your data and your loss in place of these."""
+"""Trains a small classifier; replace its model, data and loss with yours."""
 
 import torch
 from torch import nn
@@ -6,17 +6,17 @@ from torch.utils.data import TensorDataset
 
 
 class MyTraining:
-    """Which of two numbers is larger; the arguments are under [settings.arguments], or in [sweep]."""
+    """Learns which of two numbers is larger; arguments come from [settings.arguments] or [sweep]."""
 
     def __init__(self, width: int = 32) -> None:
         self.width = width
 
     def model(self):
-        """The model, on the CPU; it is moved."""
+        """The model on the CPU; slurmgpu moves it to the GPU."""
         return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Linear(self.width, 2))
 
     def data(self, split):
-        """The samples of "train", "val" or "test"; None for a split that there is not."""
+        """The samples of "train", "val" or "test"; None for a split that does not exist."""
         sizes = {"train": 2000, "val": 500}
         if split not in sizes:
             return None
@@ -29,6 +29,6 @@ class MyTraining:
         return nn.functional.cross_entropy(model(numbers), labels)
 
     def metrics(self, model, batch):
-        """For each sample, by name; they are averaged over a split."""
+        """Metrics by name, a value for each sample; slurmgpu averages them over a split."""
         numbers, labels = batch
         return {"accuracy": (model(numbers).argmax(1) == labels).float()}
