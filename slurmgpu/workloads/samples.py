@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.metrics import accuracy, best_of, ratio, vote, vote_weights
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import take
+from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import Checker
 from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import good_blocks, good_values, total
+from slurmgpu.workloads.plan_beside import plan_beside
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -186,6 +190,31 @@ def check_each(each: str | None, final: str | None, reference: str | None) -> No
             f"reference is for votes among an item's texts, which need each and final, and {missing} is not set; "
             f'expected each = "text" and final = "numeric", or another checker. Remove reference, or set them.'
         )
+
+
+def check_votes(files: Sequence[Path], samples: Samples | None) -> list[str]:
+    """A line for paths of a run of `collect` that the report will not say to be right or wrong, as `final` is not set.
+
+    SlurmGPUError for votes among the answers of a run of `generate`, if nothing says which are right.
+    """
+    if samples is None:
+        return []
+    for plan in map(plan_beside, files):
+        workload, settings = str(plan.get("workload")), plan.get("settings", {})
+        if workload == BUILT_IN["collect"] and samples.checker is None and samples.each == "paths":
+            given = {"final": settings.get("checker", "numeric"), "pattern": settings.get("pattern")}
+            how = ", ".join(f"{name} = {json.dumps(value)}" for name, value in given.items() if value is not None)
+            return [
+                f"The report will not say how often the best path is right, nor how the paths vote. Set {how}, the "
+                f"checker of {plan['name']}: its paths say which of them are right."
+            ]
+        if workload == BUILT_IN["generate"] and samples.checker and samples.reference is None and samples.right is None:
+            kept = f" The run has kept {', '.join(plan['keep'])}." if plan.get("keep") else ""
+            raise SlurmGPUError(
+                f"final lets the texts of an item vote, and nothing says which are right. Set reference to the field "
+                f"with the right answer, or remove final.{kept}"
+            )
+    return []
 
 
 _FAILURE = re.compile(r"[a-z]+(_[a-z]+)*: ")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
+from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.checkers import open_checker
@@ -150,6 +152,36 @@ def test_what_cannot_be_asked_of_each_text_is_refused(unloadable, settings, said
     with pytest.raises(SlurmGPUError) as raised:
         Judge(model=unloadable, **settings)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "settings", "each", "said"),
+    [
+        (
+            "collect",
+            {},
+            "paths",
+            r'Set final = "numeric", the checker of first: its paths say which of them are right\.',
+        ),
+        ("collect", {"checker": "regex", "pattern": "A|B"}, "paths", r'Set final = "regex", pattern = "A\|B", the'),
+        ("collect", {}, "steps", None),
+        ("generate", {}, "text", None),
+    ],
+)
+def test_planning_says_what_best_of_n_needs_where_texts_have_no_votes(tmp_path, unloadable, use, settings, each, said):
+    plan = {"name": "first", "workload": BUILT_IN[use], "settings": settings, "keep": {"gold": "gold"}}
+    (tmp_path / "run.json").write_text(json.dumps(plan))
+    files = [tmp_path / "merged.h5"]
+    rubric = {**RUBRIC, "measure": "mean"}
+    lines = Judge(model=unloadable, rubric=rubric, each=each).check_input(files, 3)
+    assert (lines == []) if said is None else re.search(said, *lines)
+    judge = Judge(model=unloadable, rubric=rubric, each=each, final="numeric")
+    if use == "generate":
+        with pytest.raises(SlurmGPUError, match=r"nothing says which are right\. Set reference .* has kept gold\."):
+            judge.check_input(files, 3)
+    else:
+        assert judge.check_input(files, 3) == []
+    assert Judge(model=unloadable, rubric=RUBRIC, each=each, final="numeric").check_input(files, 3) == []
 
 
 class Sums:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item
+from slurmgpu.workloads.plan_beside import plan_beside
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -123,14 +123,3 @@ def _is_incomplete(path: Path) -> bool:
         return True
     head = read_merged_head(path)  # None if it is damaged, which reading it tells
     return head is not None and not head.complete
-
-
-def plan_beside(path: Path) -> Mapping[str, Any]:
-    """The plan of the run that wrote a merged file; empty if the file is not in a run directory."""
-    if path.name != "merged.h5":
-        return {}
-    try:
-        found: Mapping[str, Any] = json.loads((path.parent / "run.json").read_bytes())
-    except FileNotFoundError:
-        return {}
-    return found

@@ -30,7 +30,7 @@ from slurmgpu.workloads.judge.judged import (
 )
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.rubrics import read_rubric
-from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, has_failed
+from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, check_votes, has_failed
 from slurmgpu.workloads.score.scorer import ScorerSettings
 
 if TYPE_CHECKING:
@@ -196,10 +196,10 @@ class Judge:
         """Download the model to where the tasks will look for it."""
         return self.judging.fetch()
 
-    def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse runs with several texts for each item, and a second run with other items."""
+    def check_input(self, files: Sequence[Path], n_items: int) -> list[str]:
+        """Refuse runs with several texts for each item, unless all are judged, and a second run with other items."""
         if self.each is not None:
-            return
+            return check_votes(files, self.samples)
         called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
         if self.opponent is not None:
             first, second = self._pair
@@ -211,6 +211,7 @@ class Judge:
             check_texts(path, set(called.values()), of_two=self.opponent is not None)
         if self.opponent is not None:
             self.opponent.check_input(files, n_items, self._called[1])
+        return []
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""

@@ -35,7 +35,7 @@ from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import LanguageModelWorkload, answer_of, good_values
 from slurmgpu.workloads.progress import Progress
-from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, flat, has_failed
+from slurmgpu.workloads.samples import MOST_PARTS, OF_PATHS, Samples, check_each, check_votes, flat, has_failed
 from slurmgpu.workloads.score.outputs import PathScore, activated, distribution, path_score
 from slurmgpu.workloads.score.parts import chat_of, check_images, check_pair, check_parts, check_settings
 
@@ -212,6 +212,10 @@ class Score(LanguageModelWorkload):
         if self._steps is not None:
             frozen["step_end"] = self._step_end
         return super().frozen_settings | frozen | ({} if self._choices else {"labels": list(self._head.labels)})
+
+    def check_input(self, files: Sequence[Path], n_items: int) -> list[str]:
+        """A line on texts of which the report cannot say which are right; SlurmGPUError for votes that mean nothing."""
+        return check_votes(files, self.samples)
 
     def place(self, share: Share) -> Placement:
         """One process for each task, with the model's layers spread over its GPUs; SlurmGPUError if it does not fit."""
