@@ -162,6 +162,17 @@ class Executor(ABC):
         `among` are `own_jobs`, if they are known already.
         """
 
+    def jobs_to_cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str] | None:
+        """`cancel`, but for the jobs of these ids, which `cancel_jobs` ends with those of other runs by one request.
+
+        None where `cancel` does all.
+        """
+        return None
+
+    def cancel_jobs(self, jobs: Sequence[str]) -> None:
+        """End jobs that `jobs_to_cancel` gave, of one run or several; SlurmGPUError if one of them is not ended."""
+        return
+
     def drop_waiting(self, job: str) -> None:
         """Cancel the tasks of a job that have not started: no shard is left for them."""
         return

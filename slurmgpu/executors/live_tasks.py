@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import NoAnswerError, NothingToSubmitError, SlurmGPUError
-from slurmgpu.executors.interface import Sight
+from slurmgpu.executors.interface import Executor, Sight
 from slurmgpu.executors.registry import executors_of
 from slurmgpu.run.claims import Watch
 from slurmgpu.run.directory import Run
@@ -128,19 +129,66 @@ def cancel(run: Run, among: Mapping[str, Sequence[Any]] | None = None) -> str:
 def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]:
     """Cancel what is alive of several runs: each with what was done, in words, or why it could not be done.
 
-    A queue is asked once for all runs that are cancelled within ANSWER_S.
+    A queue is asked once, and told once to end jobs, for all runs that are looked at within ANSWER_S.
     """
-    among: dict[str, Sequence[Any]] = {}
-    asked = -math.inf
-    for run in runs:
-        done: str | SlurmGPUError
+    left = deque(runs)
+    while left:
+        since, among, seen = time.monotonic(), dict[str, Sequence[Any] | None](), list[_Cancelled]()
+        while left and len(seen) < MOST_TOGETHER and not (seen and time.monotonic() - since > ANSWER_S):
+            seen.append(_cancelled_but_jobs(left.popleft(), among))
+        _end_jobs(seen)
+        for each in seen:
+            yield each.run, each.error or "; ".join(each.done)
+
+
+MOST_TOGETHER = 200
+"""The most runs whose jobs one request ends: its command line has a few ids of each."""
+
+
+@dataclass
+class _Cancelled:
+    """A run with what was done to it, in words, why not all of it could be, and jobs that are left to be ended."""
+
+    run: Run
+    done: list[str] = field(default_factory=list)
+    jobs: list[tuple[Executor, list[str]]] = field(default_factory=list)
+    error: SlurmGPUError | None = None
+
+
+def _cancelled_but_jobs(run: Run, among: dict[str, Sequence[Any] | None]) -> _Cancelled:
+    """Cancel a run but for jobs that one request ends; `among` gets all of the user's jobs by executor."""
+    found = _Cancelled(run)
+    try:
+        for executor, lines in executors_of(run):
+            if executor.name not in among:
+                among[executor.name] = None
+                with contextlib.suppress(NoAnswerError):  # the next line asks again, and says so
+                    among[executor.name] = executor.own_jobs()
+            jobs = executor.jobs_to_cancel(run, lines, among[executor.name])
+            if jobs is None:
+                found.done += executor.cancel(run, lines, among[executor.name])
+            elif jobs:
+                found.jobs.append((executor, jobs))
+    except SlurmGPUError as error:
+        found.error = error
+    return found
+
+
+def _end_jobs(seen: Sequence[_Cancelled]) -> None:
+    """End the jobs that are left, by one request to each executor; where that fails, by one for each run."""
+    for executor in {id(executor): executor for each in seen for executor, _ in each.jobs}.values():
+        theirs = [(each, jobs) for each in seen for its, jobs in each.jobs if its is executor]
+        failed: SlurmGPUError | None = None
         try:
-            if time.monotonic() - asked > ANSWER_S:
-                among, asked = {}, time.monotonic()
-                for executor, _ in executors_of(run):
-                    with contextlib.suppress(NoAnswerError):  # `cancel` asks again, and says so
-                        among[executor.name] = executor.own_jobs()
-            done = cancel(run, among)
+            executor.cancel_jobs([job for _, jobs in theirs for job in jobs])
         except SlurmGPUError as error:
-            done = error
-        yield run, done
+            failed = error
+        for each, jobs in theirs:
+            try:
+                if isinstance(failed, NoAnswerError) and failed.is_silent:
+                    raise failed
+                if failed is not None:
+                    executor.cancel_jobs(jobs)
+                each.done.append(f"{executor.title} jobs {', '.join(jobs)}")
+            except SlurmGPUError as error:
+                each.error = error

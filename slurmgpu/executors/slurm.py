@@ -121,6 +121,17 @@ class Slurm(Executor):
 
     def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
         """Cancel its jobs, also those that have not joined the run yet, or were requeued after its end."""
+        if not (jobs := self.jobs_to_cancel(run, lines, among)):
+            return []
+        self.cancel_jobs(jobs)
+        return [f"{self.title} jobs {', '.join(jobs)}"]
+
+    def cancel_jobs(self, jobs: Sequence[str]) -> None:
+        """One scancel."""
+        commands.cancel(*jobs)
+
+    def jobs_to_cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
+        """Its jobs in the queue, whose submissions are recorded as cancelled."""
         if among is None or any(line.get("uid", os.getuid()) != os.getuid() for line in lines):
             among = _queue(lines) or ()
         queued = _surely_of(run, queue.jobs_of(run, among, and_requeued=True))
@@ -142,8 +153,7 @@ class Slurm(Executor):
             refuse_other_users(run, line)
         for line in here:
             run.record_submission({"submission": line["submission"], "cancelled": True})
-        commands.cancel(*jobs)
-        return [f"Slurm jobs {', '.join(jobs)}"]
+        return jobs
 
     def drop_waiting(self, job: str) -> None:
         """Cancel the pending tasks, so that jobs that wait for the array can start."""

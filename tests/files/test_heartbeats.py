@@ -136,7 +136,7 @@ def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeyp
     first = run.submissions()[0]
     run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
     monkeypatch.setattr(queue, "own_cluster", lambda: "here")
-    monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [])
     beat(run, 1, cluster="here", uid=os.getuid())
     assert live_tasks.alive(run) is None
     monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 0.4)
@@ -151,7 +151,7 @@ def queued_on(run, monkeypatch, **line):
     changes = {"submission": 2, "executor": "slurm", "state": "queued", "array_job": "7"}
     run.record_submission({**first, **changes, **line})
     monkeypatch.setattr(queue, "own_cluster", lambda: "here")
-    monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [])
 
 
 def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, tmp_path, monkeypatch):

@@ -506,12 +506,48 @@ def test_one_answer_of_the_queue_is_for_the_runs_of_a_sweep(tmp_path, monkeypatc
     monkeypatch.setattr(live_tasks, "ANSWER_S", answer_s)
     monkeypatch.setattr(queue, "own_cluster", lambda: asked.append("scontrol") or "here")
     monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): asked.append("squeue") or jobs)
-    monkeypatch.setattr(commands, "cancel", lambda *ids: stopped.extend(ids))
+    monkeypatch.setattr(commands, "cancel", lambda *ids: stopped.append(ids))
     assert sweep.cancel([run.folder for run in runs]) == 0
-    assert stopped == ["1", "2"]
+    assert stopped == ([("1", "2")] if n_answers == 1 else [("1",), ("2",)])
     # The cluster's name matters only to the run that has no jobs.
     assert asked == ["squeue"] * n_answers + ["scontrol"]
     assert [run.submissions()[0].get("cancelled") for run in runs] == [True, True, None]
+
+
+@pytest.mark.parametrize(
+    ("said", "n_calls", "expected"),
+    [
+        (
+            "error: Kill job error on job id 2: Access/permission denied",
+            4,
+            ["Slurm jobs 1", "2: Access", "Slurm jobs 3"],
+        ),
+        ("error: Kill job error on job id 2: Invalid job id specified", 1, [f"Slurm jobs {job}" for job in "123"]),
+        ("error: Unable to contact slurm controller (connect failure)", 1, ["Unable to contact"] * 3),
+    ],
+)
+def test_one_scancel_ends_the_jobs_of_a_folder_of_runs_and_each_has_its_own_failure(
+    tmp_path, monkeypatch, said, n_calls, expected
+):
+    """Each scancel takes as long as the command needs to start."""
+    calls, jobs, runs = tmp_path / "calls", [], []
+    scancel = tmp_path / "bin" / "scancel"
+    scancel.parent.mkdir()
+    scancel.write_text(
+        f'#!/bin/bash\necho "$@" >> {calls}\n[[ " $* " != *" 2 "* ]] && exit\necho "scancel: {said}" >&2\nexit 1\n'
+    )
+    scancel.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scancel.parent}:{os.environ['PATH']}")
+    for number in "123":
+        runs.append(run := pretend_run(tmp_path / number, 0, n_tasks=1))
+        run.record_submission({"submission": 1, "array_job": number, "cluster": "here"})
+        jobs.append(queue.QueuedJob(number, "RUNNING", "None", "any", "/", f"{run.logs}/submission_file.sh"))
+    monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): jobs)
+    told = [str(done) for _, done in live_tasks.cancel_all(runs)]
+    assert all(words in line for words, line in zip(expected, told, strict=True)), told
+    lines = calls.read_text().splitlines()
+    assert (lines[0], len(lines)) == ("--quiet 1 2 3", n_calls)
 
 
 @pytest.mark.parametrize(
