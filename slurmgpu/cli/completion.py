@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from slurmgpu.util.array_ids import task_of_attempt
 from slurmgpu.util.users import expanded
 
 RUN = "run.json"
@@ -69,7 +70,7 @@ def complete_task(context: typer.Context, incomplete: str) -> list[str]:
     except OSError:
         return []
     attempts = [name[: -len(".json")] for name in names if TASK.fullmatch(name)]
-    tasks = dict.fromkeys(name.rpartition(".")[0] for name in attempts)
+    tasks = dict.fromkeys(task_of_attempt(name) for name in attempts)
     return [name for name in (*tasks, *attempts) if name.startswith(incomplete)]
 
 

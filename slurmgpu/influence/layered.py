@@ -62,11 +62,6 @@ class Layered:
         self._n_bytes: list[tuple[int, int]] = []
         self.parameters_by_name, self.losses, self.order = whole.parameters_by_name, whole.losses, whole.order
 
-    @property
-    def by_layers(self) -> tuple[str, ...]:
-        """The parameters whose gradients are computed by rules."""
-        return tuple(self._owners)
-
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
         """See Differentiable."""
         found: dict[str, Part] = {}

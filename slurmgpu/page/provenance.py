@@ -15,6 +15,7 @@ from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
 from slurmgpu.run.private import public
 from slurmgpu.run.submissions import JOB_KEYS
 from slurmgpu.util.amounts import count_of
+from slurmgpu.util.array_ids import task_of_attempt
 from slurmgpu.util.redact import hidden
 
 OF_PLANNING = ("planned",)
@@ -66,7 +67,7 @@ def gpus_of(report: Report) -> str:
     """The number of GPUs that the largest submission had at once, and their models."""
     by_job: dict[str, dict[str, int]] = {}
     for attempt in report["attempts"]:
-        job, _, task = str(attempt["attempt"]).rpartition(".")[0].rpartition("_")
+        job, _, task = task_of_attempt(str(attempt["attempt"])).rpartition("_")
         by_job.setdefault(job, {})[task] = attempt["n_gpus"] * attempt["n_nodes"]
     at_once = {
         str(line.get("array_job") or f"{line.get('executor')}{line.get('submission')}"): line.get("n_concurrent")

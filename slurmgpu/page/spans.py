@@ -12,6 +12,7 @@ from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import Counting, counting, kind_of
 from slurmgpu.run.records import Computed
+from slurmgpu.util.array_ids import task_of_attempt
 
 STATES = ("starting", "loading", "running", "ended")
 """The phases that are drawn. A task that recorded its end holds its GPUs until Slurm takes them back."""
@@ -93,7 +94,7 @@ def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
     ]
     return Life(
         attempt=name,
-        task=name.rpartition(".")[0],
+        task=task_of_attempt(name),
         node=plain(attempt["node"] or ""),
         start=start,
         stop=stop,

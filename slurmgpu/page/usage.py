@@ -18,6 +18,7 @@ from slurmgpu.page.svg import COLOURS, MARK, RIGHT, SMALL, figure
 from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.build import Report
 from slurmgpu.run.telemetry_log import Sample, some_samples, telemetry_path
+from slurmgpu.util.array_ids import task_of_attempt
 
 N_BINS = 120
 SAMPLES_A_BIN = 2
@@ -127,12 +128,12 @@ def _binned(
 def chosen_tasks(report: Report, usage: Usage, first: str | None) -> dict[str, str]:
     """The tasks with curves of their own, and why: failed, least used, hottest, then others."""
     sampled = dict.fromkeys(usage.owners)
-    attempts = [a for a in report["attempts"] if str(a["attempt"]).rpartition(".")[0] in sampled]
+    attempts = [a for a in report["attempts"] if task_of_attempt(str(a["attempt"])) in sampled]
     chosen: dict[str, str] = {first: ""} if first in sampled and first is not None else {}
 
     def add(some: Iterable[AttemptRow], n_most: int, why: Callable[[AttemptRow], str]) -> None:
         for attempt in list(some)[:n_most]:
-            task = str(attempt["attempt"]).rpartition(".")[0]
+            task = task_of_attempt(str(attempt["attempt"]))
             if not chosen.get(task) and len(chosen.keys() | {task}) <= N_LINES:
                 chosen[task] = why(attempt)
 

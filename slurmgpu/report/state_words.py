@@ -13,7 +13,7 @@ from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.records import ALL_FAIL
 from slurmgpu.util.amounts import clock, count_of, rate_of, share_of, span_of
 from slurmgpu.util.ansi import plain
-from slurmgpu.util.array_ids import array_of
+from slurmgpu.util.array_ids import array_of, task_of_attempt
 
 GRACE_S = 45.0
 """How long to wait once tasks are over: the merge may still run, or the queue was asked too early."""
@@ -37,7 +37,7 @@ def tasks_of(status: Status) -> list[StatusAttempt]:
 
     Silent and failed attempts of earlier submissions come last: the last submission computes their shards.
     """
-    latest = {attempt["attempt"].rpartition(".")[0]: attempt for attempt in in_task_order(status["attempts"])}
+    latest = {task_of_attempt(attempt["attempt"]): attempt for attempt in in_task_order(status["attempts"])}
     newest = max((attempt["submission"] for attempt in latest.values()), default=0)
     order = {"silent": 0, "failed": 1, "ended": 3}
 
@@ -86,7 +86,7 @@ def merge_words(status: Status) -> str:
     tasks = [
         task
         for task in tasks_of(status)
-        if task["submission"] == newest and not (task["silent"] and task["attempt"].rpartition(".")[0] in again)
+        if task["submission"] == newest and not (task["silent"] and task_of_attempt(task["attempt"]) in again)
     ]
     n_ended = sum(task["state"] == "ended" or task["silent"] for task in tasks)
     jobs = [job for job in status["queue"] or () if not job["n_tasks"]]

@@ -1,4 +1,4 @@
-"""The tasks of a job array as Slurm's job ids name them: "1234_[5-9,12%4]". Standard library only."""
+"""The tasks of a job array as Slurm's job ids name them: "1234_[5-9,12%4]", and attempts. Standard library only."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ UNKNOWN = Indices((range(-1, 0),))
 def array_of(job_id: str) -> str:
     """The array's id: "1234" of "1234_7", "1234_[5-9,12%4]", "1234" and "1234+1", which is a part of a hetjob."""
     return re.split(r"[_+]", job_id, maxsplit=1)[0]
+
+
+def task_of_attempt(attempt: str) -> str:
+    """The task's name: "1234_7" of "1234_7.0", "local1_7" of "local1_7.2"."""
+    return attempt.rpartition(".")[0]
 
 
 def indices_of(job_id: str) -> Indices:

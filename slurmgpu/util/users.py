@@ -1,9 +1,10 @@
-"""Names and home directories of users on this machine."""
+"""Names, home directories and folders of users on this machine."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import stat
 from pathlib import Path
 
 
@@ -40,3 +41,12 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     Path.expanduser raises a RuntimeError there, also for a folder whose name begins with ~.
     """
     return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether there is a folder that this user alone may write."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

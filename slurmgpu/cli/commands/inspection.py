@@ -13,6 +13,7 @@ import typer
 from slurmgpu.cli import completion, options
 from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.array_ids import task_of_attempt
 
 if TYPE_CHECKING:
     from slurmgpu.report.build import Report
@@ -131,7 +132,7 @@ def _write_html(run: Run, report: Report, path: Path, task: str | None) -> None:
 
     if missing := page.missing_packages():
         raise SlurmGPUError(f"The page needs {' and '.join(missing)}: pip install 'slurmgpu[html]'.")
-    tasks = sorted({attempt["attempt"].rpartition(".")[0] for attempt in report["attempts"]})
+    tasks = sorted({task_of_attempt(attempt["attempt"]) for attempt in report["attempts"]})
     if task is not None and task not in tasks:
         raise SlurmGPUError(f"{run.folder} has no task {task!r}.{did_you_mean(task, tasks)}")
     if path.exists() and not path.is_file():

@@ -23,6 +23,7 @@ from slurmgpu.search.index import FileRecord, read_index
 from slurmgpu.search.items import story_of_item
 from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.ansi import plain
+from slurmgpu.util.array_ids import task_of_attempt
 
 N_EXCERPTS = 3
 """Failures of a class that are shown with the lines around them."""
@@ -160,7 +161,7 @@ def _files(files: Sequence[FileRecord]) -> str:
 
 def known_tasks(run: Run) -> dict[str, bool]:
     """The submitted and started tasks, and whether their submission is still active."""
-    names = {name.rpartition(".")[0]: False for name in attempts_there(run)}
+    names = {task_of_attempt(name): False for name in attempts_there(run)}
     for line in run.submissions():
         here = "pids" in line
         job = job_here(line["executor"], line["submission"]) if here else line.get("array_job")
@@ -185,7 +186,7 @@ def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
     if goes_on and waits:
         return
     yet, hint = (" yet", " --follow waits for it.") if goes_on else ("", "")
-    if others := [name for name in there if name.rpartition(".")[0] in meant]:
+    if others := [name for name in there if task_of_attempt(name) in meant]:
         are = "is" if len(others) == 1 else "are"
         raise SlurmGPUError(f"{run.folder} has no attempt {task}{yet}: there {are} {', '.join(others)}.{hint}")
     if goes_on:

@@ -12,12 +12,13 @@ import fcntl
 import hashlib
 import logging
 import os
-import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from slurmgpu.util.users import is_own_folder
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +79,6 @@ class Marks:
             log.info("no mark of a try of CUDA graphs: %s", error)
             return None
         return path, descriptor
-
-
-def is_own_folder(path: Path) -> bool:
-    """Whether there is a folder that this user alone may write."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.transformers_engine.graph_marks import is_own_folder
 from slurmgpu.util import shared_memory
 from slurmgpu.util.exceptions import message_of
+from slurmgpu.util.users import is_own_folder
 
 log = logging.getLogger(__name__)
 
