@@ -47,7 +47,11 @@ RUNTIME = (
         r"required option --passphrase or --pem-path missing|cannot decrypt",
         "the image is encrypted, and slurmgpu hands no key to a task; use an image that is not",
     ),
-    Complaint(r"fuse: failed to open /dev/fuse: .*|open(?:ing)? /dev/fuse: .*|fuse: device not found", NO_FUSE, True),
+    Complaint(
+        r"fuse: failed to open /dev/fuse: .*|open(?:ing)? /dev/fuse: .*|fuse: device (?:/dev/fuse )?not found",
+        NO_FUSE,
+        True,
+    ),
     Complaint(
         r"Something went wrong trying to read the squashfs image|reading descriptors: unexpected EOF"
         r"|failed to read SIF partition.*|error while checking squashfs header.*|corrupted image.*"
