@@ -42,6 +42,10 @@ def workshop(apptainer):
         for bind in binds_of(apptainer):
             # While building, what is bound must have a place in the image.
             (folder / "base" / bind.dst.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+        if certificates.exists():  # the pip of Debian 13 reads them, also where it goes to no network
+            (folder / "base" / "etc/ssl/certs").mkdir(parents=True)
+            shutil.copy(certificates, folder / "base" / "etc/ssl/certs")
         (folder / "wheels").mkdir()
         for package in ("numpy", "h5py"):
             pack_wheel(package, folder / "wheels")
