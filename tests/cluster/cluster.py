@@ -224,6 +224,9 @@ class Cluster:
             "mariadbd",
             lambda: self._succeeds("mariadb-admin", "--no-defaults", socket_option, "--silent", "ping"),
         )
+        # slurmdbd would make its database itself, once it has found none; but MariaDB 11.8.9's client library refuses
+        # all answers on a connection that was tried with a database that is not there.
+        self.run("mariadb-admin", "--no-defaults", socket_option, "create", "slurm_acct_db")
 
     def _start_slurmdbd(self) -> None:
         # StorageHost=localhost means a socket, and slurmdbd.conf cannot say which.
