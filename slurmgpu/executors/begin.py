@@ -1,7 +1,7 @@
-"""`python -m slurmgpu.executors.begin -u -m submitit.core._submit FOLDER`: Submitit's job, with early signals kept.
+"""`python -m slurmgpu.executors.begin -u -m submitit.core._submit FOLDER`: run Submitit's job, remembering signals.
 
-Submitit handles a job's signals itself before it calls the job's function: SIGUSR2 ends it with a TypeError if the job
-has no walltime of Submitit's, and SIGTERM is ignored. Here they are remembered instead, for the task to handle.
+Submitit handles a job's signals itself before it calls the job's function: SIGUSR2 ends it with a TypeError if Submitit
+knows no walltime for the job, and SIGTERM is ignored. Here they are remembered instead, for the task to handle.
 """
 
 from slurmgpu.util.early_signals import remember
@@ -18,8 +18,8 @@ from typing import Any
 def import_submitit() -> None:
     """Import what runs Submitit's pickles, without NumPy.
 
-    Submitit imports it, if there is one, for pickles that hold arrays. Ours hold none, and a task never needs NumPy:
-    importing it was a third of the processor time that a task takes.
+    If NumPy is installed, Submitit imports it for pickles that hold arrays. Ours hold none, and a task never needs
+    NumPy: importing it took a third of a task's CPU time.
     """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("numpy", None)  # makes its import an ImportError
@@ -32,7 +32,7 @@ def import_submitit() -> None:
 
 
 def run_job(folder: str) -> None:
-    """Run the job of Submitit's that the environment of this process names; its files lie in `folder`."""
+    """Run the Submitit job that the environment of this process names; its files are in `folder`."""
     from submitit.core.submission import process_job
 
     _prepare_submitit()

@@ -1,4 +1,4 @@
-"""The debug executor: one task, in this process, where a debugger works."""
+"""The debug executor: one task in this process, so that a debugger works."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Debug(Here):
     in_process = True
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
-        """Refuse those that end the process."""
+        """Refuse faults that end the process."""
         for fault in faults:
             if KINDS[fault.kind].kills:
                 raise SlurmGPUError(
-                    f"--inject {fault} ends the process that computes, which with the executor debug is your own, and "
-                    f"nothing starts it again. Use --executor local."
+                    f"--inject {fault} ends the process that computes, which with the executor debug is your own. "
+                    f"Use --executor local."
                 )
 
     def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
@@ -37,8 +37,8 @@ class Debug(Here):
         for line in lines:
             for pid in tasks_here(run, self.name, line["submission"]):
                 raise SlurmGPUError(
-                    f"Process {pid} computes this run itself, with the executor debug, and may be a debugger or a "
-                    f"notebook: interrupt it there (Ctrl-C), or kill {pid}."
+                    f"Process {pid} computes this run with the executor debug, so it may be a debugger or a notebook. "
+                    f"Interrupt it there (Ctrl-C), or type kill {pid}."
                 )
         return super().cancel(run, lines)
 

@@ -1,4 +1,4 @@
-"""A submission in a process of its own, which goes on when the process that submits ends or is interrupted.
+"""Run a submission in a separate process, which goes on when the process that submits ends or is interrupted.
 
 `python -m slurmgpu.executors.detached` is that process. It does what `submission.start` does, to the end of the merge.
 """
@@ -31,14 +31,14 @@ from slurmgpu.util.shared_files import open_to_append
 LOG = "submit.log"
 """The log of that process, in the run's logs/."""
 MOST = 2000
-"""The most characters of what it printed before."""
+"""The most characters of its output that an error quotes."""
 
 
 class Background:
-    """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one.
+    """A process that imports its modules while it waits for a submission; leaving the `with` block ends an idle one.
 
-    `executor` and `n_slots` are what is asked for: the executor's name, and how many tasks at once. `workload` is a
-    built-in one, "package.module:Class", which is imported as well.
+    `executor` is the requested executor's name, `n_slots` the number of tasks at once. `workload` is a built-in
+    workload, "package.module:Class", which is imported as well.
     """
 
     def __init__(self, executor: str, n_slots: int, workload: str) -> None:
@@ -60,7 +60,9 @@ class Background:
                 )
         finally:
             os.close(given)
-        threading.Thread(target=self._process.wait, daemon=True).start()  # else it becomes a zombie, which looks alive
+        threading.Thread(
+            target=self._process.wait, daemon=True
+        ).start()  # otherwise it becomes a zombie, which looks alive
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,13 +84,14 @@ class Background:
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip() or f"{run.logs / LOG} may say why"
             raise SlurmGPUError(
-                f"The process that was to compute the run ended with exit code {code} before it began: {said[-MOST:]}"
+                f"The background process that computes the run ended with exit code {code} before it began: "
+                f"{said[-MOST:]}"
             )
         return Outcome(submission, {}, tuple(notes))
 
 
 def main() -> int:
-    """Run the submission that standard input describes; say on the given pipe once it has begun, or why not."""
+    """Run the submission that standard input describes; report on the given pipe that it has begun, or why not."""
     answers = open(int(sys.argv[1]), "w", encoding="utf-8")  # noqa: SIM115 - closed once it has answered
     os.set_inheritable(answers.fileno(), False)
     executor, n_slots = executor_named(sys.argv[2]), int(sys.argv[3])

@@ -27,7 +27,7 @@ from slurmgpu.util.pids import are_numbered_here, numbering, parent_of, processe
 log = logging.getLogger(__name__)
 
 SLOT = "slurmgpu.executors.slot"
-"""The module of a slot that is a program; its first argument is the folder of the run's logs."""
+"""The module that runs a slot as a program; its first argument is the folder of the run's logs."""
 
 
 class Here(Executor):
@@ -46,7 +46,7 @@ class Here(Executor):
         return {"host": platform.node(), **numbering(), **processes([os.getpid()])}
 
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
-        """Whether a process of the run lives."""
+        """Whether a process of the run is alive."""
         found = [processes_here(line) for line in reversed(lines) if "pids" in line]
         living = [pids[0] for pids in found if pids]
         return Sight(f"process {living[0]} works on it" if living else None, hides=None in found)
@@ -54,7 +54,7 @@ class Here(Executor):
     def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
         """Ask the processes of the run's slots to end, and tasks whose slots were killed."""
         if elsewhere := next((line for line in lines if not are_numbered_here(line)), None):
-            raise SlurmGPUError(f"This run works on {elsewhere['host']}; cancel it there, outside a container.")
+            raise SlurmGPUError(f"This run is computed on {elsewhere['host']}; cancel it there, outside a container.")
         done, is_open, living = [], {line["submission"] for line in lines}, _heard_of(run)
         for line in run.submissions():  # also one that has ended: a task may have outlived it
             if line["executor"] != self.name:
@@ -88,9 +88,9 @@ def _heard_of(run: Run) -> dict[str, list[int]]:
 
 
 def surely_of(run: Run, pids: Iterable[int]) -> list[int]:
-    """The processes that may be ended as the run's: all of them, unless another user may have written their pids.
+    """The processes that may safely be ended: all of them, unless another user may have written their pids.
 
-    Then those whose arguments name the run, or that write into its logs: only their own user can bring that about.
+    In that case only those whose arguments name the run, or that write into its logs: only their owner can cause that.
     """
     named = sorted(pids)
     if not named or (why := why_forgeable(run, run.tasks)) is None:
@@ -103,7 +103,7 @@ def surely_of(run: Run, pids: Iterable[int]) -> list[int]:
 
 
 def _shows(run: Run, pid: int) -> bool:
-    """Whether a process is of a run by what /proc says of it."""
+    """Whether /proc shows that a process belongs to a run."""
     with contextlib.suppress(OSError):
         if not stat.S_ISDIR(run.logs.lstat().st_mode):
             return False  # a link could lead to the logs of another run
@@ -115,12 +115,12 @@ def _shows(run: Run, pid: int) -> bool:
 
 
 def n_threads_of(n_slots: int) -> int:
-    """The share of a slot of this machine's cores."""
+    """The number of this machine's cores for each slot."""
     return max(1, len(os.sched_getaffinity(0)) // n_slots)
 
 
 def stop(pids: Iterable[int], signum: int = signal.SIGTERM) -> None:
-    """Ask slots that are alive, which pass it on to their tasks, or tasks to end."""
+    """Signal live slots, which pass it on to their tasks, or tasks themselves."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
@@ -132,7 +132,7 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
     if submission.nodes_per_task > 1:
         raise SlurmGPUError(
             f"nodes_per_task = {submission.nodes_per_task}, but the local executor has one node, this machine. "
-            f"Set --nodes-per-task 1."
+            f"Use --nodes-per-task 1."
         )
     if per_slot == 0:
         return [[] for _ in range(n_slots)]
@@ -144,12 +144,12 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
             ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
         except GPUFaultError as error:
             raise SlurmGPUError(
-                f"{error}. To compute on this machine's CPUs: --gpus 0, in Python gpus=0, and --tasks for "
+                f"{error}. To compute on this machine's CPUs: --gpus 0 (in Python: gpus=0), and --tasks for "
                 f"the number of tasks."
             ) from error
     if len(ids) < n_slots * per_slot:
         raise SlurmGPUError(
-            f"Asked for {count_of(n_slots * per_slot, 'GPU')}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
-            f"Ask for fewer with --gpus, in Python gpus."
+            f"Asked for {count_of(n_slots * per_slot, 'GPU')}, but CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
+            f"Ask for fewer with --gpus (in Python: gpus)."
         )
     return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]

@@ -1,4 +1,4 @@
-"""`Executor`, the interface of all executors: everything in which they differ.
+"""`Executor`, the interface of all executors: it has everything in which they differ.
 
 `slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names that run files may
 use; executors of other packages are found by the entry-point group `slurmgpu.executors`.
@@ -34,9 +34,9 @@ Lines = Sequence[SubmissionLine]
 class Started:
     """A submission that has been started.
 
-    `line` is added to the submission in submissions.jsonl: of queued jobs the state "queued", and their ids by name.
-    `wait`, for tasks of this machine, calls its argument again and again until they have ended, and returns their
-    lives. `to_type` are commands for the user, if the executor starts nothing itself.
+    `line` is added to the submission in submissions.jsonl: for queued jobs the state "queued" and their ids by name.
+    `wait`, for tasks on this machine, calls its argument repeatedly until they have ended, and returns their lives.
+    `to_type` are commands for the user, if the executor starts nothing itself.
     """
 
     line: Mapping[str, Any] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Sight:
-    """What an executor sees of a run: `at_work` is what is queued or alive, in words.
+    """What an executor sees of a run: `at_work` says in words what is queued or alive.
 
-    The rest is about tasks that it does not see, and whose heartbeats are watched: `hides` if tasks may work here
-    unseen, `elsewhere` the other clusters in whose queues jobs may wait. `has_ended` says whether the task of a
-    heartbeat is known to have ended.
+    The rest is about tasks that it cannot see, whose heartbeats are watched: `hides` is true if tasks may run here
+    unseen; `elsewhere` are other clusters whose queues may have jobs. `has_ended` says whether the task of a heartbeat
+    is known to have ended.
     """
 
     at_work: str | None = None
@@ -73,20 +73,20 @@ class Preview:
 
 
 class Executor(ABC):
-    """An executor of tasks. It has no state: every call gets the run that it is about.
+    """An executor of tasks. It has no state: every call gets its run.
 
     Its tasks call `job_entry.work` and log to logs/JOB_TASK_0_log.err. An executor that `queues` also queues a job that
-    calls `submission.merge_behind`; for the others the process that submits waits for the tasks and merges.
+    calls `submission.merge_behind`; for others the process that submits waits for the tasks and merges.
     """
 
     name: ClassVar[str]
     """Its name in [resources] executor, submissions.jsonl and the records of attempts."""
     title: ClassVar[str] = "this machine"
-    """Its name in sentences."""
+    """Its name in messages."""
     queues: ClassVar[bool] = False
     """Whether its tasks are jobs, which have a walltime and do not need the process that submitted them."""
     detaches: ClassVar[bool] = False
-    """Whether another process than the user's can submit, and wait for its tasks."""
+    """Whether a process other than the user's can submit and wait for its tasks."""
     in_process: ClassVar[bool] = False
     """Whether the user's own process computes, whose terminal a debugger may have."""
     not_in_paths: ClassVar[str] = ""
@@ -94,7 +94,7 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Raise SlurmGPUError if it cannot run from here; called before anything is written."""
+        """Raise SlurmGPUError if it cannot run the submission from here; called before anything is written."""
 
     @abstractmethod
     def describe(self, container: ContainerRecord | None) -> str:
@@ -107,15 +107,15 @@ class Executor(ABC):
     def learn(
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """The changes of the next submission because of failures of the `last` one.
+        """Changes for the next submission because of failures of the `last` one.
 
-        The options of [slurm], the nodes to exclude, and a sentence for each change. `options` are those of the last
-        submission, updated by those that the user has `given` now.
+        Returns the options of [slurm], the nodes to exclude, and a sentence for each change. `options` are those of the
+        last submission, updated by those that the user has `given` now.
         """
         return options, (), []
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
-        """The submission within the cluster's limits, and a sentence for each change and each hazard."""
+        """The submission, reduced to the cluster's limits, and a sentence for each change and each hazard."""
         return submission, []
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
@@ -124,7 +124,7 @@ class Executor(ABC):
 
     @abstractmethod
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
-        """The place of a submission, for submissions.jsonl; called, and may refuse, before `start`."""
+        """Where the submission runs, for submissions.jsonl; called before `start`, and may raise SlurmGPUError."""
 
     @abstractmethod
     def start(self, run: Run, submission: Submission) -> Started:
@@ -134,30 +134,30 @@ class Executor(ABC):
         """
 
     def import_ahead(self, n_slots: int) -> None:
-        """Import what forks by `fork_ahead` are to have, in a process that does not know yet what it submits.
+        """Import what forks of `fork_ahead` need, in a process that does not know yet what it will submit.
 
-        `n_slots` is how many tasks at once are asked for.
+        `n_slots` is the requested number of tasks at once.
         """
         return
 
     def fork_ahead(self, n_slots: int) -> Callable[[], NoReturn] | None:
-        """Fork processes for `start`, before this one has threads; in such a fork, what it does instead of going on.
+        """Fork processes for `start`, before this process has threads. In a fork, returns the function to run there.
 
-        `n_slots` is that of `import_ahead`, and is how many tasks at once are submitted.
+        `n_slots` is that of `import_ahead`: the number of tasks at once.
         """
         return None
 
     @abstractmethod
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
-        """What is seen of the run, whose submissions `lines` have not ended; NoAnswerError if that is not known.
+        """What the executor sees of the run's submissions `lines`, which have not ended. NoAnswerError if unknown.
 
-        `waiting_merge` is the Slurm job of the caller, which merges when the others have ended. It does not count, nor
-        do other jobs that wait to merge; a job of another executor leaves itself out.
+        `waiting_merge` is the caller's own Slurm job, which merges when the others have ended. It does not count, nor
+        do other jobs that wait to merge.
         """
 
     @abstractmethod
     def cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str]:
-        """Cancel what is seen of the run, and record `cancelled` for each submission; what was done, in words.
+        """Cancel what is seen of the run, and record `cancelled` for each submission; return what was done, in words.
 
         `among` are `own_jobs`, if they are known already.
         """
@@ -178,28 +178,28 @@ class Executor(ABC):
         return
 
     def own_jobs(self) -> Sequence[Any]:
-        """All jobs of this user in the queue, by one request, for many runs; NoAnswerError without an answer."""
+        """All queued jobs of this user, with one request for many runs; NoAnswerError without an answer."""
         return ()
 
     def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:
-        """The run's jobs in the queue, for `status`; None if the queue says nothing of it, `last` without an answer.
+        """The run's jobs in the queue, for `status`; None if there is no queue for it, `last` without an answer.
 
         `among` are `own_jobs`, if they are known already.
         """
         return None
 
     def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
-        """What the executor's accounting says of the run's tasks; None without accounting or an answer.
+        """What the executor's accounting says about the run's tasks; None without accounting or an answer.
 
-        With `settled` it waits a while for the ends that accounting does not have yet.
+        With `settled` it waits a while for ends that accounting does not have yet.
         """
         return None
 
     def jobs_completing(self, other: Run) -> tuple[str, ...]:
-        """The jobs after which an incomplete run is complete, for --after; SlurmGPUError if there are none."""
+        """The jobs that complete an incomplete run, for --after; SlurmGPUError if there are none."""
         raise SlurmGPUError(
             f"{other.folder} is not complete yet, and the executor {self.name} cannot wait for it (--after). "
-            f"Submit once it is complete."
+            f"Submit again once it is complete."
         )
 
     def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:

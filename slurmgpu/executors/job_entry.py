@@ -1,4 +1,4 @@
-"""Entry points of jobs on a node: a task, or the merge. Plain arguments, so that Submitit's pickles stay small."""
+"""Entry points of jobs on a node: a task or the merge. Arguments are plain, so that Submitit's pickles stay small."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 BEGIN = "-u -m slurmgpu.executors.begin"
-"""Submitit starts its jobs by this instead of Python alone: signals are remembered from the first instruction on."""
+"""Arguments of Python with which Submitit starts jobs, so that signals are remembered from the first instruction on."""
 
 
 def _log_like_ours() -> None:
@@ -43,14 +43,14 @@ def _log_like_ours() -> None:
     log_to_stderr(force=True)
     submitits = logging.getLogger("submitit")
     submitits.handlers.clear()
-    # It says "Job completed successfully" of its pickle, also if the walltime has ended the task.
+    # Submitit logs "Job completed successfully" for its pickle, also if the walltime has ended the task.
     submitits.setLevel(logging.WARNING)
     # It logs each SIGCONT, and Slurm sends one before every other signal.
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
 
 
 def run_task(folder: Path, submission: int) -> None:
-    """A task of an array of Submitit's; exits with the task's code, for Slurm's accounting."""
+    """A task of Submitit's array; exits with the task's code, for Slurm's accounting."""
     early_signals.remember()
     _log_like_ours()
     _end_copies()
@@ -65,7 +65,7 @@ def run_task(folder: Path, submission: int) -> None:
 
 
 def _end_copies() -> None:
-    """End with a sentence, which Submitit would show as a traceback, if srun has started this job more than once."""
+    """If srun has started this job more than once, exit with a message; Submitit would show a traceback."""
     try:
         refuse_copies()
     except SlurmGPUError as error:
@@ -78,10 +78,10 @@ def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[Non
 
 
 def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array: bool) -> int:
-    """A task of a job that was submitted by hand, such as sbatch/array.sbatch; its exit code.
+    """Run a task of a job that was submitted by hand, such as sbatch/array.sbatch; return its exit code.
 
     The allocation is what Slurm's environment says, not what the plan asked for. With `trust` the run's code is run
-    even if other users may have written it. `own_array` is whether the job's script makes it an array.
+    even if other users may have written it. `own_array` says whether the job's script makes it an array.
     """
     from slurmgpu.executors import manual_jobs
 
@@ -102,9 +102,9 @@ def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array
 
 
 def _end_if_asked() -> None:
-    """End a task that has claimed nothing yet, if a signal asks for it."""
+    """End a task that has claimed nothing yet, if a signal asked for that."""
     if early_signals.is_asked_to_end():
-        log.warning("a signal has asked this task to end before it began")
+        log.warning("a signal asked this task to end before it began")
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -114,11 +114,11 @@ def work(
     end_time: Callable[[], float | None] = lambda: None,
     spare: SpareWorker | None = None,
 ) -> int:
-    """Work as this attempt until no shard is left for it; the exit code. Tasks of all executors call this.
+    """Compute shards as this attempt until none is left; return the exit code. Tasks of all executors call this.
 
-    `end_time` tells when the walltime ends, once that is known. `spare` becomes the first worker.
+    `end_time` returns when the walltime ends, once that is known. `spare` becomes the first worker.
     """
-    # Also so that every task's log says its offset from UTC, which Submitit's lines lack.
+    # This also puts the offset from UTC into every task's log, which Submitit's lines lack.
     held = count_of(attempt.n_gpus, "GPU")
     log.info("attempt %s of %s: %s, device %s", attempt.name, run.folder, held, attempt.device)
     if attempt.n_nodes > 1 and (rank := node_rank()):
@@ -131,9 +131,9 @@ def work(
 
 
 def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes: int) -> Attempt:
-    """The attempt of this job of Slurm's, which has so many GPUs on this node, and so many nodes."""
+    """The attempt of this Slurm job, which has `n_gpus` GPUs on this node, and `n_nodes` nodes."""
     environ = os.environ
-    # A job asks for memory in one of three ways. 0 stands for all of the node's.
+    # A job asks for memory in one of three ways. 0 means all memory of the node.
     shares = {
         "SLURM_MEM_PER_NODE": 1,
         "SLURM_MEM_PER_CPU": int(environ.get("SLURM_CPUS_ON_NODE", "0")),
@@ -169,7 +169,7 @@ def run_merge(folder: Path, submission: int) -> None:
             code = merge_behind(Run.open(folder), submission)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except SlurmGPUError as error:  # a round that Slurm refuses, say; Submitit would show a traceback
+    except SlurmGPUError as error:  # for example Slurm refuses the resubmission; Submitit would show a traceback
         log.error("%s", error)
         code = 1
     if code:
@@ -179,7 +179,7 @@ def run_merge(folder: Path, submission: int) -> None:
 def run_local_task(
     folder: Path, job: str, slot: int, submission: int, gpu_ids: Sequence[str], device: str, n_threads: int
 ) -> None:
-    """A slot of the local executor, with its own GPUs and share of the cores; exits with the task's code."""
+    """Run a slot of the local executor, with its own GPUs and share of the cores; exits with the task's code."""
     early_signals.remember()
     _log_like_ours()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
@@ -192,10 +192,10 @@ def run_local_task(
         with beating(folder, attempt.name, job):
             code = work(run, attempt, spare=spare)
         if is_orphaned(run, submission):
-            outlive_parent()  # a slot that is killed now takes no merge along, which no other process would make
+            outlive_parent()  # if the slot is killed now, the merge goes on: no other process would do it
             from slurmgpu.executors.submission import merge_orphaned  # which imports this module
 
-            log.warning("the process that has submitted the run is gone: its last task merges")
+            log.warning("the process that submitted the run has ended, so its last task merges")
             merge_orphaned(run, submission)
     if code:
         sys.exit(code)

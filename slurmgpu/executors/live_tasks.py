@@ -1,4 +1,4 @@
-"""Find what is alive of a run, by its executors and by heartbeats, and cancel it."""
+"""Find a run's live processes and queued jobs, through its executors and by heartbeats, and cancel them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 def alive(run: Run, waiting_merge: str | None = None) -> str | None:
     """The live processes or queued jobs of this run, in words; None without any. NoAnswerError if a queue is silent.
 
-    `waiting_merge` is the Slurm job of the caller, which merges when the others have ended; it does not count, nor do
+    `waiting_merge` is the caller's own Slurm job, which merges when the others have ended; it does not count, nor do
     other jobs that wait to merge. Tasks of other users and clusters are not in the queue here: their heartbeats are
-    watched, which takes as long as a lease, and half a minute at least.
+    watched, which takes as long as a lease, and at least half a minute.
     """
     sights = []
     for executor, lines in executors_of(run):
@@ -39,10 +39,10 @@ def alive(run: Run, waiting_merge: str | None = None) -> str | None:
 
 
 def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str | None:
-    """A task whose heartbeat goes on, in words; None once all are silent for long enough.
+    """A task whose heartbeat goes on, in words; None once all have been silent for long enough.
 
-    Jobs in the queue of another cluster are not seen here and count as alive, but not for a merge that waits: jobs
-    there may wait for it.
+    Jobs in the queue of another cluster cannot be seen here. They count as alive, except for a merge that waits: jobs
+    there may wait for that merge.
     """
     patience_s, observer = patience(run.plan.lease_s), _observer(run)
     elsewhere = [name for sight in sights for name in sight.elsewhere]
@@ -54,7 +54,7 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
             return f"{living[0].in_words} is alive"
         doubts = [task.in_words for task in tasks if task.lives is None]
         if elsewhere and waiting_merge is None and not doubts:
-            return f"jobs of it may wait in the queue of the cluster {elsewhere[0]}, which is not seen here"
+            return f"it may have jobs in the queue of the cluster {elsewhere[0]}, which cannot be seen here"
         if time.monotonic() - begun <= patience_s:
             doubts += [f"a task of a job on the cluster {name}" for name in elsewhere[:1]]
         if is_hidden:
@@ -65,13 +65,13 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
         if not doubts:
             return None
         if not is_told:
-            log.warning("waiting up to %.0f s to see whether %s lives", patience_s, doubts[0])
+            log.warning("waiting up to %.0f s to see whether %s is alive", patience_s, doubts[0])
             is_told = True
         time.sleep(min(1.0, patience_s / 20))
 
 
 ANSWER_S = 2.0
-"""How long to use an answer on all jobs of the queue. A merge may submit its run again meanwhile."""
+"""How long to reuse an answer about all queued jobs. Not longer, because a merge may resubmit its run."""
 
 _OBSERVERS: dict[Path, Observer] = {}
 """The heartbeats that this process has seen: a second look need not wait again for tasks that are silent."""
@@ -82,7 +82,7 @@ def _observer(run: Run) -> Observer:
 
 
 def others_alive(run: Run, own_array: str | None) -> str | None:
-    """A task that lives and is not of this array of this cluster, in words; None once all others are silent."""
+    """A live task outside this array of this cluster, in words; None once all others are silent."""
     cluster, observer = os.environ.get("SLURM_CLUSTER_NAME"), _observer(run)
     while True:
         tasks = observer.look()
@@ -95,7 +95,7 @@ def others_alive(run: Run, own_array: str | None) -> str | None:
 
 
 def forget_dead_tasks(run: Run) -> None:
-    """Remove the heartbeats of tasks that were killed, after a merge: no observer need watch them again."""
+    """Remove the heartbeats of killed tasks after a merge, so that nobody has to watch them again."""
     observer = _observer(run)
     observer.forget([task for task in observer.look() if task.lives is False])
 
@@ -106,12 +106,12 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
         what = alive(run)
     except NoAnswerError as error:
         if not force:
-            raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive: --force.") from error
+            raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive, use --force.") from error
         what = str(error)
     if what and not force:
         raise NothingToSubmitError(
-            f"{run.folder} is still at work: {what}. `slurmgpu status {run.typed}` shows it; wait for its end, "
-            f"or `slurmgpu cancel {run.typed}`, before you {to_do}. If you know that it has ended: --force."
+            f"{run.folder} is still running: {what}. `slurmgpu status {run.typed}` shows it. Before you {to_do}, wait "
+            f"for its end, or `slurmgpu cancel {run.typed}`. If you know that it has ended, use --force."
         )
     if what:
         log.warning("--force: %s", what)
@@ -119,7 +119,7 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
 
 
 def cancel(run: Run, among: Mapping[str, Sequence[Any]] | None = None) -> str:
-    """Cancel what is alive of the run; what was done, in words. `among` are all of the user's jobs by executor."""
+    """Cancel the run's live processes and queued jobs; return what was done. `among`: the user's jobs by executor."""
     known = among or {}
     return "; ".join(
         done for executor, lines in executors_of(run) for done in executor.cancel(run, lines, known.get(executor.name))
@@ -127,7 +127,7 @@ def cancel(run: Run, among: Mapping[str, Sequence[Any]] | None = None) -> str:
 
 
 def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]:
-    """Cancel what is alive of several runs: each with what was done, in words, or why it could not be done.
+    """Cancel several runs; yields each with what was done, in words, or the error.
 
     A queue is asked once, and told once to end jobs, for all runs that are looked at within ANSWER_S.
     """

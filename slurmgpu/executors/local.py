@@ -1,4 +1,4 @@
-"""The local executor: one process of Submitit's for each slot of this machine, each with GPUs of its own."""
+"""The local executor: one Submitit process for each slot of this machine, each with its own GPUs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Local(Here):
     detaches = True
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse also a container runtime that is not here."""
+        """Also refuse a container runtime that is not installed here."""
         super().check(submission, container)
         program = runtime_named(container["runtime"]).program if container else None
         if program and shutil.which(program) is None:
             raise SlurmGPUError(
-                f"{program}, in which the run file's image is to run, is not on the PATH of this machine. "
+                f"The run file's image needs {program}, which is not on the PATH of this machine. "
                 f'Load its module, or set runtime = "none" in [container] to run without the image.'
             )
 
     def import_ahead(self, n_slots: int) -> None:
         """Import what slots, tasks and workers need.
 
-        libhdf5 then locks no file in this process either, which merges: they rename whole files into place.
+        libhdf5 then locks no file in this process either, which merges.
         """
-        # Read when OpenBLAS and libhdf5 are loaded. The first is what a slot sets for its worker.
+        # OpenBLAS and libhdf5 read these when they are loaded. A slot sets the first for its worker.
         own = {"OMP_NUM_THREADS": str(n_threads_of(n_slots)), **OWN_ENVIRON}
         with environment({name: value for name, value in own.items() if name not in os.environ}):
             importlib.import_module("slurmgpu.executors.local_slots")  # with Submitit

@@ -59,11 +59,11 @@ ENVIRON = {
     "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-"""The variables that a slot has beside those of this process; its task sets its own GPUs."""
+"""The variables that a slot has in addition to those of this process; its task sets its own GPUs."""
 
 
 class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
-    """Submitit's executor, whose jobs are started by slots."""
+    """Submitit's executor; slots start its jobs."""
 
     def _submit_command(self, command: str) -> Any:
         process: subprocess.Popen[bytes] | Fork | None = waiting_slot()
@@ -74,12 +74,12 @@ class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is 
 
 
 def start(run: Run, submission: Submission) -> list[Any]:
-    """Start the slots; Submitit's jobs."""
+    """Start the slots, and return Submitit's jobs."""
     job = job_here(submission.executor, submission.submission)
     patch_submitit()
     standard_streams.open_missing()
     executor = _Executor(run.logs)
-    executor._throttling = 0.0  # seconds between two submissions, for the sake of Slurm
+    executor._throttling = 0.0  # Submitit waits between two submissions to spare Slurm
     slots = gpu_ids(submission)
     n_threads = n_threads_of(len(slots))
     number, device = submission.submission, submission.device
@@ -90,7 +90,7 @@ def start(run: Run, submission: Submission) -> list[Any]:
                 given = (run.folder, job, slot, number, ids, device, n_threads)
                 jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
             if isinstance(waiting := jobs[-1]._process, Fork):
-                # Only now: the job's pickle has its name, and a task that does not find it looks again after a second.
+                # Only now: a task that does not find its job's pickle, which is named after it, waits for a second.
                 begin_slot(waiting, run.logs, ENVIRON)
         return jobs
 
@@ -112,9 +112,9 @@ def _ignoring_sigint() -> Iterator[None]:
 
 
 def wait(run: Run, submission: Submission, jobs: list[Any], on_tick: Callable[[], None]) -> None:
-    """Wait for the slots, and their tasks. Any exception stops them, and they give their shards back.
+    """Wait for the slots and their tasks. Any exception stops them, and they give their shards back.
 
-    SIGTERM and SIGHUP raise EndedBySignalError, once: a terminal that is closed sends several.
+    The first SIGTERM or SIGHUP raises EndedBySignalError; a terminal that is closed sends several.
     """
     with ended_by_exception():
         try:
@@ -132,7 +132,7 @@ def wait(run: Run, submission: Submission, jobs: list[Any], on_tick: Callable[[]
 
 
 def _wait_for_tasks(run: Run, submission: Submission) -> None:
-    """Wait for tasks whose slots were killed. Each was told to end by that, and one that does not is killed."""
+    """Wait for tasks whose slots were killed. The kernel has told them to end; those that do not are killed."""
     patience_s, begun, is_told = patience(run.plan.lease_s), time.monotonic(), False
     while living := surely_of(run, tasks_here(run, submission.executor, submission.submission)):
         words = f"{count_of(len(living), 'task')} whose slot was killed: process {', '.join(map(str, living))}"
@@ -140,7 +140,7 @@ def _wait_for_tasks(run: Run, submission: Submission) -> None:
             log.warning("waiting up to %.0f s for the end of %s", patience_s, words)
             is_told = True
         if time.monotonic() - begun > patience_s:
-            log.warning("they do not end by SIGTERM; killing %s", words)
+            log.warning("SIGTERM did not end them; killing %s", words)
             stop(living, signal.SIGKILL)
             begun = math.inf
         time.sleep(0.1)

@@ -18,7 +18,7 @@ from slurmgpu.slurm import commands, queue
 
 HERE = Path(__file__).resolve().parent.parent
 SCRIPTS = next((folder for folder in (HERE.parent / "sbatch", HERE / "sbatch") if folder.is_dir()), HERE / "sbatch")
-"""The scripts of this installation: in a checkout beside the package, otherwise within it."""
+"""The scripts of this installation: next to the package in a checkout, otherwise within it."""
 
 
 class Manual(Slurm):
@@ -33,13 +33,13 @@ class Manual(Slurm):
         asked, notes = replace(submission, executor=Slurm.name), []
         if commands_first := [*asked.sbatch_options.get("setup", ()), *asked.merge_options.get("setup", ())]:
             typed = "; ".join(dict.fromkeys(commands_first))
-            notes.append(f"The scripts do not run the setup of [slurm] or [merge]; write it into them: {typed}")
+            notes.append(f"The scripts do not run setup of [slurm] and [merge]; add these lines to them: {typed}")
         try:
             if why := commands.other_cluster():
-                notes.append(f"{why} Its queue is not seen here: type these lines there.")
+                notes.append(f"{why} Its queue cannot be seen from here; type these lines on that cluster.")
             asked, limited = respect_limits(asked, is_array=True)
         except commands.SlurmUnavailableError as error:
-            limited = [f"The cluster's limits are not known here. {error}"]
+            limited = [f"The cluster's limits are unknown. {error}"]
         return asked, [*notes, *limited]
 
     def start(self, run: Run, submission: Submission) -> Started:
@@ -48,7 +48,7 @@ class Manual(Slurm):
 
 
 def lines_to_type(run: Run, submission: Submission) -> list[str]:
-    """The two commands that submit a run from the working directory: its tasks, and the merge behind them."""
+    """The two commands that submit a run from the working directory: its tasks, and the merge after them."""
     near = os.path.relpath(run.folder)
     folder = str(run.folder) if near.startswith("..") else near
     # Identifies the jobs while they wait: from Slurm 24.11 on squeue does not show a script's arguments.
@@ -61,7 +61,7 @@ def lines_to_type(run: Run, submission: Submission) -> list[str]:
     return [
         f"J=$(sbatch --parsable {shlex.join(tasks)})",
         # afterany: a failed task must not keep the others from being merged.
-        # %%: with --clusters, which SLURM_CLUSTERS may say, --parsable prints "1234;CLUSTER".
+        # %%: with --clusters, which SLURM_CLUSTERS may set, --parsable prints "1234;CLUSTER".
         f"sbatch --dependency=afterany:${{J%%;*}} {shlex.join(merge)}",
     ]
 
@@ -88,7 +88,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     given = {
         f"--{key.replace('_', '-')}": value
         for key, value in options.items()
-        if key != "setup"  # which is no option of sbatch
+        if key != "setup"  # it is no option of sbatch
     }
     return [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
 

@@ -28,8 +28,8 @@ def check_job() -> None:
     """Raise SlurmGPUError unless this is the only process of a Slurm job on its node."""
     if "SLURM_JOB_ID" not in os.environ:
         raise SlurmGPUError(
-            "This is no Slurm job: sbatch/array.sbatch runs `slurmgpu task`. "
-            "To compute on this machine: slurmgpu resubmit RUN --executor local."
+            "This is not a Slurm job. sbatch/array.sbatch runs `slurmgpu task` in one; "
+            "to compute on this machine, use slurmgpu resubmit RUN --executor local."
         )
     refuse_copies()
 
@@ -41,9 +41,9 @@ def gpus_here() -> int:
 
 
 def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> SubmissionLine:
-    """The submission of this job, `own`: the first of its tasks records it, the others and the requeued find it.
+    """The submission of this job, `own`: its first task records it, other tasks and requeued ones find it.
 
-    It has no merge job yet: that was submitted by hand as well. `on_wait` is called while another task records it.
+    It has no merge job yet, because that is submitted by hand, too. `on_wait` is called while another task records it.
     """
     array_job = own.array_job
     cluster = os.environ.get("SLURM_CLUSTER_NAME")
@@ -62,13 +62,13 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
 
 
 def _written(run: Run, array_job: str, cluster: str | None) -> SubmissionLine | None:
-    """The submission of this job; two clusters that share the disk may give the same id."""
+    """The recorded submission of this job, if any; two clusters that share the disk may give the same id."""
     lines = [line for line in reversed(run.submissions()) if line.get("array_job") == array_job]
     return next((line for line in lines if cluster is None or line.get("cluster", cluster) == cluster), None)
 
 
 def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
-    """The submission by Slurm's environment, with those values of the last one that later submissions need."""
+    """The submission from Slurm's environment, with those values of the last one that later submissions need."""
     lines = run.submissions()
     planned: SubmissionLine = {"submission": 0, "slurm": run.plan.slurm, "merge": run.plan.merge}
     last = run.as_submitted(lines[-1]) if lines else planned
@@ -76,7 +76,7 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     wanted = merge_tables(asked, {"executor": "slurm", "device": device})
     n_nodes, digests = nodes_here(), snapshots.digests_in(run.folder)
     code = last.get("code")
-    if code is None and digests:  # of planning, unless that was killed before it took one
+    if code is None and digests:  # planning took it, unless it was killed before
         code = snapshots.read(run.folder, digests[0], with_sources=False).line()
     return replace(
         first_submission(wanted, run.plan.most_tasks(run.plan.n_shards)),
@@ -94,7 +94,7 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
 
 @contextlib.contextmanager
 def log_beside(run: Run, job: str) -> Iterator[None]:
-    """Write this job's log also to the file where `slurmgpu logs` looks for it, which is named as Submitit names it.
+    """Also write this job's log to the file where `slurmgpu logs` looks for it, named as Submitit names it.
 
     `job` is 1234_7 for a task of an array, 1235 for a merge.
     """

@@ -1,6 +1,6 @@
-"""What ends a run: the command `on_end` of its run file, and the trackers of `[track]`, each in a process of its own.
+"""Run the command `on_end` of the run file and send to the trackers of `[track]` at the end, in separate processes.
 
-Neither changes the run: a failure costs a warning. docs/how-to/notify.md has examples of `on_end`.
+Neither changes the run: a failure gives a warning. docs/how-to/notify.md has examples of `on_end`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slurmgpu.util.signals import name_of_signal
 log = logging.getLogger(__name__)
 
 ON_END_S, TRACKING_S = 60.0, 1800.0
-"""After these times the command, or what sends to trackers, is killed, with its children."""
+"""After these times the command, or the process that sends to trackers, is killed with its children."""
 
 
 def run_on_end(run: Run, report: Report) -> None:
@@ -49,7 +49,7 @@ def run_on_end(run: Run, report: Report) -> None:
         "SLURMGPU_N_ERRORS": str(report["n_errors"]),
         "SLURMGPU_N_MISSING": str(report["n_missing_items"]),
     }
-    environ.pop("PYTHONSAFEPATH", None)  # for this process only: a user's script may import modules beside it
+    environ.pop("PYTHONSAFEPATH", None)  # set for this process only: a user's script may import modules next to it
     try:
         sys.stderr.flush()
         with open_file(report_path(run)) as stdin:
@@ -58,9 +58,9 @@ def run_on_end(run: Run, report: Report) -> None:
         log.warning("on_end could not be started: %s", error)
         return
     if code is None:
-        log.warning("on_end took longer than %.0f s, and was killed. The run is not affected.", ON_END_S)
+        log.warning("on_end took longer than %.0f s and was killed. The run is not affected.", ON_END_S)
     elif code:
-        how = f"failed with exit code {code}" if code > 0 else f"died of {name_of_signal(-code)}"
+        how = f"failed with exit code {code}" if code > 0 else f"was killed by {name_of_signal(-code)}"
         log.warning("on_end %s. The run is not affected.", how)
 
 
@@ -70,18 +70,18 @@ def track(run: Run) -> None:
         return
     typed = f"slurmgpu track {run.typed}"
     if why := owners.why_foreign(run):
-        log.warning("nothing is sent to trackers: %s. To do it: %s", why, typed)
+        log.warning("nothing is sent to trackers: %s. To send it: %s", why, typed)
         return
     command = [sys.executable, "-m", "slurmgpu", "track", str(run.folder)]
     code = _run_to_end(run, command, TRACKING_S, stdin=subprocess.DEVNULL)
     if code is None:
-        log.warning("sending to trackers took longer than %.0f s, and was ended. To go on: %s", TRACKING_S, typed)
+        log.warning("sending to trackers took longer than %.0f s and was stopped. To go on: %s", TRACKING_S, typed)
     elif code:
         log.warning("not everything was sent to trackers (exit code %d). To go on: %s", code, typed)
 
 
 def folder_of(run: Run) -> Path:
-    """The folder that relative paths of `on_end` and [track] start at: the run file's, or if it is gone, the run's."""
+    """The folder to which paths in `on_end` and [track] are relative: the run file's or, if that is gone, the run's."""
     folder = Path(run.plan.search_path)
     return folder if folder.is_dir() else run.folder
 

@@ -1,4 +1,4 @@
-"""Executors by name, and those of a run."""
+"""Find executors by name, and those of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def executor_named(name: str) -> Executor:
 def executors_of(run: Run) -> list[tuple[Executor, Lines]]:
     """The executors of a run's submissions, each with those that have not ended.
 
-    The default one of a run without submissions: jobs that were submitted by hand are not recorded before they start.
+    For a run without submissions it is the default one: jobs submitted by hand are not recorded before they start.
     """
     found: dict[str, list[SubmissionLine]] = {}
     for line in run.submissions():
@@ -46,9 +46,9 @@ def queueing(run: Run) -> Iterator[Executor]:
 def queued_jobs(
     run: Run, last: list[Job] | None = None, among: Mapping[str, Sequence[Any]] | None = None
 ) -> list[Job] | None:
-    """A run's jobs in its executors' queues; None if these say nothing of it, `last` without an answer.
+    """A run's jobs in its executors' queues; None if there is no queue for it, `last` without an answer.
 
-    `among` are all of the user's jobs by executor, where one request is for many runs.
+    `among` are all of the user's jobs by executor, if one request is made for many runs.
     """
     found = [
         executor.queued(run, None if among is None else among[executor.name], last)
@@ -62,7 +62,7 @@ def queued_jobs(
 
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
-    """The lives of a run's tasks by the accounting of its executors, as `Executor.lives`."""
+    """The lives of a run's tasks from the accounting of its executors, as `Executor.lives`."""
     found = [executor.lives(run, settled=settled) for executor in queueing(run)]
     answers = [lives for lives in found if lives is not None]
     return {task: each for lives in answers for task, each in lives.items()} if answers else None

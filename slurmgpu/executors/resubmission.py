@@ -17,7 +17,7 @@ from slurmgpu.util.amounts import count_of, time_words
 
 
 def first_submission(resources: Mapping[str, Any], most_tasks: int, number: int = 1) -> Submission:
-    """A submission by [resources], of at most so many tasks; the run's first unless `number` says otherwise."""
+    """A submission by [resources] of at most `most_tasks` tasks; `number` is its number in the run."""
     wanted = parse_resources(resources)
     allocation = allocate(wanted, most_tasks)
     return Submission(
@@ -34,7 +34,7 @@ def first_submission(resources: Mapping[str, Any], most_tasks: int, number: int 
 
 
 def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
-    """A sentence if a first submission has fewer tasks than were asked for, because it has only so many shards."""
+    """A sentence if a first submission has fewer tasks than were asked for, because there are too few shards."""
     asked = allocate(parse_resources(submission.resources), None)
     if asked.n_tasks <= submission.n_tasks:
         return []
@@ -48,19 +48,19 @@ def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
     if plan.extends or size >= plan.shard_items:  # an extended run has the shards of the former one
         return [found]
     makes = f"shard_items = {size} makes {count_of(-(-plan.n_items // size), 'shard')}"
-    smaller = f", whose batches have {count_of(size, 'item')} in place of {min(plan.batch_size, plan.n_items)}"
+    smaller = f", with batches of {count_of(size, 'item')} instead of {min(plan.batch_size, plan.n_items)}"
     return [f"{found} {makes}{smaller if size < plan.batch_size else ''}."]
 
 
 def check_walltime(submission: Submission, plan: Plan) -> None:
-    """Refuse a walltime, or a least one, of which `margin_s` leaves nothing: no task would take a shard."""
+    """Refuse a walltime, or a minimum one, of at most `margin_s`: no task would take a shard."""
     for name in ("time", "time_min") if executor_named(submission.executor).queues else ():
         walltime_s = submission.seconds_asked(name)
         if walltime_s is not None and walltime_s <= plan.margin_s:
             raise SlurmGPUError(
-                f"[slurm] {name} = {submission.slurm[name]} is {time_words(walltime_s)}, and tasks take no shard in "
-                f"the last {plan.margin_s:g} s of their walltime (margin_s): they would compute nothing. Ask for more "
-                f"by --slurm {name}=…, in minutes or as hours:minutes:seconds."
+                f"[slurm] {name} = {submission.slurm[name]} is {time_words(walltime_s)}, but tasks take no shard in "
+                f"the last {plan.margin_s:g} s of their walltime (margin_s), so they would compute nothing. Ask for "
+                f"more with --slurm {name}=…, in minutes or as hours:minutes:seconds."
             )
 
 
@@ -72,8 +72,8 @@ def next_submission(
     n_again: int = 0,
     round: int = 0,  # noqa: A002  the word of the run file's docs
 ) -> tuple[Submission, list[str]]:
-    """The submission that computes what is missing: the last one, adjusted to its failures; and what changed."""
-    if not run.submissions():  # the run was planned, and not submitted
+    """The submission that computes what is missing: the last one, adjusted to its failures; and notes on changes."""
+    if not run.submissions():  # the run was planned but not submitted
         most_tasks = run.plan.most_tasks(run.plan.n_shards)
         first = first_submission(merge_tables(run.plan.resources, resources or {}), most_tasks)
         slurm, merging = {**run.plan.slurm, **(slurm or {})}, {**run.plan.merge, **(merging or {})}
@@ -93,7 +93,7 @@ def next_submission(
         round=round,
         container=last["container"],
         code=last["code"],
-        # Items that are computed again because they failed are not to fail again.
+        # Failed items that are recomputed must not fail for the same reason.
         inject=() if n_again or asked.executor != last["executor"] else tuple(last["inject"]),
     )
     check_walltime(submission, run.plan)

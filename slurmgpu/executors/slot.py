@@ -1,10 +1,10 @@
 """A slot of the local executor: it forks its task, passes signals on to it, and exits with its code.
 
-A slot that is killed, as by the kernel for lack of memory, takes its task along: the kernel sends it SIGTERM.
+If a slot is killed, for example by the kernel's out-of-memory killer, the kernel sends SIGTERM to its task.
 
-`python -m slurmgpu.executors.slot FOLDER` is one, for Submitit's files in FOLDER, the run's logs/. A detached process
-forks them, before it has threads. Submitit's own controller would start a second Python, always exit with 0, and die of
-the first error on its logs.
+`python -m slurmgpu.executors.slot FOLDER` runs one, with Submitit's files in FOLDER, the run's logs/. A detached
+process forks slots before it has threads. Submitit's own controller would start a second Python, always exit with 0,
+and die of the first error on its logs.
 """
 
 import signal
@@ -46,11 +46,11 @@ NAME, TASK_NAME = b"slurmgpu slot", b"slurmgpu task"
 """The names of these processes for ps and top; the arguments of a fork are its parent's."""
 
 _waiting: list[Fork] = []
-"""Forks that wait to be told of which run they are slots."""
+"""Forks that wait to be told which run they are slots of."""
 
 
 def fork_slots(n: int) -> Callable[[], NoReturn] | None:
-    """Fork slots that wait for `begin_slot`; in such a fork, what it is to do. Without threads only."""
+    """Fork slots that wait for `begin_slot`; in a fork, return the function to run. Only without threads."""
     if threading.active_count() > 1:
         return None  # the slots will be programs
     former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNUMS)
@@ -59,13 +59,13 @@ def fork_slots(n: int) -> Callable[[], NoReturn] | None:
         try:
             pid = fork()
         except OSError as error:
-            log.warning("slots will be programs, as this process cannot be forked: %s", error)
+            log.warning("starting slots as programs, because this process cannot be forked: %s", error)
             os.close(orders)
             os.close(told)
             break
         if pid == 0:
             os.close(told)
-            for other in _waiting:  # its siblings, which are not its own to begin
+            for other in _waiting:  # its siblings, which the parent begins
                 assert other.stdin is not None
                 other.stdin.close()
             _waiting.clear()
@@ -82,9 +82,9 @@ def waiting_slot() -> Fork | None:
 
 
 def begin_slot(slot: Fork, folder: Path, environ: Mapping[str, str]) -> None:
-    """Let a fork that waits run the job whose files lie in `folder`, with more variables in its environment."""
+    """Let a waiting fork run the job whose files are in `folder`, with more variables in its environment."""
     assert slot.stdin is not None
-    with contextlib.suppress(BrokenPipeError), slot.stdin as pipe:  # one that was killed says so by its exit code
+    with contextlib.suppress(BrokenPipeError), slot.stdin as pipe:  # the exit code tells if it was killed
         pipe.write(json.dumps([str(folder), dict(environ)]).encode())
 
 
@@ -94,16 +94,16 @@ def _wait_as_slot(orders: int) -> NoReturn:
     with open(orders, "rb") as pipe:
         told = pipe.read()
     if not told:
-        leave(0)  # the submission came to nothing
+        leave(0)  # nothing was submitted
     folder, environ = json.loads(told)
     os.environ.update(environ)
     run_slot(Path(folder))
 
 
 def run_slot(folder: Path) -> NoReturn:
-    """Run the task of this slot, and exit with its code, 128 + N for signal N. Early signals are blocked before it.
+    """Run the task of this slot, and exit with its code, 128 + N for signal N. Signals are blocked until then.
 
-    The fork that is the task does not return either.
+    The fork that runs the task does not return either.
     """
     own = os.getpid()
     paths = JobPaths(folder, str(own), 0)
@@ -134,14 +134,14 @@ def run_slot(folder: Path) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNUMS)
     code = Fork(pid).wait()
     for signum in passed_on:
-        signal.signal(signum, signal.SIG_IGN)  # its pid may be another process's from now on
+        signal.signal(signum, signal.SIG_IGN)  # another process may get its pid from now on
     leave(code if code >= 0 else 128 - code)
 
 
 def _run_task(folder: Path) -> NoReturn:
-    """Run the job of Submitit's, and exit with its code."""
+    """Run Submitit's job, and exit with its code."""
     own, code = os.getpid(), 0
-    # Submitit would ask every installed package for plug-ins, to find where it runs: as long as five forks.
+    # Submitit would ask every installed package for plug-ins to find where it runs, which takes as long as five forks.
     setattr(plugins, "get_job_environment", LocalJobEnvironment)  # noqa: B010
     try:
         run_job(str(folder))
@@ -150,7 +150,7 @@ def _run_task(folder: Path) -> NoReturn:
             raise  # it is the task's worker
         code = end.code if isinstance(end.code, int) else 1
     if has_imported():
-        sys.exit(code)  # the task has merged, and called code of the user's
+        sys.exit(code)  # the task has merged, and called the user's code
     leave(code)
 
 

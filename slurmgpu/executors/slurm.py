@@ -1,4 +1,4 @@
-"""The Slurm executor: an array job by Submitit, and a merge job that depends on it."""
+"""The Slurm executor: an array job, submitted with Submitit, and a merge job that depends on it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Slurm(Executor):
     not_in_paths = "'\"\\"
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse a machine without Slurm, and a shell that submits to another cluster."""
+        """Refuse a machine without Slurm, and an environment that submits to another cluster."""
         if submission.shares_gpus and submission.gpus_per_task != 1:
             raise SlurmGPUError(
-                f'gres = "{submission.slurm["gres"]}" gives each task a part of one GPU, and a task of this run has '
-                f"{count_of(submission.gpus_per_task, 'GPU')}. Say how many tasks there are to be: --gpus N --array."
+                f'gres = "{submission.slurm["gres"]}" gives each task a part of one GPU, but a task of this run asks '
+                f"for {count_of(submission.gpus_per_task, 'GPU')}. Give the number of tasks: --gpus N --array."
             )
         commands.run("sbatch", "--version")
         refuse_other_cluster()
@@ -64,7 +64,7 @@ class Slurm(Executor):
         if faults:
             raise SlurmGPUError(
                 "--inject makes tasks fail on purpose, and on Slurm they would hold GPUs that others wait for. "
-                "On this machine the same code meets the same faults: --executor local."
+                "Inject the same faults on this machine: --executor local."
             )
 
     def learn(
@@ -101,7 +101,7 @@ class Slurm(Executor):
         return {"cluster": commands.cluster_name()}
 
     def start(self, run: Run, submission: Submission) -> Started:
-        """Queue the array and its merge."""
+        """Queue the array and its merge job."""
         from slurmgpu.executors import slurm_jobs
 
         return Started({"state": "queued", **slurm_jobs.submit(run, submission, self.not_in_paths)})
@@ -136,18 +136,18 @@ class Slurm(Executor):
             among = _queue(lines) or ()
         queued = _surely_of(run, queue.jobs_of(run, among, and_requeued=True))
         jobs = sorted({job.array_job for job in queued}, key=int)
-        # Slurm is asked for the cluster's name only if that matters: there may be a thousand runs.
+        # Slurm is asked for the cluster's name only if needed: there may be a thousand runs.
         is_one = len({line.get("cluster") for line in lines}) == 1 and all(job.is_of(run) for job in queued)
         cluster = queue.own_cluster() if lines and not (jobs and is_one) else None
         if not jobs and cluster is not None and (others := _elsewhere(lines, cluster)):
             raise SlurmGPUError(
-                f"Jobs of {run.folder} may be in the queue of the cluster {others[0]}, which is not seen here. "
-                f"`slurmgpu cancel {run.typed}` cancels them there."
+                f"Jobs of {run.folder} may be in the queue of the cluster {others[0]}, which cannot be seen here. "
+                f"Type `slurmgpu cancel {run.typed}` on that cluster."
             )
         if not jobs:
             return []
         here = [line for line in lines if cluster is None or line.get("cluster", cluster) == cluster]
-        # A submission without ids may not have recorded them.
+        # A submission without ids may have queued jobs before it recorded them.
         here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
         for line in here:
             refuse_other_users(run, line)
@@ -175,13 +175,13 @@ class Slurm(Executor):
         return accounting.lives_of(run, settled=settled)
 
     def jobs_completing(self, other: Run) -> tuple[str, ...]:
-        """The last merge job of the other run, which may have been submitted by hand and not be recorded yet."""
+        """The last merge job of the other run; one that was submitted by hand may not be recorded yet."""
         merge_jobs = [line.get("merge_job") for line in other.submissions()]
         jobs = [job for job in queue.jobs_of(other) if job.is_merge or job.array_job in merge_jobs]
         if not jobs:
             raise SlurmGPUError(
                 f"{other.folder} is incomplete, and Slurm has no job that will complete it. "
-                f"`slurmgpu resubmit {other.typed}` first."
+                f"Type `slurmgpu resubmit {other.typed}` first."
             )
         return (max((job.array_job for job in jobs), key=int),)
 
@@ -192,25 +192,25 @@ class Slurm(Executor):
             try:
                 commands.run("scontrol", "update", f"JobId={own_job}", "MailType=NONE")
             except commands.SlurmUnavailableError as error:
-                log.warning("a mail may come before the run's end: %s", error)
+                log.warning("Slurm may send its mail before the run's end: %s", error)
         for job, dependency in queue.dependents(own_job):
             renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
             commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
-            log.info("job %s waits for %s now", job, renamed)
+            log.info("job %s now waits for %s", job, renamed)
 
     def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
-        """The command behind srun."""
+        """The command, run by srun."""
         from slurmgpu.executors import slurm_jobs
 
         return slurm_jobs.check_command(config, command)
 
 
 def refuse_other_cluster() -> None:
-    """Raise SlurmGPUError if the environment asks for a cluster whose queue is not seen here."""
+    """Raise SlurmGPUError if the environment asks for a cluster whose queue cannot be seen here."""
     if why := commands.other_cluster():
         raise SlurmGPUError(
-            f"{why} slurmgpu looks for its jobs here, and sees no other queue. Submit from a login node of that "
-            f"cluster; or unset the variable, to submit here."
+            f"{why} slurmgpu sees only the queue of the cluster it runs on. Submit from a login node of that "
+            f"cluster, or unset the variable to submit here."
         )
 
 
@@ -228,14 +228,14 @@ def _queue(lines: Lines) -> list[queue.QueuedJob] | None:
     except commands.SlurmUnavailableError as error:
         if not lines:
             return None  # without Slurm nothing was submitted by hand
-        text = f"It is not known which jobs of the run are in the queue. {error}"
+        text = f"The run's jobs in the queue are unknown. {error}"
         is_absent = shutil.which("squeue") is None
         raise commands.SlurmUnavailableError(text, is_absent=is_absent, is_silent=error.is_silent) from error
 
 
 def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
-    # Also by the run directory: a submission that died between sbatch and its record has no job ids, and one that was
-    # refused may have an array that could not be cancelled.
+    # Also find jobs by the run directory: a submission that died between sbatch and its record has no job ids, and a
+    # refused one may have an array that could not be cancelled.
     jobs = queue.jobs_of(run, queued)
     if waiting_merge is None:
         return jobs
@@ -245,9 +245,9 @@ def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]
 
 
 def _surely_of(run: Run, jobs: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
-    """The jobs that may be cancelled as the run's: all of them, unless another user may have written their ids.
+    """The jobs that may safely be cancelled: all of them, unless another user may have written their ids.
 
-    Then those that Slurm shows to be the run's by their scripts or comments, which their own user gave them.
+    In that case only those whose scripts or comments in Slurm name the run: only their owner can have set these.
     """
     why = why_forgeable(run) if jobs else None
     logs = run.logs.resolve() if not run.logs.is_symlink() else None

@@ -1,4 +1,4 @@
-"""Adjust the next Slurm jobs to failures of the last ones: other nodes, more memory."""
+"""Adjust the next Slurm jobs to failures of the last ones: exclude nodes, ask for more memory."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def learn(
 def _excluded(
     before: Sequence[str], attempts: list[AttemptRow], all_attempts: list[AttemptRow]
 ) -> tuple[list[str], list[str]]:
-    """The nodes to exclude, `before` and those on which these attempts failed, and sentences on them."""
+    """The nodes to exclude (those in `before` and those on which these attempts failed), and sentences on them."""
     notes = []
     innocent = _blamed_alike(all_attempts)
     exclude = sorted({*before, *bad_nodes(attempts)} - innocent)
     if innocent:
-        notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node worked: none is excluded.")
+        notes.append(f"No node is excluded: {', '.join(sorted(innocent))} failed alike, and no other node worked.")
     if new := sorted(set(exclude) - set(before)):
-        notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
+        notes.append(f"Excluded nodes: {', '.join(new)}, because the node or a GPU failed.")
     return exclude, notes
 
 
 def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
-    """Nodes that lacked something which no other node had: a wrong path, say, is the fault of no node."""
+    """Nodes that lacked something that no other node had either: a wrong path, for example, is no node's fault."""
     doubtful = {name for name, policy in POLICIES.items() if not policy.node_at_fault}
     blamed = {a["bad_node"] for a in attempts if a["failure"] in doubtful and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
@@ -58,7 +58,7 @@ def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
 
 
 def _ran_out_of_memory(attempts: list[AttemptRow], of_items: set[str]) -> bool:
-    """Whether an attempt, a worker or an item, whose classes are `of_items`, lacked memory that can be asked for."""
+    """Whether an attempt, a worker or an item (with a class in `of_items`) failed for lack of memory to ask for."""
     met = of_items | {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
     return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
 
@@ -73,14 +73,16 @@ def _with_more_memory(
         if options.get(name, False) is not False:
             match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
             if match is None:
-                note = f"Memory ran out, and {name} = {options[name]!r} cannot be read: raise it with --slurm {name}=…"
+                note = (
+                    f"Memory ran out, but {name} = {options[name]!r} cannot be parsed; raise it with --slurm {name}=…"
+                )
                 return dict(options), note
             # In whole megabytes: 1.5 times 1G is no whole number of G.
             megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
             more = f"{int(megabytes * MEMORY_FACTOR)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
     if not had:
-        note = "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
+        note = "Memory ran out, but the amount is unknown: set mem in [slurm], or --slurm mem=…"
         return dict(options), note
     more = f"{int(had * MEMORY_FACTOR)}M"
     return {**options, "mem": more}, f"Memory ran out: mem is {more} instead of {had}M."

@@ -1,4 +1,4 @@
-"""Slurm jobs by Submitit: the array, the merge that depends on it, and the srun of `check --node`."""
+"""Slurm jobs, submitted with Submitit: the array, the merge that depends on it, and the srun of `check --node`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from slurmgpu.util.array_ids import array_of
 from slurmgpu.util.process_wide import safe_path
 
 SIGNAL_BEFORE_END_S = 30
-"""Tasks stop taking shards by themselves; the signal is for a shard that takes longer than any before it."""
+"""Tasks stop taking shards by themselves; the signal is for a shard that takes longer than all before it."""
 PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {job_entry.BEGIN}"""
-"""Slurm may send SIGUSR2 a minute early: while Python starts it would die of it, as it has no handler yet."""
+"""Slurm may send SIGUSR2 a minute early; without the trap it would kill a Python that has no handler yet."""
 
 ONCE_REACHED = "while said=$(scontrol ping 2>&1); [[ $said == *DOWN* && $said != *UP* ]]; do sleep 5; done"
-"""A line of the scripts before srun, which fails at once while slurmctld is being restarted, and the job with it."""
+"""A line of the scripts before srun: while slurmctld is restarted, srun fails at once, and the job with it."""
 
 NOT_READ = "Could not make sense of sbatch output"
 """Submitit's message for an answer without "job 1234"."""
@@ -53,8 +53,8 @@ def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
 
 
 def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any]:
-    """Queue the array and its merge; their job ids. The array is cancelled if the merge job is refused."""
-    refuse_odd_path(run.folder, not_in_paths)  # it may have been planned for another executor, or moved
+    """Queue the array and its merge; return their job ids. The array is cancelled if the merge job is refused."""
+    refuse_odd_path(run.folder, not_in_paths)  # the run may have been planned for another executor, or moved
     array = _array_executor(run.logs, run.plan.name, submission)
     with commands.outside_job(), safe_path():
         tasks = [run.folder] * submission.n_tasks
@@ -84,7 +84,7 @@ FOR_SRUN = {
 
 
 def check_command(config: RunFile, command: list[str]) -> list[str]:
-    """The srun that runs a command where a task of the run file would run, for five minutes at most."""
+    """The srun command line that runs a command where a task of the run file would run, at most five minutes."""
     submission = first_submission(config.resources.model_dump(), most_tasks=1)
     options = _array_options(replace(submission, slurm=config.slurm))
     asked = {key: value for key, value in options.items() if key in FOR_SRUN}
@@ -103,14 +103,14 @@ def _take_back(run: Run, number: int, array_job: str, why: BaseException) -> Non
     except commands.SlurmUnavailableError as error:
         run.record_submission({"submission": number, "array_job": array_job})
         raise MayBeQueuedError(
-            f"The array job {array_job} is queued, and no job that merges its rows: {_first_sentence(why)}. It cannot "
-            f"be cancelled now: {str(error).rstrip('.')}. Leave it, and once it has ended: `slurmgpu merge "
-            f"{run.typed}`. Or, once Slurm answers: `slurmgpu cancel {run.typed}`, `slurmgpu resubmit {run.typed}`."
+            f"The array job {array_job} is queued, but its merge job is not: {_first_sentence(why)}. The array cannot "
+            f"be cancelled now: {str(error).rstrip('.')}. Either let it run, and then type `slurmgpu merge "
+            f"{run.typed}`. Or, once Slurm answers, `slurmgpu cancel {run.typed}` and `slurmgpu resubmit {run.typed}`."
         ) from error
 
 
 def _first_sentence(error: BaseException) -> str:
-    """What failed, without the advice behind it."""
+    """What failed, without the advice after it."""
     return str(error).partition(". ")[0].rstrip(".")
 
 
@@ -128,19 +128,20 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), u
         said = ("; ".join(told) or " ".join(lines).strip()).rstrip(".")
         if commands.was_not_taken(said):
             raise commands.SlurmUnavailableError(
-                f"Slurm takes no job at present: {said}. The job is not queued. Once it does: `slurmgpu resubmit "
-                f"{run.typed}`, or, if its directory was removed, the same command again.",
+                f"Slurm takes no jobs at present: {said}. The job is not queued. Once Slurm does, type `slurmgpu "
+                f"resubmit {run.typed}`, or repeat the command if the run directory was removed.",
                 is_silent=True,
             ) from error
         if (is_silent := commands.is_silence(said)) or NOT_READ in said:
-            what = "Slurm did not answer sbatch" if is_silent else "sbatch does not name the job"
+            what = "Slurm did not answer sbatch" if is_silent else "sbatch printed no job id"
             raise MayBeQueuedError(
-                f"{what}: {said}. It may have queued the job, which would find none of its files. Once Slurm answers, "
-                f"`slurmgpu cancel {run.typed}` removes such a job; `slurmgpu resubmit {run.typed}` submits the run."
+                f"{what}: {said}. The job may be queued, but it would find none of its files. Once Slurm answers, "
+                f"`slurmgpu cancel {run.typed}` removes such a job, and `slurmgpu resubmit {run.typed}` submits the "
+                "run."
             ) from error
         remedy = _let_back_in(excluded)
         if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
-            remedy += "Other jobs in the queue count as well: wait for their end, or submit fewer tasks. "
+            remedy += "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks. "
         raise SlurmGPUError(
             f"Slurm refuses the {job} job: {said}. {undone}{remedy}Correct [slurm], [merge] or [resources]."
         ) from error
@@ -151,7 +152,7 @@ def _let_back_in(excluded: Sequence[str]) -> str:
         return ""
     who, them = ("are", "them") if len(excluded) > 1 else ("is", "it")
     names = ", ".join(excluded)
-    return f"{names} {who} excluded, because tasks failed there; `--slurm exclude=` lets {them} back in. "
+    return f"{names} {who} excluded, because tasks failed there; `--slurm exclude=` allows {them} again. "
 
 
 def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
@@ -161,8 +162,8 @@ def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.S
 def _array_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
     if submission.whole_gpus_per_task and "gpu" not in str(options.get("gres", "")):
-        # --gres, with a type for example, already asks for GPUs. Per node, not per task: it is the same for one
-        # process, and hides no GPU from processes that share a node.
+        # --gres already asks for GPUs, for example with a type. Per node, not per task: for one process it is the same,
+        # and it hides no GPU from processes that share a node.
         count = submission.gpus_per_task // submission.nodes_per_task
         options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
     if submission.nodes_per_task > 1:
@@ -190,15 +191,15 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
     if not plain.keys() & {"requeue", "no-requeue"}:
         plain["requeue"] = True  # after a preemption or a node's death, also where JobRequeue of slurm.conf is 0
     setup, nodes = plain.pop("setup", None), plain.pop("nodes", 1)
-    # One process on each node: srun(1) starts as many as fit if it is told --cpus-per-task and no --ntasks.
-    # A step has the variables that sbatch's --export names, without --export of its own; setup and Submitit set others.
+    # One process on each node: srun(1) starts as many as fit if it gets --cpus-per-task and no --ntasks.
+    # Without its own --export, a step has only the variables that sbatch's --export names; setup and Submitit set more.
     step = ["--export=ALL", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
     if "cpus-per-task" in plain:
         step.append(f"--cpus-per-task={plain['cpus-per-task']}")
     if broken := [key for key, value in plain.items() if len(str(value).splitlines()) > 1]:
         raise SlurmGPUError(
-            f"{broken[0]} has a line break, which ends the line of sbatch's script. Write it in one line."
+            f"{broken[0]} has a line break, which would end its line in sbatch's script. Write it in one line."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

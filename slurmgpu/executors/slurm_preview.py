@@ -1,4 +1,4 @@
-"""What the cluster lets a submission have: fewer tasks, its scripts, and what Slurm says about them."""
+"""The cluster's answer to a submission: fewer tasks within its limits, the scripts, and what Slurm says about them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def ask_slurm(seen: Preview, run_dir: Path, container: ContainerRecord | None) -
     seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
     seen.notes += known.notes
     for name in limits.empty_partitions(seen.submission, known):
-        seen.notes.append(f"The partition {name} has no nodes, so no task starts there.")
+        seen.notes.append(f"The partition {name} has no nodes, so no task will start there.")
     seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
     seen.bound_gpu_hours = seen.submission.bound_gpu_hours(seen.walltime_s)
     try:
         seen.trials = facts.try_scripts(seen.scripts)
     except commands.SlurmUnavailableError as error:
-        seen.notes.append(f"There is no estimate of the start. {error}")
+        seen.notes.append(f"The start cannot be estimated. {error}")
 
 
 def respect_limits(
     asked: Submission, known: facts.Facts | None = None, *, is_array: bool = False
 ) -> tuple[Submission, list[str]]:
-    """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
+    """The submission, reduced to MaxArraySize and MaxSubmitJobs, and a sentence for each change.
 
-    Fewer tasks still finish the run: they take shards until none is left. One task alone is a plain job, unless
-    `is_array`. `known` is what Slurm says of the limits, if it was asked already.
+    Fewer tasks still finish the run: they take shards until none is left. A single task is a plain job, unless
+    `is_array`. `known` are Slurm's limits, if it was asked already.
     """
     if known is None:
         account = asked.sbatch_options.get("account")
@@ -50,7 +50,7 @@ def respect_limits(
             log.info("%s", note)
     sizes = commands.array_limits(known.config)
     most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
-    # A merge job that submits the next round counts as well, and so does an interactive one.
+    # A merge job that resubmits counts as well, and so does an interactive job.
     others, n_others = ("the merge job, one is this job", 2) if "SLURM_JOB_ID" in os.environ else ("the merge job", 1)
     for name, n_jobs in limits.most_jobs(asked, known).items():
         # An interactive job may be of another account or QOS: it lowers the number, and refuses nothing by itself.
@@ -64,11 +64,11 @@ def respect_limits(
     if asked.n_tasks <= limit:
         return asked, []
     less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))
-    return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
+    return less, [f"{asked.n_tasks} tasks were asked for, but {name} is {limit}; {limit} will compute all shards."]
 
 
 def hazards(container: ContainerRecord | None) -> list[str]:
-    """A sentence if Slurm's signals would kill the process that serves the image, and the worker with it."""
+    """A sentence if Slurm's signals would kill the process that serves the image, and thus the worker."""
     if container is None:
         return []
     advice = runtime_named(container["runtime"]).if_served(container["identity"], container["stage"])
@@ -83,6 +83,6 @@ def hazards(container: ContainerRecord | None) -> list[str]:
     else:
         return []
     return [
-        f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
-        f"preemption would end the worker by a bus error. {advice}"
+        f"This cluster signals every process of a job ({cause}), also the one that serves the image: the notice of a "
+        f"preemption would kill the worker with a bus error. {advice}"
     ]

@@ -1,4 +1,4 @@
-"""Submissions and the merge that ends each: the same for every executor."""
+"""Start submissions, and merge at the end of each: the same for every executor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slurmgpu.util.early_signals import heeded
 log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 15.0
-"""Between two looks of a merge that waits."""
+"""The longest pause between two looks of a merge that waits."""
 SILENCE_S = 600.0
 """How long a merge job that resubmits its run waits for a scheduler that does not answer."""
 
@@ -54,7 +54,7 @@ class Outcome:
 
 
 Prepare = Callable[[Lock], tuple[Submission, list[str]]]
-"""Makes a submission, and a sentence for each adjustment; raises if there may be none.
+"""Makes a submission, and a sentence for each adjustment; raises if the run must not be submitted.
 
 It is called under the run's lock, which it checks before each step that cannot be undone.
 """
@@ -70,8 +70,8 @@ def start(
 ) -> Outcome:
     """Queue a submission, or run it here to the end of its merge.
 
-    `prepare` is called under the run's lock, so that what it has checked stays true. With `patient` it waits while
-    another process submits or merges; without, it is refused. `tell` gets the notes before anything starts; without
+    `prepare` is called under the run's lock, so that what it has checked stays true. If another process is submitting
+    or merging, `patient` waits for it; otherwise the call raises. `tell` gets the notes before anything starts; without
     it the outcome has them.
     """
     owners.refuse_unwritable(run, "submit it", computes=True, merges=True)
@@ -80,7 +80,7 @@ def start(
     owners.refuse_foreign(run, "submit it", [run.folder / "submissions.jsonl", *unprotected])
     with heeded(), run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)
-        protect(run.folder)  # not earlier: tasks of others may be at work, which it would keep from writing
+        protect(run.folder)  # not earlier: it would keep running tasks of other users from writing
         executor = executor_named(submission.executor)
         submission, fitted = executor.fit(submission, run.plan.container)
         place = executor.place(run, submission)
@@ -90,7 +90,7 @@ def start(
             for note in notes:
                 tell(note)
             notes = []
-        # Before it starts: if this process dies in between, others know that jobs may be queued.
+        # Record it first: if this process dies in between, others know that jobs may be queued.
         run.record_submission(cast(SubmissionLine, {**submission.to_json(), **place}))
         started = _start(run, submission, executor)
     if started.wait is None:
@@ -100,7 +100,7 @@ def start(
         lives = _wait(run, submission.submission, started.wait, on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
-        # A task of this submission may have outlived what watched it, and others may have joined the run.
+        # A task of this submission may have outlived its supervisor, and others may have joined the run.
         over = _locked_when_over(run, lambda: others_alive(run, None), logging.WARNING)
         with heeded(), over as lock, _naming_room(run):
             report = merge.merge(run, lives, lock.check)
@@ -109,7 +109,7 @@ def start(
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
             return start(run, lambda _: _next_here(run, submission), on_tick, patient=True, tell=tell)
     finally:
-        # After the next submission is recorded: a second shell would take the run for ended.
+        # Only after the next submission is recorded; otherwise a second shell would think that the run has ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
     _tell_end(run, report)
     return Outcome(submission, {}, tuple(notes), report)
@@ -123,12 +123,12 @@ def _next(run: Run, number: int) -> tuple[Submission, list[str]]:
 
 
 def _next_here(run: Run, last: Submission) -> tuple[Submission, list[str]]:
-    """The same on this machine, whose GPUs no two submissions share."""
+    """The same on this machine, where two submissions must not share the GPUs."""
     newest = run.last_submission()
     if newest["submission"] > last.submission and is_of_processes(newest) and newest["state"] not in ENDS:
-        raise SlurmGPUError(f"Another process has submitted {run.folder} again, and goes on with it.")
+        raise SlurmGPUError(f"Another process has resubmitted {run.folder} and continues it.")
     if what := others_alive(run, None):
-        raise SlurmGPUError(f"{run.folder} is not submitted again, as {what}. `slurmgpu resubmit {run.typed}` does it.")
+        raise SlurmGPUError(f"{run.folder} is not resubmitted: {what}. Type `slurmgpu resubmit {run.typed}` later.")
     return _next(run, last.round + 1)
 
 
@@ -154,7 +154,7 @@ def _wait(run: Run, number: int, wait: Callable[[Callable[[], None]], Lives], on
 
 
 def merge_by_hand(run: Run, *, force: bool = False) -> Report:
-    """Merge now, unless something of the run is alive and `force` is not given; the report."""
+    """Merge now and return the report; refused while the run has live tasks or queued jobs, unless `force`."""
     owners.refuse_unwritable(run, "merge it", merges=True)
     with heeded(), run_lock(run.folder, "merging") as lock:
         may_live = refuse_alive(run, "merge", force=force)
@@ -165,11 +165,11 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
 
 
 def merge_when_over(run: Run) -> Report:
-    """Wait until no task of the run is alive or queued, then merge; the report. What sbatch/merge.sbatch does.
+    """Wait until no task of the run is alive or queued, then merge; return the report. sbatch/merge.sbatch does this.
 
-    The run file's `auto_resubmit` is not honoured: users who submit by hand decide what comes next.
+    The run file's `auto_resubmit` is ignored: users who submit by hand decide what comes next.
     """
-    from slurmgpu.executors import manual_jobs  # which imports pydantic, as `_next` does
+    from slurmgpu.executors import manual_jobs  # imports pydantic, as `_next` does
 
     owners.refuse_unwritable(run, "merge it", merges=True)
     own_job = os.environ.get("SLURM_JOB_ID", "")
@@ -197,9 +197,9 @@ def _record_merge_job(run: Run, own_job: str) -> None:
 
 @contextlib.contextmanager
 def _locked_when_over(run: Run, what_lives: Callable[[], str | None], level: int = logging.INFO) -> Iterator[Lock]:
-    """Hold the run's lock once nothing lives: another array may start until the lock is taken.
+    """Hold the run's lock once nothing is alive; until then another array may start.
 
-    `level` is that of the line that says what is waited for: a merge job's log has it, a terminal warnings alone.
+    `level` is the level of the message that says what is waited for: merge jobs log INFO, a terminal only warnings.
     """
     while True:
         _wait_for_end(what_lives, level)
@@ -225,12 +225,12 @@ def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
     except NoAnswerError as error:
         if error.is_absent:
             raise
-        return f"it is not known what is alive; {error}"
+        return f"the run's live tasks are unknown; {error}"
 
 
 @contextlib.contextmanager
 def _naming_room(run: Run) -> Iterator[None]:
-    """Turn a full disk into a SlurmGPUError with the path, and the command that goes on."""
+    """Turn a full disk into a SlurmGPUError with the path and the next command."""
     try:
         yield
     except OSError as error:
@@ -238,15 +238,15 @@ def _naming_room(run: Run) -> Iterator[None]:
             raise
         verb = "merge" if len(run.published()) == run.plan.n_shards else "resubmit"
         raise SlurmGPUError(
-            f"{error.filename or run.merged}: {error.strerror}. What is published stays. Free space there, then: "
+            f"{error.filename or run.merged}: {error.strerror}. Published shards are kept. Free space there, then: "
             f"slurmgpu {verb} {run.typed}"
         ) from error
 
 
 def _merge_and_end(run: Run, lives: Lives | None, lock: Lock, *, may_live: bool = False) -> tuple[Report, bool]:
-    """The report, and whether a submission ends with it that had not ended.
+    """Merge; return the report, and whether a submission that had not ended ends with it.
 
-    If some `may_live`, those at work here end with their own merge.
+    With `may_live`, submissions that are running here are left to end with their own merge.
     """
     with _naming_room(run):
         report = merge.merge(run, lives, lock.check, may_live=may_live)
@@ -263,9 +263,9 @@ def _is_here(line: SubmissionLine) -> bool:
 
 
 def merge_orphaned(run: Run, number: int) -> None:
-    """Merge a submission whose process was killed, once no task lives; all of its tasks may call this at their ends.
+    """Merge a submission whose process was killed, once no task is alive; each of its tasks may call this at its end.
 
-    `auto_resubmit` is not honoured: a task has a part of this machine's GPUs only.
+    `auto_resubmit` is ignored: a task has only a part of this machine's GPUs.
     """
     with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as lock:
         if not is_orphaned(run, number):
@@ -277,21 +277,20 @@ def merge_orphaned(run: Run, number: int) -> None:
 
 
 def merge_behind(run: Run, submission: int) -> int:
-    """The merge job of a submission whose tasks have ended; 0 if the run is complete, else 3.
+    """Run the merge job of a submission whose tasks have ended; return 0 if the run is complete, else 3.
 
-    It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says.
-
-    A merge job may be requeued after it has resubmitted. It hands over to that submission then, and makes no other.
+    It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says. If it is requeued after it
+    has resubmitted, it hands over to that submission instead of making another.
     """
     last = run.submission(submission)
     if "state" not in last:
         raise SlurmGPUError(
-            f"{run.folder / 'submissions.jsonl'} has no submission {submission}, whose tasks this job merges: its line "
-            f"is damaged, or was removed. To merge what is published: slurmgpu merge {run.typed}"
+            f"{run.folder / 'submissions.jsonl'} has no submission {submission}, which this job should merge: its line "
+            f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
     over = True
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
-        # Slurm requeues a job whose end slurmctld has missed: that run's end was told already.
+        # Slurm requeues a job whose end slurmctld has missed; then `on_end` has run already.
         had_ended = run.submission(submission).get("state") == "ended"
         _refuse_lost(run, submission)
         report = merge.merge(run, lives_of(run, settled=True), lock.check)
@@ -305,7 +304,7 @@ def merge_behind(run: Run, submission: int) -> int:
                 _once_answered(lambda: executor_named(last["executor"]).hand_over(last, jobs_of(later)))
             else:
                 log.warning(
-                    "submission %d came after this one, and has ended; %s", later["submission"], report["resubmit"]
+                    "submission %d came after this one and has ended; %s", later["submission"], report["resubmit"]
                 )
         elif _goes_on(run, report, last["round"]):
             outcome = _once_answered(lambda: start(run, lambda _: _next(run, last["round"] + 1), patient=True))
@@ -315,12 +314,12 @@ def merge_behind(run: Run, submission: int) -> int:
         elif not report["complete"]:
             log.error("incomplete; %s", report["resubmit"])
     finally:
-        # After the next submission is recorded: others that wait for the run would take it for ended.
+        # Only after the next submission is recorded; otherwise waiting processes would think that the run has ended.
         for line in run.submissions():
-            # Submissions by hand that are still queued have helped to complete the run.
+            # A complete run also ends submissions by hand that are still queued.
             if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
                 run.record_submission({"submission": line["submission"], "state": "ended"})
-        if over:  # also if Slurm has refused the next one
+        if over:  # also if Slurm refused the resubmission
             _tell_end(run, report, is_told=had_ended)
     return 0 if report["complete"] else 3
 
@@ -334,7 +333,7 @@ def _refuse_lost(run: Run, number: int) -> None:
 
 
 def _once_answered(do: Callable[[], T]) -> T:
-    """The result of `do`, called again while the scheduler is silent, as where slurmctld is being restarted."""
+    """The result of `do`, called again while the scheduler does not answer, for example during a restart."""
     deadline, pause = time.monotonic() + SILENCE_S, min(1.0, MAX_PAUSE_S)
     while True:
         try:
@@ -344,7 +343,7 @@ def _once_answered(do: Callable[[], T]) -> T:
         except NoAnswerError as error:
             if not error.is_silent or time.monotonic() > deadline:
                 raise
-            log.warning("it is tried again: %s", error)
+            log.warning("trying again: %s", error)
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_S)
 
@@ -356,9 +355,9 @@ def _tell_end(run: Run, report: Report, *, is_told: bool = False) -> None:
 
 
 def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
-    """The submission that Slurm took after this one, by `submit` or `resubmit`; None if there is none.
+    """The submission that Slurm took after this one, from `submit` or `resubmit`; None if there is none.
 
-    It may have ended: the merge job of this one may be requeued and wait for longer than all of that takes.
+    It may have ended already, if the merge job of this one was requeued and waited for long.
     """
     newest = [each for each in run.submissions() if not each.get("by_hand") and each["state"] != "refused"][-1]
     return newest if newest["submission"] > line["submission"] else None

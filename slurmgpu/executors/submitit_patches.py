@@ -1,4 +1,4 @@
-"""Patches of Submitit: how it writes and reads its own files, and the id in the answer of sbatch."""
+"""Patch how Submitit writes and reads its files, and how it finds the job id in sbatch's answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by
 
 
 def patch_submitit() -> None:
-    """Let Submitit, in this process, try again what fails in a run's logs/, and know the id that sbatch prints.
+    """Let Submitit, in this process, retry failed requests in a run's logs/, and find the job id that sbatch prints.
 
     A second call changes nothing.
     """
@@ -48,10 +48,10 @@ def patch_submitit() -> None:
 
 @contextlib.contextmanager
 def owners_files(executor: type, starts: str) -> Iterator[None]:
-    """Make what Submitit writes readable by its owner alone: jobs run it, and `setup` may hold tokens.
+    """Make Submitit's files readable by their owner only: jobs run them, and `setup` may hold tokens.
 
-    `starts` is the last method of Submitit's executor before sbatch or the process is started: these get the umask of
-    the user, which holds for all that a run writes.
+    `starts` is the last method of Submitit's executor before sbatch or the process starts; from there on the user's
+    umask applies again, as to all other files of a run.
     """
     with process_wide.one_thread():
         former, own = os.umask(0o077), executor.__dict__.get(starts)
@@ -77,7 +77,7 @@ def _steady(path_of: Callable[[Any], Path]) -> property:
 
 
 def _sbatchs_line(executor: Any) -> Callable[[str | bytes], str]:
-    """Submitit's reader of a job's id, without the lines of a site's wrapper before it, which may name other jobs."""
+    """Submitit's parser of the job id, given only sbatch's own line: a site's wrapper may print other job ids."""
     read = executor._get_job_id_from_submission_command
 
     def job_id(said: str | bytes) -> str:
@@ -89,7 +89,7 @@ def _sbatchs_line(executor: Any) -> Callable[[str | bytes], str]:
 
 
 def _telling(copy: Callable[..., None]) -> Callable[..., None]:
-    """Like Submitit's, but logs once what a successful command says on stderr, such as a warning of sbatch."""
+    """Like Submitit's, but logs once what a successful command prints on stderr, such as a warning of sbatch."""
     told: set[str] = set()
 
     def copied(process: Any, stdout: Any, stderr: Any, verbose: bool = False) -> None:
@@ -108,7 +108,7 @@ def _retrying(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _saving(filepath: Path | str) -> Iterator[Path]:
-    """Like Submitit's: a temporary name, which is renamed."""
+    """Like Submitit's: write under a temporary name, then rename."""
     path = Path(filepath)
     partial = path.with_suffix(f"{path.suffix}.save_tmp")
     yield partial
@@ -124,8 +124,8 @@ def _move(paths: utils.JobPaths, tmp_path: Path | str, name: str, keep_as_symlin
             retried(lambda: _link(source, target))
     except OSError as error:
         raise SlurmGPUError(
-            f"{error.filename or target}, which the job that was started needs: {error.strerror}. "
-            f"Resubmit the run once its file system works."
+            f"{error.filename or target}: {error.strerror}. The job that was started needs this file. "
+            f"Resubmit the run once the file system works."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Log files: those of an attempt, and their lines ordered by time.
+"""Find the log files of an attempt, and read their lines ordered by time.
 
 May import: run, util.
 """

@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 PREFIX = "item."
 _AT_ONCE = 256
-"""Items that are read together."""
+"""How many items are read at a time."""
 
 Read = Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]
 
 
 @dataclass
 class BesideItems:
-    """The rows of a selection, with a column for each field of their items; as `Selection` for formats of lines.
+    """The rows of a selection, with a column for each field of their items; replaces `Selection` for line formats.
 
-    `names` are columns and `item.FIELD`; by default all. `constants` are as of `Selection`. Fields of an item that
+    `names` are columns and `item.FIELD`; by default all. `constants` are as in `Selection`. Fields of an item that
     cannot be read are null.
     """
 
@@ -43,7 +43,7 @@ class BesideItems:
     def __post_init__(self) -> None:
         own = [name for name in self.names if not name.startswith(PREFIX)]
         if twice := next((name for number, name in enumerate(self.names) if name in self.names[:number]), None):
-            raise SlurmGPUError(f"The column {twice!r} is asked for twice; name it once.")
+            raise SlurmGPUError(f"The column {twice!r} is named twice; name it once.")
         asked = ["index", *(name for name in own if name != "index")] if self.names else []
         self._rows = Selection(self.source, asked, self.where, constants=self.constants)
         self.columns = list(self.names) or [*self._rows.columns, *(f"{PREFIX}{name}" for name in self._fields())]
@@ -70,7 +70,7 @@ class BesideItems:
                     yield tuple(values.get(name) for name in self.columns)
 
     def known_fields(self) -> set[str]:
-        """Fields of the chosen items: of the first ones, if they have all that were asked for, else of all."""
+        """The fields of the first chosen items, if these have all that were asked for; else of all chosen items."""
         wanted, known = fields_among(self.columns), set[str]()
         for fields in self._fields_met() if wanted else ():
             known.update(fields)
@@ -79,7 +79,7 @@ class BesideItems:
         return known
 
     def _fields(self) -> list[str]:
-        """The fields of all chosen items, in the order in which they are met."""
+        """The fields of all chosen items, in order of appearance."""
         return list(dict.fromkeys(name for fields in self._fields_met() for name in fields))
 
     def _fields_met(self) -> Iterator[Iterable[str]]:
@@ -97,13 +97,13 @@ def fields_among(names: Iterable[str]) -> list[str]:
 
 
 def refuse_unknown_fields(names: Iterable[str], known: Collection[str]) -> None:
-    """Raise SlurmGPUError for a column of a field that no chosen item has; `known` are the fields of all of them."""
+    """Raise SlurmGPUError if a column names a field that no chosen item has; `known` are the fields of all of them."""
     if known and (unknown := next((name for name in fields_among(names) if name not in known), None)) is not None:
         raise SlurmGPUError(f"No item has the field {unknown!r}.{did_you_mean(unknown, known)}")
 
 
 def refuse_bare_fields(run: Run, names: Sequence[str], known: Collection[str]) -> None:
-    """Raise SlurmGPUError for the first name that is no column, if it is a field of the first item."""
+    """Raise SlurmGPUError for the first name that is not a column but a field of the first item."""
     unknown = next((name for name in names if name not in known), None)
     if unknown is None:
         return
@@ -111,10 +111,10 @@ def refuse_bare_fields(run: Run, names: Sequence[str], known: Collection[str]) -
         with open_items(run) as read:
             first = _data(read, run.plan.indices(0, 1))[0]
     except (OSError, SlurmGPUError, ValueError) as error:
-        log.info("the input does not tell whether %s is one of its fields: %s", unknown, error)
+        log.info("whether %s is a field of the input is unknown: %s", unknown, error)
         return  # the caller says that there is no such column
     if unknown in first:
-        raise SlurmGPUError(f"There is no column {unknown!r}; the field of the items is {PREFIX}{unknown}.")
+        raise SlurmGPUError(f"There is no column {unknown!r}; for the field of the items write {PREFIX}{unknown}.")
 
 
 def _data(read: Read, indices: Sequence[int]) -> list[Mapping[str, Any]]:

@@ -40,11 +40,11 @@ Source = RunRows | FileRows
 
 @dataclass
 class Side:
-    """One of the two: its path, its rows, the failed ones among them, and what the other lacks.
+    """One side of a comparison: its path, its rows, the failed ones among them, and what the other side lacks.
 
-    `n_missing` are items of a run without a row. `only` are the first rows that the other side lacks, by index, and
-    `only_columns` columns. `n_without_key` are rows that have no key, and so no partner. `damaged` names shards whose
-    rows could not be read. `summary` is that of the report.
+    `n_missing` counts items of a run without a row. `only` are the indices of the first rows that the other side lacks,
+    `only_columns` its extra columns. `n_without_key` counts rows that have no key, so no partner. `damaged` names
+    shards whose rows could not be read. `summary` is that of the report.
     """
 
     path: str
@@ -61,9 +61,9 @@ class Side:
 
 @dataclass
 class ColumnDifference:
-    """How many rows differ in a column, and for numbers by how much at most; None if no number differs.
+    """How many rows differ in a column, and the largest difference of numbers; None if no number differs.
 
-    Of integers `largest` is an int, which is exact.
+    For integers `largest` is an int, which is exact.
     """
 
     n_rows: int = 0
@@ -120,14 +120,15 @@ def compare(
     tolerance: float = 0.0,
     n_examples: int = N_EXAMPLES,
 ) -> Comparison:
-    """The differences between the rows of two run directories, which may be at work, or merged files.
+    """The differences between the rows of two run directories, which may be running, or of two merged files.
 
-    Rows belong together by their index, or by `key`: a column, or a field of the input, with another value in each
-    row. `columns` are those to compare, by default all that both have, and `error`. Numbers x and y are the same if
+    Rows are matched by their index, or by `key`: a column or a field of the input whose value is unique in each row.
+    `columns` are the columns to compare, by default all common ones and `error`. Numbers x and y are the same if
     `|x - y| <= tolerance * max(1, |x|, |y|)`; NaN is the same as NaN. The result has the first `n_examples` rows that
-    differ, or that one side lacks. SlurmGPUError for what is no run and no merged file, or has no such key or column.
+    differ, or that one side lacks. Raises SlurmGPUError if a path is neither a run nor a merged file, or lacks the key
+    or a column.
 
-    By index, memory is bounded by a block of rows; a key takes 40 bytes for each row as well.
+    By index, memory is bounded by a block of rows; a key takes another 40 bytes per row.
     """
     if not 0 <= tolerance < math.inf:
         raise SlurmGPUError(f"The tolerance is {tolerance}; expected 0 or a positive number.")
@@ -187,7 +188,7 @@ def _compare_rows(
     differing = {}
     for name in names:
         one, other = (row.error, its.error) if name == "error" else (row.values[name], its.values[name])
-        if type(one) in _PLAIN and type(one) is type(other) and one == other:  # most values, at a third of the time
+        if type(one) in _PLAIN and type(one) is type(other) and one == other:  # a fast path for most values
             continue
         if not is_same(one, other, found.tolerance):
             differing[name] = one, other
@@ -241,7 +242,7 @@ def _by_key(found: Comparison, one: Source, other: Source, key: str) -> Iterator
                 is_matched[place] = True
                 its_name, its = partners[int(items[place])]
                 if its_name != name:
-                    raise SlurmGPUError(f"The keys {name!r} and {its_name!r} cannot be told apart; compare by index.")
+                    raise SlurmGPUError(f"The keys {name!r} and {its_name!r} have the same hash; compare by index.")
             yield name, row, its
     matched = set(items[is_matched].tolist())
     for row in _rows(other):
@@ -313,15 +314,15 @@ def _table_of(
         parts.append((np.array([hash(each) for each in keys if each is not None], np.int64), indices[is_named]))
     hashes, items = (np.concatenate(each) for each in zip(*parts, strict=True))
     if not len(hashes) and side.n_without_key:
-        raise SlurmGPUError(f"No row of {side.path} has a {key!r}; it is neither a column nor a field of the input.")
+        raise SlurmGPUError(f"No row of {side.path} has a {key!r}: it is neither a column nor a field of the input.")
     order = np.argsort(hashes, kind="stable")
     hashes, items = hashes[order], items[order]
     if len(twice := np.flatnonzero(hashes[1:] == hashes[:-1])):
-        at = twice[items[twice].argmin()]  # hashes, and so their order, differ from process to process
+        at = twice[items[twice].argmin()]  # hashes, and thus their order, differ between processes
         first, second = items[at : at + 2].tolist()
         raise SlurmGPUError(
-            f"{side.path} has several rows with one {key!r}, as items {first} and {second}. A key must differ from row "
-            "to row; without --key rows are compared by index."
+            f"{side.path} has several rows with the same {key!r}, such as items {first} and {second}. A key must be "
+            "unique; without --key rows are compared by index."
         )
     return hashes, items
 

@@ -1,4 +1,4 @@
-"""Whether two values are the same, and by how much numbers differ, which is exact where they are integers."""
+"""Whether two values are the same, and by how much numbers differ (exactly for integers)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy.typing as npt
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _MOST_EXACT = 1 << 52
-"""Integers up to it, and the differences of two of them, are float64 without rounding."""
+"""Integers up to this, and the differences of two of them, are exact in float64."""
 
 
 def is_same(one: Any, other: Any, tolerance: float) -> bool:
     """Whether two values are the same; numbers x and y if `|x - y| <= tolerance * max(1, |x|, |y|)`, or both are NaN.
 
-    Numbers within arrays, lists and mappings as well. 1 is the same as 1.0, and no boolean is a number.
+    Applies to numbers within arrays, lists and mappings as well. 1 is the same as 1.0; a boolean is not a number.
     """
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.shape == other.shape and _are_same(one, other, tolerance)
@@ -42,8 +42,8 @@ def is_same(one: Any, other: Any, tolerance: float) -> bool:
 def distance_of(one: Any, other: Any) -> float | None:
     """The largest difference of two numbers, or of arrays of one shape; None for other values.
 
-    An int where the numbers are integers: those of 64 bits may differ by one of 65. Differences that float64 cannot
-    hold, as of infinities, are left out; None without another.
+    It is an int if the numbers are integers: two 64-bit integers may differ by a 65-bit one. Differences that float64
+    cannot hold, such as those of infinities, are left out; None if there is no other.
     """
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         are_numbers = one.dtype.kind in "biufc" and other.dtype.kind in "biufc"
@@ -72,7 +72,7 @@ def _are_same(one: Numbers, other: Numbers, tolerance: float) -> bool:
 
 
 def _distances(one: Numbers, other: Numbers) -> Iterable[Fraction | float]:
-    """|one - other| of the finite elements that differ most, at least; of all where float64 would round integers."""
+    """|one - other| at least for the finite elements that differ most; for all where float64 would round integers."""
     if not (_are_exact_as_floats(one) and _are_exact_as_floats(other)):
         return [_between(x, y) for x, y in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)]
     with np.errstate(all="ignore"):
@@ -92,14 +92,14 @@ def _largest(distances: Iterable[Fraction | float]) -> float | None:
 
 
 def _between(one: Any, other: Any) -> Fraction | float:
-    """|one - other| of two numbers: an int or a Fraction, exactly, where one is an integer; else a float."""
+    """|one - other| of two numbers: an exact int or Fraction if one is an integer; else a float."""
     if isinstance(one, int) and isinstance(other, int):
         return abs(one - other)
     if (isinstance(one, int) and _is_finite(other)) or (isinstance(other, int) and _is_finite(one)):
         return abs(Fraction(one) - Fraction(other))
     try:
         return float(abs(one - other))
-    except OverflowError:  # of complex numbers, or an integer beside an infinity, that float64 does not hold
+    except OverflowError:  # complex numbers, or an integer and an infinity, that float64 cannot hold
         return math.inf
 
 

@@ -1,9 +1,9 @@
 """Export the rows of a run as JSONL, CSV, Parquet, a data set of Hugging Face or tensors, all or nothing.
 
 Every row has `index`, the columns and `error`, or the columns that were asked for. A failed item has null columns, a
-good one a null `error`. NaN and infinities are null in JSONL and CSV, since JSON lacks them. In CSV null is empty.
-Memory is bounded, except for tensors, which torch.save needs all at once. A workload may add formats of its own. Every
-byte of the merged file is verified first, and those of other shards before their rows are written.
+good one a null `error`. NaN and infinities are null in JSONL and CSV, because JSON lacks them. In CSV null is empty.
+Memory is bounded, except for tensors, which torch.save needs all at once. A workload may add its own formats. Every
+byte of the merged file is verified first, and the bytes of other shards before their rows are written.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """The number of exported rows and of items without a row, and what a workload said of its own format.
+    """The number of exported rows and of items without a row, and what a workload says about its own format.
 
-    `problems` names damaged shards, whose items count among those without a row. `n_failed` of the rows are of failed
+    `problems` names damaged shards, whose items count as items without a row. `n_failed` of the rows belong to failed
     items.
     """
 
@@ -68,7 +68,7 @@ class Exported:
 
 
 class PlainRows(Protocol):
-    """Rows as JSON values, or as cells of CSV: of one run, beside its items, or of several runs."""
+    """Rows as JSON values, or as CSV cells: of one run, with its items, or of several runs."""
 
     @property
     def columns(self) -> Iterable[str]:
@@ -90,11 +90,13 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.with_items and self.columns:
-            raise SlurmGPUError("--with-items is for all fields: leave it out, and name item.FIELD among --columns.")
+            raise SlurmGPUError(
+                "--with-items adds all fields. For some, leave it out and name item.FIELD in --columns."
+            )
 
     @property
     def reads_items(self) -> bool:
-        """Whether fields of the items are asked for."""
+        """Whether fields of the items are requested."""
         return self.with_items or any(name.startswith(PREFIX) for name in self.columns)
 
 
@@ -109,9 +111,9 @@ def export(
 ) -> Exported:
     """Write the rows of a merged file, or those that a run has now, to a path or an open file.
 
-    SlurmGPUError if a byte differs. With `columns` only these, with `where` only rows for which the condition is true.
-    With `with_items`, or columns such as `item.text`, rows of a run stand beside the data of their items. At a path it
-    starts again after a transient failure.
+    Raises SlurmGPUError if a byte differs. `columns` limits the columns, `where` the rows to those for which the
+    condition is true. With `with_items`, or columns such as `item.text`, rows of a run include the data of their items.
+    If `to` is a path, the export restarts after a transient failure.
     """
     chosen = Choice(columns, where, with_items)
     if isinstance(output, Path):
@@ -120,7 +122,9 @@ def export(
     with _opened(source) as rows:
         if format in FORMATS and format not in (*LINE_FORMATS, *_own_formats(rows)):
             formats = " or ".join(LINE_FORMATS)
-            raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {formats}.")
+            raise SlurmGPUError(
+                f"Format {format!r} cannot be written to a stream, only to a file; a stream takes {formats}."
+            )
         exported = _write(rows, format, output, chosen)
         output.flush()
         return exported
@@ -152,7 +156,7 @@ def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
         with RunRows(source, verify=True) as rows:
             if not len(rows):
                 raise SlurmGPUError(
-                    f"{source.folder} has no row yet. `slurmgpu status {source.typed}` shows its progress."
+                    f"{source.folder} has no rows yet. `slurmgpu status {source.typed}` shows its progress."
                 )
             yield rows
     else:
@@ -164,7 +168,7 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
     """Write the rows in a format: the workload's own if it has one of this name."""
     is_own = format in _own_formats(rows)
     if not is_own and format not in FORMATS:
-        raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
+        raise SlurmGPUError(f"There is no export format {format!r}.{did_you_mean(format, FORMATS)}")
     if not is_own and (write := LINE_FORMATS.get(format)):
         lines = _lines(rows, chosen)
         return _exported(rows, write(lines, file), lines)
@@ -173,10 +177,10 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
         selection = Selection(rows, chosen.columns, chosen.where)
         return _exported(rows, _write_parquet(selection, file), selection)
     if chosen.columns or chosen.where is not None:
-        raise SlurmGPUError(f"Format {format!r} has all columns and rows; --columns and --where are for other formats.")
+        raise SlurmGPUError(f"Format {format!r} always has all columns and rows: leave out --columns and --where.")
     if (merged := rows.merged) is None:
         raise SlurmGPUError(
-            f"Format {format!r} is made from merged.h5, and there is none yet. Other formats need none."
+            f"Format {format!r} is made from merged.h5, which does not exist yet. Other formats do not need it."
         )
     said = None
     if is_own:
@@ -190,19 +194,19 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
 def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
     if chosen.reads_items:
         raise SlurmGPUError(
-            f"Format {format!r} has no fields of the items; --with-items, and columns such as item.text, are for "
-            f"{' and '.join(LINE_FORMATS)}. `keep` in the run file makes fields columns of the run, for every format."
+            f"Format {format!r} cannot have fields of the items: --with-items, and columns such as item.text, are for "
+            f"{' and '.join(LINE_FORMATS)}. For all formats, `keep` in the run file makes fields columns of the run."
         )
 
 
 def _lines(rows: RunRows | FileRows, chosen: Choice) -> Selection | BesideItems:
-    """The chosen rows for a format of lines, beside their items if these are asked for."""
+    """The chosen rows for a line format, with their items if requested."""
     if not chosen.reads_items:
         if isinstance(rows, RunRows):
             refuse_bare_fields(rows.run, chosen.columns, stored_columns(rows.columns))
         return Selection(rows, chosen.columns, chosen.where)
     if isinstance(rows, FileRows):
-        raise SlurmGPUError("A merged file alone has no items: export the run directory.")
+        raise SlurmGPUError("A merged file does not have the items: name the run directory instead.")
     selection = BesideItems(rows, rows.run, chosen.columns, chosen.where)
     refuse_unknown_fields(selection.columns, selection.known_fields())
     return selection
@@ -264,7 +268,7 @@ def _write_data_set(selection: Selection, folder: Path) -> int:
 def _refuse_used(output: Path) -> None:
     is_used = status_of(output) is not None and (not is_folder(output) or list_names(output))
     if is_used or not output.name:  # "." or "/"
-        raise SlurmGPUError(f"{output} exists. A data set is a folder of its own: name a new one with -o.")
+        raise SlurmGPUError(f"{output} exists. A data set needs a new folder: name one with -o.")
 
 
 def _write_pt(merged: Merged, file: IO[bytes]) -> None:
@@ -305,13 +309,13 @@ def _write_by_workload(format: str, merged: Merged, file: IO[bytes]) -> str | No
     with working_folder(base), importer.using(run.folder, code_digest(run.submissions())):
         exports = build(plan.workload, plan.settings, base).exports
         if format not in exports:
-            raise SlurmGPUError(f"Workload {plan.workload} has no export to {format!r} any more.")
+            raise SlurmGPUError(f"Workload {plan.workload} no longer has the export format {format!r}.")
         said = exports[format](merged, file)
     return said if isinstance(said, str) else None
 
 
 def _about(merged: Merged) -> dict[str, Any]:
-    """The JSON beside the tensors: totals, and the settings and summary of the run."""
+    """The JSON stored with the tensors: totals, and the settings and summary of the run."""
     attributes = merged.attributes
     about = {name: attributes.get(name) for name in ("run", "workload", "seed", "n_items", "complete", "fingerprint")}
     about |= {"n_rows": len(merged), "n_errors": int(merged.failed.sum())}
@@ -322,21 +326,21 @@ def _about(merged: Merged) -> dict[str, Any]:
 
 
 def _beside(merged: Merged, name: str) -> dict[str, Any]:
-    """The JSON file of that name beside a merged file; {} if there is none of the same run."""
+    """The JSON file of that name next to a merged file; {} if there is none of the same run."""
     path = merged.path.parent / name
     try:
         found = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
     except FileNotFoundError:
         return {}  # the merged file was copied elsewhere
     except ValueError as error:
-        log.warning("%s is damaged, and is not used for the export: %s", path, error)
+        log.warning("%s is damaged and not used for the export: %s", path, error)
         return {}
     is_same = isinstance(found, dict) and found.get("fingerprint") == merged.attributes["fingerprint"]
     return found if is_same else {}
 
 
 LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {"jsonl": _write_jsonl, "csv": _write_csv}
-"""Writers of chosen columns and rows, one by one, also to a stream; each returns the number of rows."""
+"""Writers of chosen columns and rows, row by row, also to a stream; each returns the number of rows."""
 FOLDER = "hf"
 """The format that makes a folder."""
 FORMATS = (*LINE_FORMATS, "parquet", FOLDER, "pt")

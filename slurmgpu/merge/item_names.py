@@ -1,4 +1,4 @@
-"""Names of items: by the run's key, and in the report else by their settings or first fields."""
+"""Names of items: from the run's key; without one the report uses their settings or first fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_S = 5.0
 """… and stops after this time: items of a large Parquet file may be far apart."""
 N_FIELDS = 3
 MOST_DIGITS = 18
-"""A text of more digits is no number of an item."""
+"""A text with more digits is not an item's number."""
 
 
 def name_items(run: Run, items: Sequence[FailedItem]) -> None:
@@ -54,8 +54,8 @@ def find_item(run: Run, asked: str) -> int:
         return int(asked)
     if key is None:
         raise SlurmGPUError(
-            f"{asked!r} is no number of an item, and {run.folder} has no names of items: give a number from 0 to "
-            f'{run.plan.n_items - 1}. For names set key in the run file, as in key = "id".'
+            f"{asked!r} is not a number, and the items of {run.folder} have no names: give a number from 0 to "
+            f'{run.plan.n_items - 1}. To give items names, set key in the run file, for example key = "id".'
         )
     name = " ".join(asked.removeprefix(f"{key}=").split())
     with working_folder(Path(run.plan.search_path)):
@@ -65,7 +65,7 @@ def find_item(run: Run, asked: str) -> int:
         raise SlurmGPUError(f"{run.folder} has no item whose {key} is {name!r}.")
     if len(found) > 1:
         raise SlurmGPUError(
-            f"{run.folder} has several items whose {key} is {name!r}, as {found[0]} and {found[1]}: give a number."
+            f"{run.folder} has several items whose {key} is {name!r}, such as {found[0]} and {found[1]}: give a number."
         )
     return found[0]
 
@@ -78,7 +78,7 @@ def name_by_key(run: Run, index: int) -> str | None:
         with open_items(run) as read:
             [data] = read([index])
     except (OSError, SlurmGPUError, ValueError) as error:
-        log.info("item %d goes by its index: %s", index, error)
+        log.info("item %d is named by its index: %s", index, error)
         return None
     return None if isinstance(data, ItemError) else name_by(run.plan.key, data)
 

@@ -53,11 +53,11 @@ from slurmgpu.util.atomic_files import fsync_dir, partial_path
 from slurmgpu.util.process_wide import without_full_collections
 from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_fresh, remove, replace, retried
 
-_N_THREADS = 4  # one keeps up with most disks; more hide the latency of a network
+_N_THREADS = 4  # one thread keeps up with most disks; more hide the latency of a network
 _CHUNK = 64  # parts per piece of a thread's work
 _SMALL_BYTES = 64 << 10  # smaller files are read whole when measured, and copied from memory
 _KEPT_BYTES = 128 << 20  # how much of such files to keep until they are copied
-_MAX_ROUNDS = 3  # rounds of joining new arrivals; later ones are reported missing
+_MAX_ROUNDS = 3  # rounds of joining shards that arrive during the join; later ones are reported missing
 _STALE_PATIENCE_S = 5.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -98,7 +98,7 @@ class _Part(NamedTuple):
 class _Copied(NamedTuple):
     """The checksums of a copied part's pieces, its failed items and their number by class, and the note `not_finite`.
 
-    Without the errors themselves, for which the memory might not be enough.
+    Without the errors themselves, which might not fit in memory.
     """
 
     crc32s: list[int]
@@ -108,7 +108,7 @@ class _Copied(NamedTuple):
 
 
 class _FirstErrors:
-    """The errors of the first failed items, in whatever order the shards come; not many more than are listed."""
+    """The errors of the first failed items, whatever the order of shards; keeps few more than are listed."""
 
     def __init__(self) -> None:
         self._of_shards: dict[int, Errors] = {}
@@ -116,7 +116,7 @@ class _FirstErrors:
         self._lock = threading.Lock()
 
     def put(self, shard: int, errors: Errors) -> None:
-        """The errors of a shard, in place of those that were put before."""
+        """Set the errors of a shard, replacing earlier ones."""
         with self._lock:
             self._n += len(errors) - len(self._of_shards.get(shard, ()))
             self._of_shards[shard] = errors
@@ -143,7 +143,7 @@ class _Damage:
     of_shards: dict[int, str] = field(default_factory=dict)
 
     def note(self, source: Source, why: object) -> list[Source]:
-        """Record what is wrong with a source, None if it is gone; the source with its next older file, if any."""
+        """Record what is wrong with a source (None: it is gone); return the source with its next older file, if any."""
         if isinstance(why, str):
             self.of_files[source.path] = self.of_shards[source.shard] = why
         if not source.older:
@@ -172,10 +172,10 @@ def join(
 ) -> Joined:
     """Write the rows of `sources`, which are in input order, to `target`, which is replaced atomically.
 
-    The file carries the first of the fingerprints, and each shard one of them. A shard that is damaged in two readings,
-    or of another plan, is left out and named; a missing one is left out. A failed read is retried for `patience_s`.
-    Then, and on any other error such as a full disk, the OSError is raised and an older `target` stays. An output file
-    that is removed meanwhile is written again.
+    The file carries the first of the fingerprints, each shard one of them. A shard that is damaged in two readings, or
+    belongs to another plan, is left out and named; a missing one is left out. A failed read is retried for
+    `patience_s`. After that, and on other errors such as a full disk, the OSError is raised and an older `target`
+    stays. If another process removes the output file, it is written again.
     `review` may add new shards; `check` is called right before the file replaces the target.
     """
     _remove_stale(target, patience_s, check)
@@ -243,7 +243,7 @@ def _outcome(
 def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) -> None:
     """Remove the partial files of killed joins; failing to do so does no harm.
 
-    Files listed before `check` passed are not a successor's.
+    Files that were listed before `check` passed do not belong to a later merge.
     """
     names = sorted(list_fresh(target.parent, patience_s))
     stale = [name for name in names if name.startswith(f".{target.name}.") and name.endswith(".partial")]
@@ -251,7 +251,7 @@ def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) ->
         try:
             remove(target.parent / name, _STALE_PATIENCE_S)
         except OSError as error:
-            log.warning("%s is of a merge that was killed, and cannot be removed: %s", name, error.strerror)
+            log.warning("%s was left by a killed merge and cannot be removed: %s", name, error.strerror)
 
 
 def verify_joined(path: Path) -> list[str]:
@@ -261,11 +261,11 @@ def verify_joined(path: Path) -> list[str]:
         with Reader(path) as reader:
             directory, table, size = read_userblock(reader)
             if directory["attributes"]["format"] != MERGED:
-                return [f"it is a {directory['attributes']['format']!r}, not a {MERGED!r}"]
+                return [f"its format is {directory['attributes']['format']!r}, not {MERGED!r}"]
             found = pieces_of(directory, table)
             problems.extend(verify(reader, found, start=size, rest_crc32=directory["rest_crc32"]))
     except FileNotFoundError:
-        problems.append(f"there is no {path}")
+        problems.append(f"{path} does not exist")
     except DamagedShardError as error:
         problems.append(str(error))
     return problems
@@ -400,7 +400,7 @@ class _Merged:
     def copy_all(
         self, pool: Executor, parts: Sequence[_Part], damage: _Damage
     ) -> tuple[dict[int, _Copied], list[Source]]:
-        """Copy all parts: what was copied, by shard, and older sources to try for the rest. `damage` says why."""
+        """Copy all parts; return what was copied, by shard, and older sources to try for the rest (see `damage`)."""
         futures = {part.source.shard: pool.submit(self._copy_chunk, [part]) for part in parts if not part.is_small}
         small = [part for part in parts if part.is_small]
         found: dict[int, _Copied | str | None] = {}
@@ -411,7 +411,7 @@ class _Merged:
             for shard, future in futures.items():
                 [found[shard]] = future.result()
         except BaseException:
-            # The file gets closed: no thread may write to its descriptor, which may be reused by then.
+            # The file will be closed: no thread may still write to its descriptor, which may be reused.
             self._stopped.set()
             wait([future for future in futures.values() if not future.cancel()])
             raise
@@ -442,7 +442,7 @@ class _Merged:
                 reader.forget_cache()
             found = self._shards.examine(reader, part.source)
             if tuple(region.n_bytes for region in found.datasets) != part.sizes:
-                raise DamagedShardError("it was replaced while it was joined")
+                raise DamagedShardError("it was replaced while it was being joined")
             if part.is_small and not again and (content := reader.whole()) is not None:
                 return self._copy_held(part, content, found, buffer)
             writers = self._writers(part, found)

@@ -52,12 +52,13 @@ Check = Callable[[], None]
 
 
 def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None, *, may_live: bool = False) -> Report:
-    """Write merged.h5 and report.json from the published shards; the report.
+    """Write merged.h5 and report.json from the published shards; return the report.
 
-    A shard that is damaged in two readings, or of another plan, is renamed to `NNNNN.damaged` with the reason beside
-    it. Unless the old merged.h5 has its rows, it counts as missing until a merge finds it intact. The new file keeps
-    every good row of the old one. An error that remains after retries ends the merge and leaves both files as they
-    were. `check` is called before each step that cannot be undone. `may_live`: attempts without an end may be at work.
+    A shard that is damaged in two readings, or belongs to another plan, is renamed to `NNNNN.damaged`, with the reason
+    in a file next to it. Unless the old merged.h5 has its rows, it counts as missing until a merge finds it intact. The
+    new file keeps every good row of the old one. An error that remains after retries ends the merge and leaves both
+    files as they were. `check` is called before each step that cannot be undone. `may_live`: attempts without a
+    recorded end may be running.
     """
     leftovers = _partials(run)
     _take_back(run, check)
@@ -124,7 +125,7 @@ class _Sources:
         return [self._source(shard, revisions) for shard, revisions in sorted(files.items())]
 
     def review(self, copied: Mapping[int, Places], damaged: Mapping[Path, str]) -> list[Source]:
-        """New shards, and files with good rows that would be removed from merged.h5 otherwise."""
+        """New shards, and files with good rows that merged.h5 would lose otherwise."""
         more = [source for source in self.look() if source.shard not in copied and source.path not in damaged]
         more = [source for source in more if exists(source.path)]
         suspects = {shard for shard, failed in copied.items() if len(failed)}
@@ -146,7 +147,7 @@ class _Sources:
         """Rename an unreadable merged.h5 instead of replacing it: it may have rows to save."""
         if self.damaged:
             aside = self.run.merged.with_suffix(".damaged.h5")
-            log.error("the former merged.h5 (%s) is now %s", self.damaged, aside)
+            log.error("the former merged.h5 is damaged (%s) and was renamed to %s", self.damaged, aside)
             with contextlib.suppress(FileNotFoundError):
                 replace(self.run.merged, aside)
 
@@ -171,7 +172,7 @@ class _Sources:
                 yield rows
 
     def _restore(self, former: FormerRows, shard: int, damage: str | None = None) -> bool:
-        """Publish a shard from its rows in merged.h5, in place of a file with `damage`; False if these are damaged."""
+        """Publish a shard from its rows in merged.h5, replacing a file with `damage`; False if they are damaged."""
         what = "missing" if damage is None else "damaged"
         try:
             rows = former.rows(shard)
@@ -186,10 +187,10 @@ class _Sources:
         return True
 
     def _replace(self, former: FormerRows, shard: int, damaged: Mapping[Path, str]) -> Source | None:
-        """A shard of which no file is whole, from its rows in merged.h5; None if these are damaged."""
+        """A shard without an intact file, from its rows in merged.h5; None if they are damaged."""
         path = self.run.revision_path(shard, 0)
         if path not in damaged and exists(path):
-            return None  # it has appeared since
+            return None  # an intact file has appeared since
         restored = self._restore(former, shard, damaged.get(path))
         return self._source(shard, [0]) if restored else None
 
@@ -201,9 +202,9 @@ class _Sources:
         failed: Places,
         damaged: Mapping[Path, str],
     ) -> Source | None:
-        """A shard's next revision, with good rows of merged.h5 in place of errors; None if there are none.
+        """A shard's next revision, in which good rows of merged.h5 replace errors; None if there are none.
 
-        If the shard's newest file is damaged and merged.h5 has its rows, these take the place of all that are older.
+        If the shard's newest file is damaged and merged.h5 has its rows, these replace all older rows.
         """
         *older, newest = revisions
         is_damaged = self.run.revision_path(shard, newest) in damaged
@@ -211,7 +212,7 @@ class _Sources:
         try:
             good: set[int] = {*failed.tolist()}
             if is_damaged and not any(self._has_same(former, shard, revision) for revision in older):
-                good = set(range(start, stop))  # they are of the damaged file
+                good = set(range(start, stop))  # merged.h5 took them from the damaged file
             good -= former.failed(shard)
             if not good:
                 return None
@@ -220,8 +221,8 @@ class _Sources:
         except DamagedShardError as error:
             log.error("rows of shard %d in merged.h5 cannot be kept: %s", shard, error)
             return None
-        why = "its newest file is damaged" if is_damaged else "they failed when computed again"
-        log.warning("shard %d: %d rows of merged.h5 are kept, since %s", shard, len(good), why)
+        why = "its newest file is damaged" if is_damaged else "recomputing them failed"
+        log.warning("shard %d: %d rows of merged.h5 are kept, because %s", shard, len(good), why)
         combined = put_over(now.rows, {index: rows[index - start] for index in good}, start)
         made_by = now.made_by
         for stretch in former.code(shard):
@@ -245,7 +246,7 @@ def _maker() -> Maker:
 
 
 def _made_by(code: Sequence[Stretch]) -> MadeBy:
-    """The makers of rows that a merge took from an earlier merged.h5, which were computed with this code."""
+    """The makers of rows that a merge took from an earlier merged.h5, given the code that computed them."""
     found = makers_of(code)
     return {**_maker(), **found, "revisions": [{**_maker(), **each} for each in found.get("revisions", ())]}
 
@@ -279,7 +280,7 @@ def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Join
 
 
 def _take_back(run: Run, check: Check) -> None:
-    """Publish shards that an earlier merge set aside and that are intact now: the reading was at fault."""
+    """Publish shards that an earlier merge set aside and that are intact now: only the reading was at fault."""
     for name in checked(list_names(run.shards), check):
         stem = name.removesuffix(".damaged")
         target = run.shards / f"{stem}.h5"
@@ -309,7 +310,7 @@ def _draw(run: Run, report: Report) -> None:
     """Write report.html, or log why not: nothing depends on it."""
     path = pages.page_path(run)
     if missing := pages.missing_packages():
-        log.info("report.html is not written: %s not installed; pip install 'slurmgpu[html]'", " and ".join(missing))
+        log.info("report.html is not written without %s: pip install 'slurmgpu[html]'", " and ".join(missing))
         _remove_former(path)
         return
     try:
@@ -323,7 +324,7 @@ def _remove_former(page: Path) -> None:
     try:
         remove(page)
     except OSError as error:
-        log.warning("%s is not of this merge, and cannot be removed: %s", page, error.strerror)
+        log.warning("%s is from an earlier merge and cannot be removed: %s", page, error.strerror)
 
 
 def failed_again(run: Run, submission: int) -> Recompute:
@@ -345,7 +346,7 @@ def failed_again(run: Run, submission: int) -> Recompute:
 
 
 def forget_deaths(run: Run, shards: Sequence[int]) -> None:
-    """Remove the crash histories of shards, so that quarantined items are computed again."""
+    """Remove the crash histories of shards, so that quarantined items are recomputed."""
     for shard in shards:
         remove(history_path(run.claims.folder, shard))
 
@@ -354,7 +355,7 @@ def _summary(run: Run) -> dict[str, Any]:
     """The workload's summary of all rows; {"error": why} if it fails, since the report must be written anyway."""
     plan = run.plan
     if why := owners.why_foreign(run):
-        log.warning("the workload makes no summary: %s. To allow it: slurmgpu merge --trust %s", why, run.typed)
+        log.warning("the workload's summary is left out: %s. To allow it: slurmgpu merge --trust %s", why, run.typed)
         return {"error": f"the workload was not run: {why}"}
     try:
         with (
@@ -364,7 +365,7 @@ def _summary(run: Run) -> dict[str, Any]:
         ):
             summarize = build(plan.workload, plan.settings, Path(plan.search_path)).summarize
             if summarize is None:
-                raise SlurmGPUError(f"Workload {plan.workload} has no `summarize` any more.")
+                raise SlurmGPUError(f"Workload {plan.workload} no longer has `summarize`.")
             summary: dict[str, Any] = json.loads(json.dumps(dict(summarize(merged)), allow_nan=False))
     except INTERRUPTS:
         raise

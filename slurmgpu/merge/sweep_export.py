@@ -1,7 +1,7 @@
 """Export the rows of all runs of a sweep as one JSONL or CSV: `run`, the values that vary, and the columns.
 
-Each column has a name of its own. The names and the condition are checked for every run, and every byte of each
-merged.h5 is verified, before the first row is written.
+All column names differ. The names and the condition are checked for every run, and every byte of each merged.h5 is
+verified, before the first row is written.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 RUN = "run"
 """The column of the runs' names."""
 OF_SWEEP = "sweep."
-"""The prefix of a column whose name another one has as well; columns of runs have no dot."""
+"""The prefix of a column whose name is taken; columns of runs have no dot."""
 
 
 @dataclass(frozen=True)
 class SweepExported(Exported):
-    """An `Exported` of a sweep, with the number of items without a row by run, and the runs that were not made.
+    """The `Exported` of a sweep, with the number of items without a row by run, and the runs that were not made.
 
-    `n_missing` is of the runs that were made: how many items the others have is not known.
+    `n_missing` counts only runs that were made: the number of items in the others is unknown.
     """
 
     missing: Mapping[str, int] = field(default_factory=dict)
@@ -53,13 +53,13 @@ def export_sweep(
     columns: Sequence[str],
     where: str | None,
 ) -> SweepExported:
-    """Write the rows that the runs of a sweep have now to a file or a stream, run by run; SlurmGPUError as `export`.
+    """Write the rows that the runs of a sweep have now to a file or a stream, run by run. Raises as `export` does.
 
-    `columns` and `where` are as of `export`, and may name the columns of the sweep; a column that a run lacks is null
+    `columns` and `where` are as in `export`, and may name the columns of the sweep; a column that a run lacks is null
     in its rows.
     """
     if format not in LINE_FORMATS:
-        raise SlurmGPUError(f"The rows of a sweep are written as {' or '.join(LINE_FORMATS)}, not as {format!r}.")
+        raise SlurmGPUError(f"The rows of a sweep can be written as {' or '.join(LINE_FORMATS)}, not as {format!r}.")
     if not isinstance(output, Path):
         return _written(folder, format, output, columns, where)
     path = output
@@ -78,7 +78,7 @@ def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str],
     rows = SweepRows(runs, columns, where)
     if not rows.check():
         typed = shlex.quote(str(folder))
-        raise SlurmGPUError(f"No run in {folder} has a row yet. `slurmgpu status {typed}` shows their progress.")
+        raise SlurmGPUError(f"The runs in {folder} have no rows yet. `slurmgpu status {typed}` shows their progress.")
     n_rows = LINE_FORMATS[format](rows, file)
     missing = {run.name: run.plan.n_items - n_seen for (run, _), n_seen in zip(runs, rows.n_seen, strict=True)}
     missing = {name: n_items for name, n_items in missing.items() if n_items}
@@ -88,10 +88,10 @@ def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str],
 
 @dataclass
 class SweepRows:
-    """The rows of the runs of a sweep, one run after the other, beside its name and its values.
+    """The rows of the runs of a sweep, one run after the other, each with its run's name and values.
 
-    `names` are columns; by default all. `n_seen` counts the rows of each run that were read, chosen or not, `n_failed`
-    the chosen ones of failed items.
+    `names` are columns; by default all. `n_seen` counts the rows of each run that were read, chosen or not; `n_failed`
+    counts the chosen rows of failed items.
     """
 
     runs: Sequence[tuple[Run, Mapping[str, Any]]]
@@ -116,14 +116,14 @@ class SweepRows:
             if name not in everything and not name.startswith(PREFIX):
                 raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, everything)}")
             if name in self.names[:number]:
-                raise SlurmGPUError(f"The column {name!r} is asked for twice; name it once.")
+                raise SlurmGPUError(f"The column {name!r} is named twice; name it once.")
         self.columns = list(self.names) or everything
         self._constants = [None] * len(self.runs) if self.where is None else self._as_constants()
 
     def check(self) -> int:
-        """The number of rows that there are.
+        """The number of existing rows.
 
-        SlurmGPUError if a run is damaged or does not fit the condition, or if no chosen item has a field.
+        Raises SlurmGPUError if a run is damaged or does not fit the condition, or if no chosen item has a field.
         """
         n_rows, wanted, known = 0, set(fields_among(self.columns)), set[str]()
         for number, (run, _) in enumerate(self.runs):
@@ -143,7 +143,7 @@ class SweepRows:
         self.n_seen.clear()
         self.n_failed = 0
         for number, (run, _) in enumerate(self.runs):
-            with RunRows(run) as rows:  # whose blocks are verified one by one
+            with RunRows(run) as rows:  # its blocks are verified one by one
                 selection = self._selection(number, rows)
                 for row in selection.plain_rows(as_cells=as_cells):
                     found = {**dict(zip(selection.columns, row, strict=True)), **self._fixed[number]}
@@ -167,10 +167,10 @@ class SweepRows:
 
 
 def sweep_columns(keys: Sequence[str], known: Mapping[str, object]) -> tuple[str, dict[str, str]]:
-    """The columns of the runs' names, and of their values by the keys of [sweep], beside those that are `known`.
+    """The names of the columns for the runs' names and for their values by key of [sweep], given the `known` columns.
 
-    A value goes by the last part of its key. Where that is another column's, or another key's, it goes by the whole
-    key, such as `resources.gpus`, or with `sweep.` before it.
+    A value's column is named by the last part of its key. If that name is taken, by the whole key, such as
+    `resources.gpus`, or by the key after `sweep.`.
     """
     taken = set(known)
     lasts = Counter(parts_of(key)[-1] for key in keys)

@@ -1,4 +1,4 @@
-"""What the command line and Python do with drafts and runs: submit, probe, resubmit, wait.
+"""Operations on drafts and runs that the command line and Python share: submit, probe, resubmit, wait.
 
 May import: all but api, cli and mapping.
 """

@@ -1,4 +1,4 @@
-"""Probes: some whole batches of a draft's items, computed by one task in a run of their own beside the run."""
+"""Probes: compute some whole batches of a draft's items with one task, in a separate run next to the run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def probe_draft(
     on_tick: Callable[[Run], None] = lambda run: None,
     on_status: Callable[[Status], None] = lambda status: None,
 ) -> dict[str, Any]:
-    """Probe a draft by `small`, its probe; the keys of `slurmgpu submit --probe --json`.
+    """Compute `small`, the probe of a draft; return the keys of `slurmgpu submit --probe --json`.
 
     An exception cancels the probe.
     """
@@ -64,7 +64,7 @@ def probe_draft(
     head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
     failed, seen = why_failed(run, report), observe(run.attempts())
     if failed is not None or seen is None:
-        failed = failed or Failed("lost", "no record of a task has its batches", str(run.logs))
+        failed = failed or Failed("lost", "no task recorded its batches", str(run.logs))
         return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
     found = forecast(
         draft.plan, submission, seen, resumes=draft.resumes, queues=executor_named(submission.executor).queues
@@ -77,9 +77,9 @@ def compute_probe(
     on_tick: Callable[[Run], None] = lambda run: None,
     on_status: Callable[[Status], None] | None = None,
 ) -> tuple[Run, Report]:
-    """The run of a small draft beside a run, which takes the place of an earlier one, and its report.
+    """Compute a small draft, which replaces an earlier one next to the run; return its run and its report.
 
-    Without `on_status` the progress is shown as by `RunHandle.wait`. An exception cancels the run.
+    Without `on_status` the progress is shown as `RunHandle.wait` shows it. An exception cancels the run.
     """
     submission = submission_of(small)
     executor = executor_named(submission.executor)
@@ -98,7 +98,7 @@ def compute_probe(
             return run, report
         except BaseException as error:
             if isinstance(error, INTERRUPTS) and small.run_dir.exists():
-                run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
+                run = Run.open(small.run_dir)  # it may be queued although no status has been reported yet
             if run is not None and executor.queues:
                 live_tasks.cancel(run)
             raise
@@ -108,17 +108,17 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
     """The draft of a probe of `n_items`, rounded up to whole batches, evenly spread over the run's input."""
     plan, spec = draft.plan, draft.items.spec
     if n_items < 1:
-        raise SlurmGPUError(f"--probe {n_items}: expected how many items to compute first, 1 at least.")
+        raise SlurmGPUError(f"--probe {n_items}: expected the number of items to compute first, at least 1.")
     if draft.extension is not None:
         raise SlurmGPUError(
-            "--probe estimates a whole run, and --extend computes the rest of one. Leave one of them out."
+            "--probe estimates a whole run, but --extend computes only added items. Leave one of them out."
         )
     if n_items >= plan.n_items:
         n_batches = (plan.n_items - 1) // plan.batch_size  # whole batches that are fewer than all items
         fewer = f"Probe fewer of them, such as --probe {max(1, n_batches // 2) * plan.batch_size}, or submit"
         raise SlurmGPUError(
-            f"--probe {n_items}: the run has {count_of(plan.n_items, 'item')} in all, and computes the items of a "
-            f"probe again. {fewer if n_batches else 'Submit'} without --probe."
+            f"--probe {n_items}: the run has only {count_of(plan.n_items, 'item')}, and would recompute the probe's "
+            f"items. {fewer if n_batches else 'Submit'} without --probe."
         )
     if any(file.size_bytes == PROMISED for file in spec.files):
         raise SlurmGPUError(
@@ -129,12 +129,12 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
 
 
 def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
-    """The draft of a run of one task beside the run, of some ranges of its items."""
+    """The draft of a run with one task, next to the run, over some ranges of its items."""
     plan, target = draft.plan, probe_dir(draft.run_dir)
     taken = draft.items.spec.taking(ranges)
     copies = draft.items.files[0].parent / "probe"
     copies.mkdir(exist_ok=True)
-    # copy2: keeps the time of modification, by which tasks recognise an input that slurmgpu made.
+    # copy2 keeps the modification time, by which tasks recognise an input that slurmgpu made.
     files = [_copied(file, copies / file.name) for file in draft.items.files]
     n_gpus = allocate(draft.resources, n_shards=None).gpus_per_task
     resources = {**plan.resources, "gpus": n_gpus, "array": False, "gpus_per_task": None, "tasks": 1}
@@ -182,7 +182,7 @@ def spread(n_items: int, batch_size: int, n_wanted: int) -> list[tuple[int, int]
 
 
 def why_failed(run: Run, report: Report) -> Failed | None:
-    """Why the probe gives no forecast: it is incomplete, or all of its items failed; None if it gives one."""
+    """Why the probe gives no forecast (it is incomplete, or all of its items failed); None if it gives one."""
     if report["complete"] and report["n_errors"] < report["n_items"]:
         return None
     logs = [run.logs / f"{attempt['attempt']}.log" for attempt in report["attempts"]]
@@ -192,9 +192,9 @@ def why_failed(run: Run, report: Report) -> Failed | None:
         return Failed(str(last["failure"]), last["message"], str(run.logs / f"{last['attempt']}.log"))
     log, errors = str(logs[0] if logs else run.logs), report["errors"]
     if not errors:
-        return Failed("lost", "it lacks items, and no task says why", log)
+        return Failed("lost", "it lacks items, and no task recorded a failure", log)
     first = errors[0]
-    message = f"every item of it failed, the first, item {first['index']} of the input, with: {first['message']}"
+    message = f"all of its items failed. The first is item {first['index']} of the input: {first['message']}"
     return Failed(errors[0]["class"], message, log)
 
 

@@ -18,28 +18,28 @@ from slurmgpu.util.shared_files import exists, is_folder, list_names, remove, re
 from slurmgpu.util.users import name_in_words
 
 PLANNED = ".planned"
-"""The file by which a run directory is known that is to be submitted by hand."""
+"""The file that marks a run directory to be submitted by hand."""
 MAKING_S = 60.0
 """A run that is older than this and has no submission is no longer being submitted."""
 
 
 def check_room(folder: Path, kind: str) -> Run | None:
-    """The earlier probe or look at `folder`, if any; SlurmGPUError for anything else, and if it may be at work."""
+    """The earlier probe or look at `folder`, if any. SlurmGPUError for anything else, and if it may be running."""
     if folder.is_symlink():
         raise SlurmGPUError(
-            f"{folder}, where the {kind} would go, is a symbolic link, and only a directory is replaced. "
+            f"{folder}, where the {kind} would go, is a symbolic link; only a directory can be replaced. "
             f"Remove the link, or name another --run-dir."
         )
     if not exists(folder):
         return None
     if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
         raise SlurmGPUError(
-            f"{folder}, where the {kind} would go, is {name_in_words(owner)}'s. Name another --run-dir."
+            f"{folder}, where the {kind} would go, belongs to {name_in_words(owner)}. Name another --run-dir."
         )
     run = Run.open(folder) if exists(folder / "run.json") else None
     if run is None or not (run.plan.is_probe if kind == "probe" else run.plan.look == kind):
         raise SlurmGPUError(
-            f"{folder}, where the {kind} would go, exists and is no {kind}. Move it away, or name another --run-dir."
+            f"{folder}, where the {kind} would go, exists and is not a {kind}. Move it, or name another --run-dir."
         )
     assert run.status is not None
     is_new = time.time() - run.status.st_mtime < MAKING_S
@@ -54,10 +54,10 @@ def check_room(folder: Path, kind: str) -> Run | None:
 
 @contextlib.contextmanager
 def room(folder: Path, kind: str) -> Iterator[None]:
-    """Room at `folder` while the block makes and submits a probe or a look there; SlurmGPUError as `check_room`.
+    """Make room at `folder` for the block, which makes and submits a probe or a look. Raises as `check_room`.
 
     An earlier one is renamed, and removed at the end. If the block raises and leaves nothing at `folder`, the earlier
-    one is there again.
+    one is restored.
     """
     remove_left(folder)
     if check_room(folder, kind) is None:
@@ -67,7 +67,7 @@ def room(folder: Path, kind: str) -> Iterator[None]:
     with run_lock(folder, "removing") as lock:
         check_room(folder, kind)
         lock.check()
-        replace(folder, aside)  # with the lock, by which it is known who left it if this process is killed
+        replace(folder, aside)  # with its lock, which tells who left it if this process is killed
     try:
         yield
     except BaseException:
@@ -80,9 +80,9 @@ def room(folder: Path, kind: str) -> Iterator[None]:
 
 
 def remove_left(folder: Path) -> None:
-    """Remove earlier probes or looks of `folder` that this user's killed processes have renamed and left.
+    """Remove earlier probes or looks of `folder` that killed processes of this user have renamed and left.
 
-    A process has to be known to be dead.
+    Only if such a process is known to be dead.
     """
     if not exists(folder.parent):
         return

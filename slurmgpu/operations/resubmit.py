@@ -32,11 +32,11 @@ from slurmgpu.util.shared_files import remove
 
 @dataclass(frozen=True)
 class Request:
-    """What a resubmission is asked for: by default the missing items, with the resources of the last submission.
+    """What to resubmit: by default the missing items, with the resources of the last submission.
 
     `resources` are keys of [resources]; `slurm` and `merge` are sbatch options of the array job and the merge job. All
-    override those of the last submission. The rest is as of `RunHandle.resubmit`; `functions` take the place of those
-    of a mapped run.
+    override those of the last submission. The rest is as in `RunHandle.resubmit`; `functions` replace those of a mapped
+    run.
     """
 
     resources: Mapping[str, Any] = field(default_factory=dict)
@@ -58,13 +58,13 @@ def resubmit(
 ) -> Outcome:
     """Submit the missing items as `RunHandle.resubmit` does.
 
-    `tell` gets the notes before anything starts: changes in the code, what was adjusted, and what is computed again.
-    Without it the outcome has them.
+    `tell` gets the notes before anything starts: changes in the code, adjustments, and what is recomputed. Without it
+    the outcome has them.
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         live_tasks.refuse_alive(run, "resubmit", force=force)
-        live_tasks.forget_dead_tasks(run)  # whose silence the merge at the end would wait for once more
+        live_tasks.forget_dead_tasks(run)  # otherwise the merge at the end would watch them once more
         drafted = _draft(run, asked)
         run.claims.clear(lock.check)
         lock.check()
@@ -81,8 +81,8 @@ def resubmit(
 class Resubmission:
     """A submission that is not made yet, and sentences about it.
 
-    `missing` are shards without rows, `again` those of which items are computed again. `notes` are on what is adjusted,
-    `changed` on the code, `computed` on what is computed again.
+    `missing` are shards without rows; `again` are shards with items to recompute. `notes` are about adjustments,
+    `changed` about the code, `computed` about what is recomputed.
     """
 
     submission: Submission
@@ -94,7 +94,7 @@ class Resubmission:
 
 
 def foresee(run: Run, asked: Request, *, force: bool) -> Resubmission:
-    """What `resubmit` would submit; it writes nothing, and refuses what that refuses."""
+    """What `resubmit` would submit. Writes nothing, and raises the same errors."""
     live_tasks.refuse_alive(run, "resubmit", force=force)
     return _draft(run, asked, writes=False)
 
@@ -112,7 +112,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     if asked.other_code:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:
-            raise NothingToSubmitError(f"{run.folder} has every shard, and this code computed all rows.")
+            raise NothingToSubmitError(f"{run.folder} has every shard, and the current code computed all rows.")
     submission, notes = resubmission.next_submission(
         run, asked.resources, asked.slurm, asked.merge, n_again=len(again.shards)
     )
@@ -129,10 +129,10 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     if again.shards:
         what = count_of(again.n_items, "item" if asked.other_code else "failed item")
         verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
-        computed.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
+        computed.append(f"{what} {verb} recomputed, in {where}; all other rows stay as they are.")
     if asked.failed and asked.functions is None and (name := mapped_function.function_by_value(run)) is not None:
         computed.append(
-            f"They are computed with the function that the run keeps; an edited one takes Python: "
+            f"They are computed with the function that is stored in the run. To use an edited one, resubmit in Python: "
             f"{mapped_function.with_another_function(run, name)}"
         )
     return Resubmission(replace(submission, code=taken), missing, again, notes, changed, computed)
@@ -141,19 +141,19 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
 def packed(
     run: Run, function: Callable[..., Any] | None, load: Callable[..., Any] | None, code: str | None
 ) -> Packed | None:
-    """The pickle of functions that a mapped run is to be computed with; None if none is given."""
+    """The pickle of the functions to compute a mapped run with; None if none is given."""
     given = {role: each for role, each in (("function", function), ("load", load)) if each is not None}
     if not given:
         return None
     plan = run.plan
     if plan.workload != mapped_function.MAPPED:
         raise SlurmGPUError(
-            f"function= and load= are for runs of slurmgpu.map; {run.folder} computes {plan.workload}, whose code "
-            f"is taken as it is now."
+            f"function= and load= are for runs of slurmgpu.map; {run.folder} computes {plan.workload}, and takes its "
+            f"current code. Leave them out."
         )
     if code is not None:
         raise SlurmGPUError(
-            f"code={code!r} has the functions of that code: leave out either it, or function= and load=."
+            f"code={code!r} includes the functions of that code: leave out either code=, or function= and load=."
         )
     loads = load is not None or plan.settings.get("load") is not None
     code_functions.check(function, load, loads=loads)
@@ -176,13 +176,13 @@ def _nothing_to_compute(run: Run) -> SlurmGPUError:
             f"`slurmgpu merge {run.typed}` merges them."
         )
     if run.plan.look:
-        more = "It has some items of its input: for all of them submit again without --limit and --items"
+        more = "The run has only some items of its input; for all of them submit again without --limit and --items"
     else:
-        more = f"Items that were added to its input take another run: submit again by --extend {run.typed}"
-    head = read_merged_head(run.merged)  # which is_complete has found whole
+        more = f"If items were added to its input, compute them in another run: submit again with --extend {run.typed}"
+    head = read_merged_head(run.merged)  # is_complete has found it intact
     if head is not None and head.n_errors:
-        again = f"`slurmgpu resubmit --failed {run.typed}` computes {count_of(head.n_errors, 'failed item')} again."
+        again = f"`slurmgpu resubmit --failed {run.typed}` recomputes {count_of(head.n_errors, 'failed item')}."
         said = f"{run.folder} has every shard: there is nothing to compute. {again}"
     else:
         said = f"{run.folder} has every shard, and no item failed: there is nothing to compute."
-    return NothingToSubmitError(f"{said} {more}, with another --run-dir.")
+    return NothingToSubmitError(f"{said} {more} and another --run-dir.")

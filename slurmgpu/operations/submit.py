@@ -33,14 +33,14 @@ ENDING_S = 15.0
 
 @dataclass(frozen=True)
 class Submitted:
-    """A run that was submitted, and what became of it; no outcome where another process submits it."""
+    """A run that was submitted, and its outcome; None if another process submits it."""
 
     run: Run
     outcome: Outcome | None
 
 
 def check_drafts(drafts: Drafts, after: Sequence[Run] = (), inject: Sequence[str] = ()) -> None:
-    """Check the submissions of a sweep's runs, and where they will lie, before the first is made."""
+    """Check the submissions of a sweep's runs, and their directories, before the first is made."""
     for _, draft in drafts.to_submit:
         check_place(draft)
         submission = submission_of(draft, after, inject)
@@ -49,7 +49,7 @@ def check_drafts(drafts: Drafts, after: Sequence[Run] = (), inject: Sequence[str
 
 @contextlib.contextmanager
 def naming_submitted(drafts: Drafts, variant: Variant) -> Iterator[None]:
-    """Say in the error of one submission of a sweep which runs were submitted before it."""
+    """Add to the error of a sweep's submission which runs were submitted before it."""
     try:
         yield
     except SlurmGPUError as error:
@@ -57,12 +57,12 @@ def naming_submitted(drafts: Drafts, variant: Variant) -> Iterator[None]:
         before = names[: names.index(variant.name)]
         told = f"Submitted before it: {', '.join(before)}." if before else "None was submitted."
         if not drafts.variants.replace_looks:
-            told += " The same command submits those that do not exist yet."
+            told += " Repeat the command to submit those that do not exist yet."
         raise SlurmGPUError(f"Run {variant.name} of [sweep]: {error} {told}") from error
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
-    """Make the run directory of a draft without queueing it; the run, the two lines that submit it, and notes."""
+    """Make the run directory of a draft without queueing it; return the run, the two commands to type, and notes."""
     from slurmgpu.executors.manual import Manual
 
     by_hand = Manual()
@@ -83,7 +83,7 @@ def submit_draft(
     background: Background | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Submitted:
-    """Make the run directory of a draft and submit it, by the process `background` if there is one.
+    """Make the run directory of a draft and submit it, in the process `background` if given.
 
     `inject` are faults on demand. `tell` gets the notes before anything starts; without it the outcome has them.
     """
@@ -106,7 +106,7 @@ def submit_draft(
 
 
 def check_place(draft: Draft) -> None:
-    """Raise SlurmGPUError if there is an earlier look whose place a draft cannot take."""
+    """Raise SlurmGPUError if the draft cannot replace an earlier look."""
     if draft.replaces_look:
         check_room(draft.run_dir, "look")
 
@@ -146,6 +146,6 @@ def remove_unused(run: Run) -> None:
                 return
             time.sleep(0.5)
     except NoAnswerError as error:
-        log.warning("%s stays, as jobs of it may be queued. %s", run.folder, error)
+        log.warning("%s is not removed, because its jobs may be queued. %s", run.folder, error)
         return
     shutil.rmtree(run.folder)

@@ -1,4 +1,4 @@
-"""Wait for a run, and give its rows as they are published."""
+"""Wait for a run, and yield its rows as they are published."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slurmgpu.util.shared_files import exists
 log = logging.getLogger(__name__)
 
 LOOK_S, QUEUE_S = 0.2, 30.0
-"""The pause between two looks at a run that is waited for, and at Slurm's queue for its status."""
+"""The pause between two looks at a run, and between two requests of Slurm's queue for its status."""
 ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
 """The first pause after new rows: in general, and when at most FEW_SHARDS shards are left."""
 
@@ -31,7 +31,7 @@ ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
 def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
     """Wait until no task of the run is queued or alive, and return the report. Asks Slurm at most every 5 s.
 
-    `on_tick` gets each status, with the queue as it was QUEUE_S ago at most.
+    `on_tick` gets each status; its queue is at most QUEUE_S old.
     """
     reader, queued, asked = StatusReader(run), None, -QUEUE_S
     for _ in _while_alive(run):
@@ -42,7 +42,7 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
     if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
         raise SlurmGPUError(
             f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
-            f"`slurmgpu merge {run.typed}` merges what there is."
+            f"`slurmgpu merge {run.typed}` merges what is published."
         )
     return report
 
@@ -54,7 +54,7 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
 
     def wait() -> None:
         nonlocal pause_s
-        refuse_if_importing("rows of a run that is at work")
+        refuse_if_importing("rows of a running run")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LOOK_S)
 
@@ -89,23 +89,23 @@ def incomplete(run: Run, n_missing: int | None = None) -> str:
     some = "rows" if n_missing is None else count_of(n_missing, "row")
     cause = _cause(run)
     return (
-        f"{run.folder} lacks {some} of its {run.plan.n_items:,}: `slurmgpu resubmit {run.typed}`, or resubmit() of its "
-        f"handle, computes them. {cause}`slurmgpu report {run.typed}` says {'more' if cause else 'why'}."
+        f"{run.folder} lacks {some} of its {run.plan.n_items:,}. To compute them: `slurmgpu resubmit {run.typed}`, or "
+        f"resubmit() of its handle. {cause}`slurmgpu report {run.typed}` says {'more' if cause else 'why'}."
     )
 
 
 def _cause(run: Run) -> str:
-    """A sentence on the failure of the last submission that the last report names last, or nothing."""
+    """A sentence on the last failure of the last submission in the last report, or nothing."""
     report, last = read_report(run), run.last_submission()["submission"]
     failed = [a for a in (report["attempts"] if report else ()) if a["failure"] and a["submission"] == last]
     if not failed:
         return ""
     message = (failed[-1]["message"].splitlines() or [""])[0].rstrip(".")
-    return f"{failed[-1]['attempt']} failed by {failed[-1]['failure']}: {message}. "
+    return f"{failed[-1]['attempt']} failed with {failed[-1]['failure']}: {message}. "
 
 
 def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
-    """A look after each pause, until everything of the run has ended. Asks Slurm at most every 5 s."""
+    """Yield once per look, with a pause after each, until the run has ended. Asks Slurm at most every 5 s."""
     asked, alive, said = 0.0, True, ""
     while alive:
         yield

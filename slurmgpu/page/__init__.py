@@ -1,4 +1,4 @@
-"""The report as a page: a single HTML file for any browser.
+"""Write the report as a page: a single HTML file for any browser.
 
 May import: report, results, search, logs, run, code, util. matplotlib and jinja2, too.
 """

@@ -37,7 +37,7 @@ def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], 
     try:
         list_names(run.logs)
     except OSError as error:
-        return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
+        return f"No lines of logs are shown, because logs/ in the run directory cannot be read: {error.strerror}."
     run = cached(run)
     deadline = time.monotonic() + PATIENCE_S
     with search_until(deadline):

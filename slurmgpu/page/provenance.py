@@ -19,7 +19,7 @@ from slurmgpu.util.array_ids import task_of_attempt
 from slurmgpu.util.redact import hidden
 
 OF_PLANNING = ("planned",)
-"""Settings that planning added, which are no use to readers."""
+"""Settings that planning added, which say nothing to readers."""
 
 
 def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
 
 
 def _run_file(path: str) -> str:
-    """The path of the run file, or what gave its tables in its place."""
+    """The path of the run file, or what gave its tables instead."""
     folder, _, name = path.rpartition("/")
     given_by = {NO_RUN_FILE: "slurmgpu run", GIVEN_RUN_FILE: "Python"}
     return f"none: given by {given_by[name]} in {folder}" if name in given_by else path
@@ -79,7 +79,7 @@ def gpus_of(report: Report) -> str:
     names = {name for a in report["attempts"] for name in a["gpus"] or () if isinstance(name, str)}
     models = sorted(name for name in names if not name.isdecimal())
     if not models and all(line.get("device") == "cpu" for line in report["submissions"]):
-        return f"{n_gpus:,} allocated, and none used: device cpu"
+        return f"{n_gpus:,} allocated, but none used: device cpu"
     return f"{n_gpus:,} × {models[0]}" if len(models) == 1 else f"{n_gpus:,}: {', '.join(models)}".rstrip(": ")
 
 

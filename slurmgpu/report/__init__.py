@@ -1,4 +1,4 @@
-"""Status and report of a run: attempts, states, use of hours, time left.
+"""Compute status and report of a run: attempts, states, use of hours, time left.
 
-May import: run, shards, code, util. Reads files alone.
+May import: run, shards, code, util. Reads only files.
 """

@@ -158,7 +158,7 @@ def rows_of(
 
 
 def of_last_submission(attempts: Iterable[AttemptRow], lines: Sequence[SubmissionLine]) -> list[AttemptRow]:
-    """The attempts of the last submission; those that left no record are its own by the id of its job."""
+    """The attempts of the last submission; those without a record are recognised by its job id."""
     last = lines[-1]
     job = last.get("array_job") or job_here(last["executor"], last["submission"])
     cluster = abroad(lines, last.get("cluster") or "")
@@ -186,8 +186,8 @@ class Making:
 def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list[Making]:
     """The attempts that made published shards, from the files; unreadable files are left out.
 
-    With `item`, the place of an item among the run's, the attempt that made its row: that of the last revision that
-    names it.
+    With `item`, an item's place in the run, it is the attempt that made the item's row: that of the last revision that
+    names the item.
     """
     from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 
@@ -198,7 +198,7 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
             revision = files[shard][-1] if shard in files and item is not None else 0
             directory = read_directory(run.revision_path(shard, revision))
             if directory.fingerprint in run.plan.extends:
-                continue  # made by an attempt of another run, which may have the name of one of this
+                continue  # another run's attempt made it, which may have the same name as one of this run
             by: Maker = directory.made_by
             n_items = directory.stop - directory.start
             for later in directory.made_by.get("revisions", ()):
@@ -206,14 +206,14 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
             times = round(float(by["started"]), 3), round(float(by["seconds"]), 3)
             found.append(Making(shard, str(by["attempt"]), *times, n_items, directory.n_errors))
         except (OSError, DamagedShardError, KeyError, TypeError, ValueError) as error:
-            log.debug("shard %d does not say who made it: %s", shard, error)
+            log.debug("the attempt that made shard %d is unknown: %s", shard, error)
     return found
 
 
 def outcome_of(attempt: AttemptRow) -> str:
     """The end of an attempt in words: its failure class, or `ok`, with the reason if one is recorded."""
     if not attempt["failure"] and attempt["state"] != "ended":
-        return "at work"  # by a merge that was forced
+        return "at work"  # only after a forced merge
     return attempt["failure"] or (f"ok ({attempt['reason']})" if attempt["reason"] else "ok")
 
 
@@ -284,12 +284,12 @@ def verdict_of(
     """The outcome of an attempt.
 
     The row `told` of the last report comes first: that merge asked Slurm's accounting, which knows who sent a signal
-    and why a task wrote no end. Next come the attempt's own record and its `life`. An attempt without an end that
-    `may_live` has no failure, unless its `life` has ended. `cancelled`: its submission was cancelled by `slurmgpu
+    and why a task recorded no end. Next come the attempt's own record and its `life`. An attempt without an end that
+    `may_live` has no failure, unless its `life` has ended. `cancelled`: its submission was cancelled with `slurmgpu
     cancel`; `n_lost` of its shards were taken over.
     """
     has_ended = record["ended"] is not None
-    if told is not None and is_of(told, record) and (has_ended or told["failure"]):  # else it was at work
+    if told is not None and is_of(told, record) and (has_ended or told["failure"]):  # else it was running
         return told["failure"], told["message"]
     if not has_ended and may_live and not (life and life.ended):
         return None, ""
@@ -304,16 +304,16 @@ def verdict_of(
     if cancelled:
         return "cancelled", "it was killed before it could record its end"
     if life is not None and life.failure not in (None, "lost"):
-        return life.failure, f"it wrote no end; {life.message or f'Slurm: {life.state}'}"
-    lease = f"; others took {n_lost} of its shards over" if n_lost else ""
+        return life.failure, f"no end was recorded; {life.message or f'Slurm: {life.state}'}"
+    lease = f"; others took over {n_lost} of its shards" if n_lost else ""
     return "lost", f"no end was recorded{lease}" + (f"; {life.message}" if life is not None and life.message else "")
 
 
 def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
-    """The outcome of an attempt that was stopped: a signal does not say who sent it, nor why."""
+    """The outcome of an attempt that was stopped by a signal, which does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
     cause = POLICIES.get((life and life.failure) or "")
-    # A node that is set down, as health checks do it, ends its tasks by a signal, too.
+    # A node that a health check sets down also ends its tasks with a signal.
     if life is not None and cause is not None and (cause.is_stop or cause.node_at_fault):
         if life.failure != failure:
             failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
@@ -365,7 +365,7 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> Attemp
     failure, message = life.failure, f"{what} ({life.message or life.state}); its log may say why"
     if why is None and life.state == "REQUEUED" and not life.began:
         failure = "node_fail"
-        message = "Slurm could not start it there, as where a prolog fails, and queued it again; it has no log"
+        message = "Slurm could not start it there (a prolog may have failed) and queued it again; it has no log"
     row = _attempt(record, life, failure, message)
     several = "[" in life.node or "," in life.node
     return {

@@ -47,10 +47,10 @@ REPORT_VERSION = 1
 MOST_BYTES = 1 << 30
 """More than the report of MOST_LISTED failed items and a million attempts."""
 MOST_LISTED = 100_000
-"""How many failed items a report lists; merged.h5 has all. With all of 10 million, a merge needed 20 GB of memory."""
+"""The most failed items that a report lists; merged.h5 has all. Listing 10 million took 20 GB of memory."""
 N_WHOLE_MESSAGES = 10_000
 MESSAGE_CHARACTERS = 240
-"""The messages of further failed items are cut at so many characters; merged.h5 has them whole."""
+"""The messages of further failed items are cut after this many characters; merged.h5 has them whole."""
 
 
 Errors = list[tuple[int, str]]
@@ -79,7 +79,7 @@ class Joined:
 class Hole(TypedDict):
     """A shard that merged.h5 lacks; `damaged` says what was wrong if a merge set it aside.
 
-    Its items are from `start` to `stop` - 1 of the input; a run of some items may not have all of these.
+    Its items are `start` to `stop` - 1 of the input; a run of some items may not have all of these.
     """
 
     shard: int
@@ -163,7 +163,7 @@ def build_report(
     summary: Mapping[str, Any] | None = None,
     may_live: bool = False,
 ) -> Report:
-    """The report of a run; of one whose tasks `may_live`, those without an end have not failed.
+    """The report of a run; if tasks `may_live`, those without a recorded end have not failed.
 
     `joined` is the content of merged.h5, None without one. `lives` is None if accounting could not be asked. `summary`
     is the workload's summary of all rows.
@@ -262,7 +262,7 @@ def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], publ
 
 def retriable(report: Report) -> bool:
     """Whether another submission may compute the rest: the last one had only retriable failures."""
-    # A merge job that is requeued after its round was refused tries that again.
+    # A merge job that is requeued after Slurm refused its resubmission tries that again.
     taken = [line for line in report["submissions"] if line["state"] != "refused"]
     attempts = of_last_submission(report["attempts"], taken) if taken else []
     # Without any attempt, the user cancelled the whole array in the queue.
@@ -294,7 +294,7 @@ def read_report(run: Run) -> Report | None:
         return None
     except UnusableFileError as error:
         raise SlurmGPUError(
-            f"{path} cannot be used: {error.strerror}. Remove it, and `{merge}` writes it again."
+            f"{path} cannot be read: {error.strerror}. Remove it; `{merge}` writes it again."
         ) from error
     except (ValueError, RecursionError) as error:
         raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it again.") from error
@@ -305,7 +305,7 @@ def _checked(report: Any) -> Report:
     if not isinstance(report, dict) or report.get("format") != REPORT_FORMAT:
         raise ValueError("it is not a report")
     if report.get("version") != REPORT_VERSION:
-        raise ValueError(f"it is of version {report.get('version')!r:.80}, and this slurmgpu reads {REPORT_VERSION}")
+        raise ValueError(f"its version is {report.get('version')!r:.80}; this slurmgpu reads {REPORT_VERSION}")
     check_objects("", [report], Report)
     return cast(Report, report)
 
@@ -315,9 +315,9 @@ def last_report(run: Run) -> Report:
     report = read_report(run)
     if report is None:
         raise SlurmGPUError(
-            f"{run.folder} has no report yet: its merge has not run. While it is at work, `slurmgpu status --watch "
-            f"{run.typed}` shows its progress. Once no task is alive, as after a kill, `slurmgpu merge {run.typed}` "
-            f"merges what there is and reports, with the page as well."
+            f"{run.folder} has no report yet, because its merge has not run. While the run is running, `slurmgpu "
+            f"status --watch {run.typed}` shows its progress. If its tasks were killed, `slurmgpu merge {run.typed}` "
+            "merges what is published and writes the report and the page."
         )
     merged = None if report["merged"] is None else str(run.merged)
     now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}
@@ -338,12 +338,12 @@ def _resubmit_failed(run: Run, n_errors: int) -> str | None:
 
 
 def every_item_failed(report: Report) -> bool:
-    """Whether a run is complete, and none of its rows is good."""
+    """Whether a run is complete and every item failed."""
     return report["complete"] and report["n_errors"] == report["n_rows"] > 0
 
 
 def is_complete(run: Run) -> bool:
-    """Whether the merged file has a row for every item, and no submission is going to replace it."""
+    """Whether the merged file has a row for every item, and no submission will replace it."""
     head = read_merged_head(run.merged, PATIENCE_S)
     return (
         head is not None and head.complete and head.fingerprint == run.plan.fingerprint and is_over(run.submissions())

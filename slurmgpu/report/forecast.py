@@ -88,7 +88,7 @@ class Forecast(TypedDict):
 
 @dataclass(frozen=True)
 class Times:
-    """Times for batches of `batch_s`: of a shard, of the run without waiting in the queue, and of all GPUs."""
+    """Times if a batch takes `batch_s`: of a shard, of the run without waiting in the queue, and of all GPUs."""
 
     batch_s: float
     shard_s: float
@@ -100,7 +100,7 @@ class Times:
 
 
 def observe(records: Sequence[Record]) -> Observed | None:
-    """The results of a probe, in whose run each shard is one batch; None if no shard was published."""
+    """The results of a probe, in which each shard is one batch; None if no shard was published."""
     records = [record for record in records if record["published"]]
     if not records:
         return None
@@ -136,9 +136,9 @@ def observe(records: Sequence[Record]) -> Observed | None:
 
 
 def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: bool, queues: bool = True) -> Forecast:
-    """The estimates for a run, with `notes` on problems and the `assumptions`: docs/reference/cli.md has the keys.
+    """The estimates for a run, with `notes` on problems and the `assumptions`; docs/reference/cli.md has the keys.
 
-    `resumes`: items can continue in another task. `queues`: tasks are jobs with a walltime, on nodes of their own.
+    `resumes`: items can continue in another task. `queues`: tasks are jobs with a walltime, on other nodes.
     """
     walltime_s = (submission.walltime_s or seen.walltime_s) if queues else None
     low, mean, high = mean_within(seen.batch_s)
@@ -248,7 +248,7 @@ def _notes(
     if walltime_s is not None:
         notes = [*_on_walltime(plan, submission.n_tasks, walltime_s, times, resumes=resumes), *notes]
     if seen.n_errors:
-        notes.insert(0, f"{seen.n_errors} of {seen.n_items} items of the probe failed; the run may fail alike.")
+        notes.insert(0, f"{seen.n_errors} of {seen.n_items} items of the probe failed; the run may fail likewise.")
     if len(seen.batch_s) < ENOUGH_BATCHES:
         said = "1 batch says" if seen.n_batches == 1 else f"{seen.n_batches} batches say"
         more = min(8 * plan.batch_size, plan.n_items // 2)
@@ -267,12 +267,12 @@ def _on_walltime(plan: Plan, n_tasks: int, walltime_s: float, times: Sequence[Ti
     enough = max(expected.n_tasks_needed, slow.n_tasks_needed)
     if n_tasks < expected.n_tasks_needed:
         return [
-            f"{n_tasks} × {walltime} does not suffice for {plan.n_shards:,} shards: ask for more tasks, "
-            f"--tasks {enough}; those that find nothing left to do end at once."
+            f"{n_tasks} × {walltime} is too short for {plan.n_shards:,} shards. Ask for more tasks with "
+            f"--tasks {enough}; a task that finds no shard left ends at once."
         ]
     if n_tasks < slow.n_tasks_needed or not slow.n_tasks_needed:
         then = f"--tasks {enough} would" if slow.n_tasks_needed else longer
-        return [f"{n_tasks} × {walltime} may not suffice, at the slow end of the estimates: {then}."]
+        return [f"{n_tasks} × {walltime} may be too short, if batches are as slow as the upper estimate: {then}."]
     return []
 
 
@@ -281,7 +281,7 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
     if seen.gpu_peak_bytes and seen.gpu_total_bytes and seen.gpu_peak_bytes > NEAR_FULL * seen.gpu_total_bytes:
         notes.append(
             f"GPU memory is nearly full: {size_of(seen.gpu_peak_bytes)} of {size_of(seen.gpu_total_bytes)}. "
-            f"Larger items than the probe's may not fit; a smaller batch_size leaves room."
+            f"Items larger than the probe's may not fit; a smaller batch_size leaves room."
         )
     if not seen.host_peak_bytes or not seen.host_total_bytes:
         return notes
@@ -306,14 +306,14 @@ def _asked_bytes(mem: object) -> int | None:
 
 def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> list[str]:
     said = [
-        f"{submission.n_concurrent} at once from the first minute: waiting in the queue and the merge are not in it"
+        f"{submission.n_concurrent} at once from the first minute: waiting in the queue and the merge are not included"
         if submission.n_concurrent > 1
-        else "waiting in the queue and the merge are not in it",
-        "the items of the probe, taken evenly from the input, are like the others",
+        else "waiting in the queue and the merge are not included",
+        "the items of the probe, spread evenly over the input, are typical",
         "other nodes, and file systems with all tasks running, are about as fast as in the probe",
     ]
     if not queues and submission.n_concurrent > 1:
-        said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks share it")
+        said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks will share it")
     if seen.gpu_peak_bytes or seen.host_peak_bytes:
-        said.append("memory peaks are from samples some seconds apart")
+        said.append("memory peaks come from samples some seconds apart")
     return said

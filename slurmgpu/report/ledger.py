@@ -1,4 +1,4 @@
-"""Use of the hours: each second of each attempt is useful, loading, overhead, idle, lost or repeated.
+"""How the allocated hours were used: each second of an attempt is useful, loading, overhead, idle, lost or repeated.
 
 docs/reference/report.md defines the six; they are computed in whole milliseconds, so that they add up.
 """
@@ -16,7 +16,7 @@ _Amount = Literal["allocated", "useful", "loading", "overhead", "idle", "lost", 
 KINDS: tuple[Kind, ...] = ("useful", "loading", "overhead", "idle", "lost", "repeated")
 
 Counting = Mapping[int, Set[tuple[str, float]]]
-"""For each shard the computations that count, one for each revision: attempt and start."""
+"""For each shard the computations that count, one per revision: attempt and start."""
 
 UNITS = ((1.0, "hours", 1), (0.05, "minutes", 60), (0.0, "seconds", 3600))
 """The least hours for each unit, its name, and how many of it make an hour."""
@@ -59,7 +59,7 @@ def counting(records: Iterable[Computed], published: Set[int]) -> Counting:
     found: dict[tuple[int, ...], tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
         for shard, started, seconds, won, *revision in record["published"]:
-            # Nodes' clocks may differ: a later submission is later, whatever they say.
+            # Nodes' clocks may differ, so the submission's number decides first.
             when, which = (record["submission"], started + seconds), (shard, *revision)
             if shard in published and won and (which not in found or when > found[which][0]):
                 found[which] = (when, (record["attempt"], started))
@@ -162,7 +162,7 @@ def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:
     """Milliseconds of the shards that an attempt published, by kind."""
     found: dict[Kind, int] = {"useful": 0, "repeated": 0, "lost": 0}
     entries = sorted((started, shard, seconds) for shard, started, seconds, *_ in record["published"])
-    # Times are rounded, so an end may lie behind the next start.
+    # Times are rounded, so an end may be after the next start.
     nexts = [started for started, _, _ in entries[1:]] + [float("inf")]
     for (started, shard, seconds), end in zip(entries, nexts, strict=False):
         found[kind_of(shard, record["attempt"], started, counts)] += _ms(min(seconds, end - started))

@@ -24,10 +24,10 @@ STATES = ("planned", "queued", "running", "merging", "complete", "incomplete", "
 ATTEMPT_STATES = ("starting", "loading", "running", "ended")
 
 READABLE = 0o644
-"""The file's permissions whatever the umask: the exporter is another user."""
+"""The file's permissions, whatever the umask: the exporter runs as another user."""
 
 Samples = list[tuple[Mapping[str, str], float | None]]
-"""The labels of each sample of a metric, and its value; None is unknown, and not written."""
+"""The labels of each sample of a metric, and its value; None is unknown and not written."""
 
 
 def keep_metrics(status: Status, path: Path) -> None:

@@ -92,7 +92,7 @@ def pace_of(
 ) -> Pace:
     """The pace of a run at the time `now`; `queue` are its jobs as in the JSON of status.
 
-    Attempts that have written nothing for `patience_s`, by default a lease, are ignored, and suspended ones.
+    Ignores attempts that have written nothing for `patience_s`, by default a lease, and suspended ones.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
     stopped = {array_task(job) for job in queue or () if is_suspended(job)}
@@ -134,7 +134,7 @@ def pace_of(
 
 
 def computes(record: BriefRecord) -> bool:
-    """Whether a living attempt was computing when it wrote: on a shard, or between two."""
+    """Whether a live attempt was computing at its last record: on a shard, or between two."""
     if record["state"] != "running":
         return False
     since = max([record["phases"][-1][0], *(entry[1] + entry[2] for entry in record["published"][-1:])])
@@ -144,7 +144,7 @@ def computes(record: BriefRecord) -> bool:
 def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     """An attempt's items per second over its last minutes, including the time between shards; None before any.
 
-    None also while each of its calls fails, and where all its items have failed: what works takes other times.
+    None also while all of its calls fail or all its items have failed: calls that work take other times.
     """
     if (record["progress"] or "").startswith(ALL_FAIL) or 0 < record["n_items"] == record["n_errors"]:
         return None

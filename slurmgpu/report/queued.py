@@ -1,4 +1,4 @@
-"""The run's jobs in Slurm's queue, by an earlier squeue and the attempts' records since."""
+"""The run's jobs in Slurm's queue, from an earlier squeue and the attempts' records since then."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def is_held(job: Job) -> bool:
 
 
 def reason_of(job: Job) -> str:
-    """Why a job is pending, in Slurm's words; empty until Slurm has looked at it, for which it says None."""
+    """Why a job is pending, in Slurm's words; empty until Slurm has looked at it (squeue says None)."""
     return "" if job["reason"] == "None" else job["reason"]
 
 
 def is_suspended(job: Job) -> bool:
-    """Whether its processes were stopped, by scontrol or by a preemption that suspends."""
+    """Whether a job is suspended, by scontrol or by a preemption."""
     return job["state"] in ("SUSPENDED", "STOPPED")
 
 
@@ -52,14 +52,14 @@ def task_of(record: BriefRecord) -> str:
 
 
 def requeued(queue: Queue) -> set[str]:
-    """The array tasks that wait by themselves: an attempt of one has ended, as its node died, if it wrote no end."""
+    """The array tasks that squeue lists one by one: an attempt of one without a recorded end died with its node."""
     return {array_task(job) for job in queue if _waits(job)}
 
 
 def of_open(queue: Queue, lines: Sequence[SubmissionLine], over_before: Collection[str | None]) -> list[Job]:
     """The queue without jobs of submissions that ended since squeue was asked.
 
-    Tasks of jobs that were `over_before` stay: somebody has requeued them, or they are at work behind their merge.
+    Tasks of jobs that were `over_before` stay: somebody has requeued them, or they run after their merge.
     """
     over = ended_jobs(lines)
 

@@ -62,7 +62,7 @@ def pace_words(status: Status) -> str:
     if left_s is not None:
         parts.append(f"{clock(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
     elif pace["n_shards_left_over"] and pace["n_living"]:
-        parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left when the walltimes end")
+        parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left over when the walltimes end")
     elif pace["n_living"] and status["state"] == "running" and not if_words(status):
         parts.append("time left: not known yet")
     return ", ".join(parts)
@@ -99,13 +99,13 @@ def parting_words(status: Status) -> str:
     """Why a run without jobs is still watched."""
     if status["state"] != "ended" or status["at_work"] is None:
         return unknown_words(status)
-    return f"no job is left; this ends if the merge does not finish within {GRACE_S:.0f} s"
+    return f"no job is left; watching stops if the merge does not finish within {GRACE_S:.0f} s"
 
 
 def unknown_words(status: Status) -> str:
     """A remark if it is unknown whether more tasks are queued."""
     is_unknown = status["state"] == "ended" and status["at_work"] is None
-    return "it is unknown here whether more of it is queued" if is_unknown else ""
+    return "whether more tasks are queued cannot be seen here" if is_unknown else ""
 
 
 def failure_words(status: Status) -> str:
@@ -145,7 +145,7 @@ def queue_words(status: Status) -> str:
 
 
 def moment(epoch: float, now: float) -> str:
-    """A time of day, with the date if it is not soon; Slurm takes a job without a walltime to last for a year."""
+    """A time of day, with the date if it is not soon; Slurm counts a year for a job without a walltime."""
     day = "" if epoch - now < 20 * 3600 else "%a %d %b " if epoch - now < 300 * 86_400 else "%a %d %b %Y "
     return time.strftime(f"{day}%H:%M", time.localtime(epoch))
 
@@ -167,7 +167,7 @@ def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> s
     if task["failure"]:
         return plain(f"{task['failure']}: {task['message']}")
     if task["silent"]:
-        return f"silent for {span_of(task['age_s'])}, its node may be dead"
+        return f"silent for {span_of(task['age_s'])}; its node may be dead"
     if task["state"] == "ended":
         return ""
     said = task["progress"] or words.get(task["attempt"], "")
@@ -176,12 +176,12 @@ def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> s
     if task["state"] != "running":
         parts.append(f"{task['state']} for {span_of(since_s)}")
     elif task["shard"] is None and task["items_per_s"] is None and since_s > SETTLED_S:
-        parts.append("idle: others have the last shards")
+        parts.append("idle: other tasks have the last shards")
     return "; ".join(filter(None, [*parts, plain(said)]))
 
 
 class News:
-    """When to print a status in a pipe or a log: at news, at most every LINE_S, and after QUIET_S without any.
+    """Says when to print a status in a pipe or a log: at news, at most every LINE_S, and after QUIET_S without news.
 
     The first is printed `at_once`, or after LINE_S.
     """

@@ -22,7 +22,7 @@ class Standing(TypedDict):
 
 
 def is_at_work(lines: Lines, queue: Queue | None) -> bool | None:
-    """Whether tasks of the run are alive or queued, by Slurm and this machine's processes; None if unknown.
+    """Whether tasks of the run are alive or queued, from Slurm and this machine's processes; None if unknown.
 
     An empty queue proves that none is; None, a queue that was not asked, proves nothing.
     """
@@ -47,7 +47,7 @@ def _has_processes(line: SubmissionLine, queue: Queue | None) -> bool | None:
 def is_told(lines: Lines, merged: Lines, queue: Queue | None) -> bool:
     """Whether a report is up to date: the run is over, and no submission is newer than `merged`, the report's own.
 
-    A later submission counts even if it was cancelled, as it set shards aside; one that Slurm refused put them back.
+    A later submission counts even if it was cancelled, because it set shards aside; a refused one put them back.
     """
     is_any = any(line["state"] != "refused" for line in lines)
     return not queue and is_over(lines) and is_any and made_since(lines, merged) is None
@@ -69,13 +69,13 @@ def state_of(
     leaving: Collection[str],
     at_work: bool | None,
 ) -> str:
-    """One of planned, queued, running, merging, complete, incomplete, or ended: tasks are over and nothing is merged.
+    """One of planned, queued, running, merging, complete, incomplete, or ended (tasks are over, nothing is merged).
 
     `leaving` are tasks that recorded their end but may still be in the queue; `at_work` is from `is_at_work`.
     """
     if not lines:
         return "queued" if queue else "planned"
-    # The merge may be in the queue a little longer, and a task may be requeued when all is done.
+    # The merge may stay in the queue a little longer, and a task may be requeued after all is done.
     if is_over(lines) and (is_complete or not queue):
         if lines[-1].get("copied"):
             return "ended"

@@ -112,7 +112,7 @@ def read_status(run: Run, queued: Queue | None = None, *, now: float | None = No
 
 
 class StatusReader:
-    """Reads the status of a run repeatedly, and of its files only those that have changed.
+    """Reads the status of a run repeatedly; each time only files that have changed.
 
     An attempt whose record changes is alive, even if the clocks of its node and this machine differ.
     """
@@ -202,9 +202,9 @@ class StatusReader:
         }
 
     def _done(self) -> tuple[set[int], int]:
-        """The published shards, without those of which the present submission recomputes items.
+        """The published shards, without those in which the current submission recomputes items.
 
-        Beside them the number of items of the latter whose rows stay.
+        Also the number of items in the latter whose rows stay.
         """
         run, lines = self.run, self.run.submissions()
         if lines and not is_over(lines):
@@ -245,7 +245,7 @@ class StatusReader:
                 if not isinstance(record, Unread):
                     if "heard" not in record:
                         record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
-                    # Later than now where the clock was set back since: a dead task would be alive until then.
+                    # Not later than now: if the clock was set back, a dead task would seem alive until then.
                     record["heard"] = min(record["heard"], now)
                 self._records[entry.name] = mark, record
         records = [record for _, record in self._records.values() if not isinstance(record, Unread)]

@@ -88,7 +88,7 @@ class Selection:
             if name not in known:
                 raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, known)}")
             if name in self.names[:number]:
-                raise SlurmGPUError(f"The column {name!r} is asked for twice; name it once.")
+                raise SlurmGPUError(f"The column {name!r} is named twice; name it once.")
         self.columns = {name: known[name] for name in self.names or known}
         self._condition: Condition | None = None
         if self.where is not None:

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 16
 """More than any claim has."""
 PARTING_PATIENCE_S = 5.0
-"""How long a task tries to give a claim back; one that is not given back goes stale."""
+"""How long a task tries to give a claim back; otherwise the claim goes stale."""
 _IN_PLACE = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""The flags to open an existing claim: they do not wait for the reader of a FIFO in its place."""
+"""The flags to open an existing claim; if there is a FIFO instead, opening does not block."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Claim:
 
 
 RENEWALS_PER_LEASE = 6
-"""An owner renews a claim this often within `lease_s`, and checks as often whether it was taken over."""
+"""How often within `lease_s` an owner renews a claim, and checks whether it was taken over."""
 
 UNOWNED = Claim(task="", attempt="", host="", pid=0)
 """A claim that is not written yet, or is damaged: it is stale if it stays so."""
@@ -91,11 +91,11 @@ class Claims:
 
         try:
             retried(write, self.patience_s)
-        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: taken over before it was written
+        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: another task took it over before the write
             return False
         except OSError as error:
             if created:
-                error.filename = os.fspath(path)  # which the error of an open file does not name
+                error.filename = os.fspath(path)  # errors of an open file do not name it
                 self._remove(path)
             raise
         return True
@@ -125,7 +125,7 @@ class Claims:
         found = self.read(shard, 0.0)
         if found is None or not found.is_of(claim) or found.parked:
             return None
-        # From the file: a renewal that was reported to have failed may have been written.
+        # Read it from the file: a renewal that seemed to fail may have been written.
         renewed = replace(claim, renewals=max(claim.renewals, found.renewals) + 1)
         try:
             self._rewrite(shard, renewed)
@@ -140,12 +140,12 @@ class Claims:
                 retried(lambda: self._rewrite(shard, replace(claim, parked=True)), self.patience_s)
 
     def release(self, shard: int, claim: Claim) -> None:
-        """Give the shard back, if the attempt that made `claim` still holds it; if that fails, its lease ends."""
+        """Give the shard back, if the attempt that made `claim` still holds it. After an error, its lease runs out."""
         try:
             if self.holds(shard, claim, min(self.patience_s, PARTING_PATIENCE_S)):
                 self._remove(self.path(shard))
         except OSError as error:
-            log.warning("shard %d is not given back, and its lease ends instead: %s", shard, error)
+            log.warning("shard %d was not given back; other tasks wait until its lease ends: %s", shard, error)
 
     def take_over(self, shard: int, stale: Claim, claim: Claim) -> bool:
         """Take a stale claim; one of several observers wins.
@@ -169,7 +169,7 @@ class Claims:
             self._remove(mine)
 
     def drop_earlier(self, claim: Claim, among: Iterable[int]) -> list[int]:
-        """Remove the claims of these shards that earlier attempts of a requeued task, which are dead, left; the shards.
+        """Remove claims that earlier, dead attempts of a requeued task left on these shards; return the shards.
 
         A claim that cannot be read goes stale.
         """
@@ -182,7 +182,7 @@ class Claims:
         return dropped
 
     def clear(self, check: Callable[[], None] = lambda: None) -> list[int]:
-        """Remove every claim, for `resubmit` and `merge`, which know that no task is alive; the shards.
+        """Remove every claim, for `resubmit` and `merge`, which know that no task is alive; return the shards.
 
         `check` raises if the caller has lost the run's lock.
         """
@@ -219,7 +219,7 @@ class Claims:
             try:
                 path.rename(mine)
             except FileNotFoundError:
-                return exists(mine, 0.0)  # whether the reply to an earlier try was lost: the name is this task's own
+                return exists(mine, 0.0)  # if so, an earlier try worked and its reply was lost: only this task uses it
             return True
 
         return retried(rename, self.patience_s)
@@ -255,7 +255,7 @@ class Watch:
     def doubt(self) -> None:
         """Reset leases to unknown; keep the times of last change.
 
-        A change that the next look finds may have happened before this call, and does not count.
+        A change that the next look finds may have happened before this call, so it does not count.
         """
         self._seen = {shard: (claim, since, False) for shard, (claim, since, _) in self._seen.items()}
         self._doubted = set(self._seen)
@@ -287,7 +287,7 @@ def _read(path: Path, patience_s: float) -> Claim | None:
     except FileNotFoundError:
         return None
     except UnusableFileError as error:
-        log.debug("%s is nobody's claim: %s", path, error.strerror)
+        log.debug("%s is not a claim: %s", path, error.strerror)
         return UNOWNED
     try:
         return _checked(Claim(**json.loads(content)))
@@ -299,7 +299,7 @@ def _read(path: Path, patience_s: float) -> Claim | None:
 def _checked(claim: Claim) -> Claim:
     texts, counts = (claim.task, claim.attempt, claim.host, claim.cluster), (claim.pid, claim.renewals)
     if not all(isinstance(text, str) for text in texts) or not all(type(count) is int for count in counts):
-        raise ValueError("it makes no sense")
+        raise ValueError("its values are impossible")
     return replace(claim, parked=claim.parked is True)
 
 

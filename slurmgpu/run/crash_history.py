@@ -1,9 +1,9 @@
-"""Deaths of workers in a shard, kept beside its claim for the next worker, in whatever task it runs.
+"""Deaths of workers in a shard, kept next to its claim for the next worker, whichever task runs it.
 
-A worker may die because of an item, or because it was killed from outside. Which is not known for sure, so deaths have
-weights: one by the process itself (a segfault, an exit) counts 1, a kill from outside 1/2. A batch that weighs 1 is
+A worker may die because of an item, or because it was killed from outside. It is not known which, so deaths have
+weights: a death of the process itself (a segfault, an exit) counts 1, a kill from outside 1/2. A batch that weighs 1 is
 computed item by item; an item that weighs 1 alone, and 2 together with the batch it came from, is quarantined. So an
-item that segfaults costs two workers, and one or two kills by chance change nothing in the results.
+item that segfaults costs two workers, and one or two accidental kills change nothing in the results.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class History:
     def record(
         self, items: Sequence[int], *, isolated: bool, weight: float, error: str, is_sole: bool = True
     ) -> int | None:
-        """Count a death with `items` in flight; the item that is quarantined now, if one is.
+        """Count a death with `items` in flight; return the item that is quarantined by it, if any.
 
-        If other items were prepared meanwhile, these were not `is_sole`, and an item is not blamed by itself.
+        If other items were being prepared, the items are not `is_sole`, and none is blamed alone.
         """
         first = items[0]
         if not isolated:
@@ -72,13 +72,13 @@ class History:
         self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
 
     def forget(self, items: Sequence[int]) -> bool:
-        """Forget deaths with `items`, which have progressed since; whether there was one."""
+        """Forget deaths with `items`, which have progressed since; return whether there were any."""
         both = (self.batch_weights, self.item_weights)
         weights = [weights.pop(item, None) for weights in both for item in items]
         return any(weight is not None for weight in weights)
 
     def isolates(self, items: Iterable[int]) -> bool:
-        """Whether the batch of these items is to be computed item by item."""
+        """Whether to compute the batch of these items item by item."""
         if not (self.batch_weights or self.quarantined):
             return False
         batch = list(items)
@@ -102,7 +102,7 @@ def read_history(claims: Path, shard: int) -> History:
         return History()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # The item may kill a few more workers, which is better than not to compute the shard.
-        log.warning("%s is damaged, and taken for empty: %s: %s", path, type(error).__name__, error)
+        log.warning("%s is damaged and treated as empty: %s: %s", path, type(error).__name__, error)
         return History()
 
 

@@ -53,7 +53,7 @@ from slurmgpu.util.users import expanded, name_in_words
 log = logging.getLogger(__name__)
 
 RECORDING_S = 20.0
-"""A process takes less time to append a line; one that holds the lock longer is dead."""
+"""Appending a line takes less time; a process that holds the lock longer is dead."""
 N_APPENDED = 3
 SMALL_BYTES = 1 << 20
 MOST_RECORD_BYTES = 64 << 20
@@ -78,7 +78,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """The run in `folder`; SlurmGPUError if there is none, or one of a newer slurmgpu, or of a changed plan."""
+        """The run in `folder`. SlurmGPUError if there is none, a newer slurmgpu made it, or its plan was changed."""
         folder = expanded(folder).absolute()
         try:
             content, status = read_with_status(folder / "run.json")
@@ -86,19 +86,19 @@ class Run:
         except (FileNotFoundError, NotADirectoryError) as error:
             is_file = isinstance(error, NotADirectoryError)
             raise SlurmGPUError(
-                f"{folder} is a file; expected a run directory, as {shlex.quote(str(folder.parent))} may be."
+                f"{folder} is a file; expected a run directory, perhaps {shlex.quote(str(folder.parent))}."
                 if is_file
-                else f"{folder} is no run directory: it has no run.json. `slurmgpu list` shows the runs here."
+                else f"{folder} is not a run directory: it has no run.json. `slurmgpu list` shows the runs here."
             ) from None
         except UnusableFileError as error:
-            raise SlurmGPUError(f"{folder / 'run.json'} cannot be used: {error.strerror}.") from error
+            raise SlurmGPUError(f"{folder / 'run.json'} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
         if not isinstance(value, dict):
-            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: it is no JSON object.")
+            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: it is not a JSON object.")
         if value.get("format") != RUN_FORMAT or value.get("version") != RUN_VERSION:
             raise SlurmGPUError(
-                f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
+                f"{folder / 'run.json'} has the format {value.get('format')!r} version {value.get('version')}; "
                 f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
             )
         try:
@@ -107,15 +107,15 @@ class Run:
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
         if value.get("fingerprint", plan.fingerprint) != plan.fingerprint:
             raise SlurmGPUError(
-                f"{folder / 'run.json'} has the fingerprint {value['fingerprint']!r:.80}, and its values give "
-                f"{plan.fingerprint!r}: another slurmgpu made it, or what the rows depend on was edited. Use the "
-                f"slurmgpu that made the run, or undo the edit; for other values, submit another run."
+                f"{folder / 'run.json'} has the fingerprint {value['fingerprint']!r:.80}, but its values give "
+                f"{plan.fingerprint!r}: another version of slurmgpu made it, or somebody edited values that rows "
+                "depend on. Use that version, or undo the edit; to compute with other values, submit another run."
             )
         return cls(folder, plan, status=status)
 
     @property
     def name(self) -> str:
-        """The name of the run directory now, which may have been another when the run was planned."""
+        """The current name of the run directory, which may have been renamed since the run was planned."""
         return self.folder.name if self.folder.name != ".." else self.folder.resolve().name
 
     @property
@@ -161,18 +161,18 @@ class Run:
         return {**of_plan, "files": files}
 
     def computing(self, submission: int) -> Run:
-        """The run for the tasks of a submission: what it computes again counts as not published."""
+        """The run as tasks of a submission see it: shards with items to recompute count as not published."""
         return self.recomputing(read_recompute(self.folder), submission)
 
     def recomputing(self, again: Recompute | None, submission: int) -> Run:
-        """The same, with recompute.json as it was read; it may be of another submission."""
+        """The same, with a recompute.json that was read already, which may belong to another submission."""
         is_its_own = again is not None and again.submission == submission
         return dataclasses.replace(self, recompute=again if is_its_own else None)
 
     def shard_path(self, shard: int) -> Path:
-        """The path at which a shard is published; it is done if this file exists.
+        """The path at which a shard is published; the shard is done if this file exists.
 
-        `00005.h5`, or `00005.r1.h5` for a submission that computes items of a published shard again.
+        `00005.h5`, or `00005.r1.h5` for a submission that recomputes items of a published shard.
         """
         return self.revision_path(shard, self.revision_to_make(shard))
 
@@ -192,15 +192,15 @@ class Run:
         return None if match is None else (int(match[1]), int(match[2] or 0))
 
     def items_of(self, shard: int) -> Sequence[tuple[int, int]]:
-        """The items of a shard to compute, as spans (start, stop); all of them unless some are computed again."""
+        """The items of a shard to compute, as spans (start, stop); all of them unless only some are recomputed."""
         again = None if self.recompute is None else self.recompute.shards.get(shard)
         return [self.plan.bounds(shard)] if again is None else again.items
 
     def shard_files(self, *, fresh: bool = False) -> dict[int, list[int]]:
         """The existing revisions of each published shard, ascending, from one listing.
 
-        With `fresh` no cache is used: the folder is listed as the file server has it now, and each shard that is still
-        missing is opened by its name.
+        With `fresh` no cache is used: the folder is listed from the file server, and each shard that is still missing
+        is opened by its name.
         """
         found: dict[int, list[int]] = {}
         n_shards = self.plan.n_shards
@@ -223,22 +223,22 @@ class Run:
         return {shard for shard, there in files.items() if shard not in again or again[shard].revision in there}
 
     def damaged(self) -> dict[int, str]:
-        """Shards that a merge set aside and that were not computed since, with what was wrong with them."""
+        """Shards that a merge set aside and that have not been recomputed since, with what was wrong with them."""
         return {shard: why for (shard, revision), why in self._set_aside().items() if not revision}
 
     def damaged_revisions(self) -> dict[str, str]:
-        """The same of files with items that were computed again: by their names."""
+        """The same for files with recomputed items, by file name."""
         found = sorted(self._set_aside().items())
         return {self.revision_path(*numbers).name: why for numbers, why in found if numbers[1]}
 
     def _set_aside(self) -> dict[tuple[int, int], str]:
-        """The damage of files that a merge set aside, by shard and revision; without those replaced since."""
+        """What was wrong with files that a merge set aside and that nothing has replaced, by shard and revision."""
         found, files = {}, self.shard_files()
         for name in list_names(self.shards):
             numbers = self.revision_of(name.removesuffix(".damaged.txt") + ".h5")
             if name.endswith(".damaged.txt") and numbers is not None:
                 shard, revision = numbers
-                with contextlib.suppress(OSError):  # it cannot be read, or is gone
+                with contextlib.suppress(OSError):  # unreadable or gone
                     if max(files.get(shard, [-1])) < revision:
                         found[shard, revision] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
         return {numbers: why.decode("utf-8", "replace").strip() for numbers, why in found.items()}
@@ -266,8 +266,8 @@ class Run:
     def submissions(self) -> list[SubmissionLine]:
         """The submissions, each merged from its lines, which were written before sbatch, after it, and at its end.
 
-        If the run directory was copied while tasks were alive, these are not the copy's: there its submission has
-        ended, and is `copied`.
+        If the run directory was copied while tasks were alive, they do not belong to the copy: there the submission
+        has ended and is `copied`.
         """
         merged: dict[int, SubmissionLine] = {}
         try:
@@ -295,28 +295,28 @@ class Run:
         return next((line for line in self.submissions() if line["submission"] == number), unknown)
 
     def as_submitted(self, line: SubmissionLine) -> SubmissionLine:
-        """A submission with its private options if this user may read them, else with dots for them."""
+        """A submission with its private options if this user may read them; else they are dots."""
         return private.reveal(self.folder, str(line["submission"]), line)
 
     def last_submission(self) -> SubmissionLine:
         """The last submission; SlurmGPUError if there is none."""
         lines = self.submissions()
         if not lines:
-            raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` does it.")
+            raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` submits it.")
         return lines[-1]
 
     def record_submission(self, value: SubmissionLine) -> None:
         """Append a line to submissions.jsonl; lines of one submission have the same number `submission`.
 
-        One process at a time: on NFS two that append at once overwrite each other's line.
+        One process at a time: on NFS, two processes that append at once overwrite each other's line.
         """
         own: DirectoryId = directory_id(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
         if exists(path) and not may(path, os.W_OK):
             if "executor" in value:
                 owner = name_in_words(path.stat().st_uid)
-                raise SlurmGPUError(f"{path} is {owner}'s alone to write: have {owner} submit this run.")
-            log.warning("%s is another user's; this is not recorded: %s", path, value)
+                raise SlurmGPUError(f"Only {owner} may write {path}: have {owner} submit this run.")
+            log.warning("%s belongs to another user, so this is not recorded: %s", path, value)
             return
         with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
             shown = private.keep(self.folder, str(value["submission"]), value)
@@ -325,7 +325,7 @@ class Run:
                 retried(lambda: _append(path, line))
                 if line in read_bytes(path).splitlines(keepends=True):
                     return
-        raise SlurmGPUError(f"A line that was written to {path} is not in it: its file system loses data.")
+        raise SlurmGPUError(f"A line that was written to {path} is missing from it: its file system loses data.")
 
 
 def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
@@ -377,16 +377,16 @@ def protect(folder: Path) -> None:
 
 
 def free_run_dir(folder: Path, name: str) -> Path:
-    """The run directory of that name in a folder, or the next that is free: `count`, `count-2`."""
+    """The run directory of that name in a folder, or the next free one: `count`, `count-2`."""
     names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(path for each in names if status_of(path := folder / each) is None)
 
 
 @contextlib.contextmanager
 def reserved_run_dir(folder: Path, name: str) -> Iterator[Path]:
-    """The free run directory of that name as an empty folder, which nobody else takes in the block.
+    """Reserve the free run directory of that name for the block, as an empty folder that nobody else takes.
 
-    It is removed, and so is `folder` if it was made for it, unless a run is in it by the end.
+    If no run is in it at the end, it is removed, and so is `folder` if this made it.
     """
     made = not exists(folder)
     while True:
@@ -413,12 +413,12 @@ def refuse_existing(folder: Path) -> None:
     if status_of(folder / "run.json") is not None:
         typed = shlex.quote(str(folder))
         raise SlurmGPUError(
-            f"{folder} holds a run already. `slurmgpu resubmit {typed}` computes what it lacks, "
-            f"`slurmgpu status {typed}` shows it; for another run name another directory, by --run-dir, in Python "
-            f"run_dir, or the name of slurmgpu.map."
+            f"{folder} already holds a run. `slurmgpu resubmit {typed}` computes what it lacks, and "
+            f"`slurmgpu status {typed}` shows it. For another run, name another directory with --run-dir (in Python: "
+            f"run_dir=, or name= of slurmgpu.map)."
         )
     if status_of(folder) is not None and not (is_folder(folder) and not list_names(folder)):
-        raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")
+        raise SlurmGPUError(f"{folder} exists and is not a run directory; name another with --run-dir.")
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -434,11 +434,11 @@ def _append(path: Path, line: bytes) -> None:
 def _read_record(path: Path) -> Record | Unread:
     """An attempt's record. It may be damaged: progress is not fsynced, and nodes die."""
     try:
-        # A record that could not be read before is not tried again, so that it delays readers once.
+        # A record that could not be read before gets no retries: it delays readers only once.
         patience_s = 0.0 if path in _told_of else BRIEF_PATIENCE_S
         record = read_record(read_bytes(path, max_bytes=MOST_RECORD_BYTES, patience_s=patience_s))
         if record["attempt"] != path.stem:
-            raise ValueError(f"it is that of {record['attempt']!r:.80}")
+            raise ValueError(f"it belongs to the attempt {record['attempt']!r:.80}")
     except (ValueError, OSError) as error:
         is_damaged = isinstance(error, (ValueError, UnusableFileError))
         if path not in _told_of:
@@ -450,4 +450,4 @@ def _read_record(path: Path) -> Record | Unread:
 
 _AT_PRESENT = "cannot be read at present"
 _told_of: set[Path] = set()
-"""Records with a warning in the log: a process that follows a run reads them every second."""
+"""Records that were warned about: a process that follows a run reads them every second."""

@@ -1,4 +1,4 @@
-"""The failure classes, and what is done about each: see docs/reference/failures.md."""
+"""The failure classes and the policy for each: see docs/reference/failures.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
-"""The exit code of a task whose node lost the file system, and which may not be able to write its record."""
+"""The exit code of a task whose node lost the file system, so that it may be unable to write its record."""
 
 Sees = Callable[[BaseException], bool]
 
@@ -38,12 +38,12 @@ class Policy:
     `may_restart`: Slurm may start the task again. `ends_task`: it ends the task, not the item, if the workload keeps
     its progress: the next task continues the item.
 
-    `seen` are the errors of the class, by what they end; all other errors that end the same are of the class with this
-    `rest`. `states` are Slurm's states of a job, `exit_code` is that of a task which could not write its record.
-    `is_stop`: a signal ended it. `is_guess`: Slurm's accounting may know the cause, which the attempt does not.
+    `seen` are the errors of the class, by what they end; all other errors that end the same thing belong to the class
+    that names it as `rest`. `states` are Slurm's job states; `exit_code` is that of a task that could not write its
+    record. `is_stop`: a signal ended it. `is_guess`: Slurm's accounting may know a cause that the attempt does not.
 
-    `says` follows the node's name at the beginning of a message. A class with `logged` is one of a batch that is too
-    large: it is halved, and the line that the worker logs of it begins so.
+    `says` follows the node's name at the beginning of a message. A class with `logged` is for batches that are too
+    large: the batch is halved, and the worker's line about it in the log begins with this text.
     """
 
     meaning: str
@@ -65,9 +65,9 @@ class Policy:
     def outlook(self) -> str:
         """Whether another submission helps, in words."""
         if self.on_purpose:
-            return "nothing is wrong: resubmit goes on when you say so"
-        again = "another submission may compute it" if self.retriable else "computing it again does not help by itself"
-        return again + ("; it leaves the node out" if self.node_at_fault else "")
+            return "nothing is wrong: resubmit continues the run when you want"
+        again = "another submission may compute it" if self.retriable else "recomputing alone does not help"
+        return again + ("; it excludes the node" if self.node_at_fault else "")
 
 
 def _is_full(error: BaseException) -> bool:
@@ -103,7 +103,7 @@ HARDWARE_TEXTS = (
 
 POLICIES: dict[str, Policy] = {
     "cuda_oom": Policy(
-        "the GPU's memory was not enough for one item alone, or to load",
+        "the GPU's memory was too small for a single item, or for loading",
         False,
         seen={LOADING: is_out_of_gpu_memory, ITEM: is_out_of_gpu_memory},
         logged="out of memory with a batch",
@@ -111,7 +111,7 @@ POLICIES: dict[str, Policy] = {
     "item_error": Policy("the workload raised, or returned ItemError, for one item", False, rest=ITEM),
     "crash": Policy("the worker died by a signal or an exit code", True, rest=FILES, states=("FAILED",)),
     "host_oom": Policy(
-        "the host memory of the job was not enough",
+        "the job's host memory was too small",
         True,
         more_memory=True,
         seen={LOADING: is_out_of_host_memory, ITEM: is_out_of_host_memory},
@@ -120,7 +120,7 @@ POLICIES: dict[str, Policy] = {
     ),
     "timeout": Policy("the walltime ended before the shards did", True, is_stop=True, states=("TIMEOUT", "DEADLINE")),
     "preempted": Policy(
-        "ended from outside before its walltime, as where Slurm takes the allocation back",
+        "ended from outside before its walltime, for example because Slurm took the allocation back",
         True,
         is_stop=True,
         is_guess=True,
@@ -164,13 +164,13 @@ POLICIES: dict[str, Policy] = {
         "scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True, is_stop=True, states=("CANCELLED", "REVOKED")
     ),
     "lost": Policy(
-        "no end was recorded, as where its process was killed, and nothing else tells why", True, is_guess=True
+        "no end was recorded (its process may have been killed), and nothing else tells why", True, is_guess=True
     ),
 }
 
 
 def class_of(error: BaseException, ended: str) -> str:
-    """The failure class of an error, by what it ended: FILES, INPUT, LOADING or ITEM."""
+    """The failure class of an error, given what it ended: FILES, INPUT, LOADING or ITEM."""
     for name, policy in POLICIES.items():
         if ended in policy.seen and policy.seen[ended](error):
             return name
@@ -178,13 +178,13 @@ def class_of(error: BaseException, ended: str) -> str:
 
 
 def class_of_exit(code: int) -> str | None:
-    """The failure class that a task's exit code says; None for most codes."""
+    """The failure class that a task's exit code stands for; None for most codes."""
     codes = {policy.exit_code: name for name, policy in POLICIES.items() if policy.exit_code is not None}
     return codes.get(code)
 
 
 def class_of_job(state: str, exit_code: str = "") -> str | None:
-    """The failure class of a job that ended in this state of Slurm's (`FAILED`, `74:0`); None for a good end."""
+    """The failure class of a job with this state and exit code in Slurm (`FAILED`, `74:0`); None for a good end."""
     code, _, signum = exit_code.partition(":")
     if state == "FAILED" and signum == "0" and (found := class_of_exit(int(code))):
         return found
@@ -193,9 +193,9 @@ def class_of_job(state: str, exit_code: str = "") -> str | None:
 
 @contextlib.contextmanager
 def blaming(node: str) -> Iterator[None]:
-    """End the process with the exit code of the failure class, if it has one, and name `node` in the log.
+    """On an error, exit with the exit code of its failure class, if it has one, and name `node` in the log.
 
-    For a task that has no record yet: Slurm's accounting has the exit code.
+    For a task that has no record yet: Slurm's accounting keeps the exit code.
     """
     try:
         yield

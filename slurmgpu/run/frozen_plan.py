@@ -1,6 +1,6 @@
 """The plan of a run, as run.json has it.
 
-Standard library only, as the worker, `status` and the merge all read it.
+Standard library only, because the worker, `status` and the merge all read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmgpu.util.item_ranges import n_to_ends, spans_within
 from slurmgpu.util.typed_json import check_kinds, check_objects
 
 NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
-"""The names that stand for a run file where there is none: the command line, or Python, gave all of it."""
+"""The names used instead of a run file's if there is none: all values came from the command line or from Python."""
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSION = 1
 _BOUNDS = 2
@@ -57,7 +57,7 @@ class InputRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """The origin of a run. `container` are values over [container] of the run file.
+    """The origin of a run. `container` are values that override [container] of the run file.
 
     `written` has a digest of each value in the run file that rows depend on, by its key.
     """
@@ -71,13 +71,13 @@ class Provenance(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """The frozen plan of a run: everything that its rows depend on, and the resources first asked for.
+    """The frozen plan of a run: everything that its rows depend on, and the resources that were asked for first.
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
-    `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
-    `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
-    and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
-    `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
+    `keep` are fields of the items that rows keep, by column; `key` is the field that names an item.
+    `look` is "look" or "probe" for a run of only some items of its input. Its items keep their indices in the input;
+    here and in claims and names of shards, items count from 0 without gaps: `indices`, `place` and `shard_of` convert.
+    `extends` are the fingerprints of runs of fewer items whose shards this run has taken.
     `scripts` are paths of the user's programs, which belong to the code. Tasks divide an item into `parts`.
     """
 
@@ -124,7 +124,7 @@ class Plan:
         return -(-self.n_items // self.shard_items)
 
     def most_tasks(self, n_shards: int) -> int:
-        """The most tasks that have work if so many shards are left."""
+        """The most tasks that have work if `n_shards` shards are left."""
         return n_shards * self.parts
 
     def bounds(self, shard: int) -> tuple[int, int]:
@@ -174,11 +174,11 @@ class Plan:
 
     @cached_property
     def basis(self) -> Mapping[str, Any]:
-        """Everything that the rows depend on, by the name of each part, as run.json gives it back."""
+        """Everything that the rows depend on, by the name of each part, as read back from run.json."""
         names = ("input_digest", "n_items", "workload", "settings", "columns", "batch_size", "shard_items", "seed")
         parts = {name: getattr(self, name) for name in (*names, "keep", "parts")}
         parts["ranges"] = self.input["ranges"] if self.look else None
-        found: dict[str, Any] = json.loads(json.dumps(parts))  # keys are text, which sorts otherwise
+        found: dict[str, Any] = json.loads(json.dumps(parts))  # JSON makes all keys text, which sort differently
         return found
 
     @cached_property
@@ -187,12 +187,12 @@ class Plan:
         return hashlib.sha256(json.dumps(self.basis, sort_keys=True).encode()).hexdigest()[:32]
 
     def computes_same(self, other: Plan) -> bool:
-        """Whether another plan has the same rows: what they depend on is equal, and so is how the input is read.
+        """Whether another plan has the same rows: all that they depend on, and how the input is read, is equal.
 
         The fingerprint does not say whether a file is read by lines or by records: `x.txt` may be `x.jsonl`.
         """
         mine, others = ([plan.input[key] for key in ("format", "columns", "folders")] for plan in (self, other))
-        # Not by `basis`, in which a setting that is NaN differs from itself.
+        # Do not compare `basis`: a setting that is NaN differs from itself.
         return self.fingerprint == other.fingerprint and json.dumps(mine) == json.dumps(others)
 
     @property
@@ -219,7 +219,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """The plan in a run.json; ValueError if a value is missing, or of a kind that it cannot be."""
+        """The plan in a run.json. ValueError if a value is missing or of a wrong type."""
         check_kinds(value, cls, cls.__dataclass_fields__)
         check_objects("its input: ", [value["input"]], InputRecord)
         if not all(len(each) == _BOUNDS for each in value["input"]["ranges"] or ()):

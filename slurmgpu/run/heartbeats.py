@@ -1,8 +1,8 @@
 """Heartbeats: the counter in `tasks/ATTEMPT@CLUSTER.alive` goes up from a task's first second until its process ends.
 
-It exists before the record does, while images are staged and models are loaded, and goes on while the task waits. An
-observer watches the counter by its own clock, whatever the task's user, host, cluster and PID namespace are. A task
-that was killed leaves its file, whose counter no longer changes.
+It exists before the record does, while images are staged and models are loaded, and goes up while the task waits. An
+observer watches the counter by its own clock, whatever the task's user, host, cluster and PID namespace. A killed task
+leaves its file, whose counter no longer changes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Observer:
         except FileNotFoundError:
             return None
         except OSError as error:
-            content = str(error).encode()  # while it cannot be read, it does not change
+            content = str(error).encode()  # a heartbeat that cannot be read does not change
         seen, since, has_beaten, told = self._seen.get(name, (content, now, False, {}))
         told = cast(Heartbeat, decode(content) or told)  # nothing while it is written
         if seen != content:

@@ -1,4 +1,4 @@
-"""Whether attempts are alive: when they last wrote their records, and which processes of this machine live."""
+"""Whether attempts are alive: when they last wrote their records, and which processes of this machine are alive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slurmgpu.util.pids import DEAD, are_numbered_here, is_there, look
 SILENT_S = 30.0
 """How long an attempt may write nothing, even if leases are shorter: it writes every three seconds."""
 FRESH_S = 15.0
-"""How long, if nothing of the run seems to be alive."""
+"""The same, if nothing of the run seems to be alive."""
 
 
 def patience(lease_s: float, works: bool | None = None) -> float:
-    """How many seconds an attempt may write nothing before it is taken for dead.
+    """How many seconds an attempt may write nothing before it counts as dead.
 
-    `works` is whether anything of the run seems to be alive, None if that is not known.
+    `works` says whether anything of the run seems to be alive, None if that is unknown.
     """
     return FRESH_S if works is False else max(lease_s, SILENT_S)
 
@@ -31,7 +31,7 @@ def is_alive(record: BriefRecord, patience_s: float, now: float) -> bool:
 
 
 def last_heard(record: BriefRecord) -> float:
-    """When an attempt last wrote its record: by this clock if the record was seen to change, else by its node's."""
+    """When an attempt last wrote its record: by this machine's clock if the record was seen to change, else its own."""
     return float(record.get("heard", record["updated"]))
 
 
@@ -43,8 +43,8 @@ def own_time(record: BriefRecord, now: float) -> float:
 def heard_at(updated: float, now: float, changed_since: float | None) -> float:
     """When a record was written, by this machine's clock; `updated` is the time by the node's clock.
 
-    It was written between `changed_since`, the look before, and `now`: if `updated` is not, the clocks differ, and
-    `now` is taken. `changed_since` is None at the first look.
+    It was written between `changed_since` (the previous look) and `now`. If `updated` is not in between, the clocks
+    differ, and the result is `now`. `changed_since` is None at the first look.
     """
     if changed_since is None:
         return min(updated, now)
@@ -52,9 +52,9 @@ def heard_at(updated: float, now: float, changed_since: float | None) -> float:
 
 
 def processes_here(submission: SubmissionLine) -> list[int] | None:
-    """The living processes of a submission to this machine; None for one to another machine, or to Slurm.
+    """The live processes of a submission to this machine; None for a submission to another machine, or to Slurm.
 
-    None also if none is seen, and some may be hidden: see `pids`.
+    Also None if none is seen but some may be hidden: see `pids`.
     """
     if "pids" not in submission or not are_numbered_here(submission):
         return None
@@ -66,7 +66,7 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
 
 
 def is_orphaned(run: Run, number: int) -> bool:
-    """Whether a submission to this machine goes on without its process, which would have merged; False if unknown."""
+    """Whether the process of a submission to this machine, which would have merged, is dead; False if unknown."""
     line = run.submission(number)
     if line.get("state") in (None, "ended") or line.get("cancelled"):
         return False
@@ -75,10 +75,10 @@ def is_orphaned(run: Run, number: int) -> bool:
 
 
 def _lives(pid: int, began: int | None, submitted: float) -> bool | None:
-    """Whether a process of a submission lives, not a later one with its pid; None if it is hidden.
+    """Whether a process of a submission is alive, and not a later one with the same pid; None if it is hidden.
 
-    `began` is its start in ticks since boot. Without it the clock says whether the process is older than the
-    submission; a clock that was set forward since, or a machine that was paused, makes the living look dead.
+    `began` is its start in ticks since boot. Without it, the clock tells whether the process is older than the
+    submission; if the clock was set forward or the machine paused, a live process looks dead.
     """
     seen = look(pid)
     if seen is None:

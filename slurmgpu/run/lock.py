@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class LockLostError(SlurmGPUError):
-    """Another process has taken this process's lock, as it seemed dead."""
+    """Another process has taken this process's lock, because this one seemed dead."""
 
 
 class Holder(TypedDict, total=False):
@@ -91,7 +91,7 @@ class Lock:
                 if _parse(retried(lambda: os.pread(fd, SIZE, 0))).get("token") != self.token:
                     return False
                 self.content["beat"] += 1
-                begun = time.monotonic()  # before the write: a process that is stopped after it was silent since then
+                begun = time.monotonic()  # before the write: if it is stopped after that, its silence began here
                 retried(lambda: os.pwrite(fd, _encode(self.content), 0))
             finally:
                 os.close(fd)
@@ -117,9 +117,9 @@ class Lock:
         successor = _look(self.path)
         holder = _in_words(_parse(successor)) if successor else "nobody"
         raise LockLostError(
-            f"This process was stopped, or could not write to {self.path.parent}, for more than {PATIENCE_S:.0f} s, "
-            f"and was taken for dead: {holder} has its lock now. It has changed nothing since. "
-            f"Look at the run with `slurmgpu status`, and start this again if it is still needed."
+            f"This process was stopped, or could not write to {self.path.parent}, for more than {PATIENCE_S:.0f} s. "
+            f"Others considered it dead, and its lock is now held by {holder}. It has changed nothing since. "
+            f"Look at the run with `slurmgpu status`, and repeat the command if it is still needed."
         )
 
     def release(self) -> None:
@@ -156,8 +156,8 @@ def run_lock(
 ) -> Iterator[Lock]:
     """Hold the lock of the run in `folder` while the block lasts.
 
-    If another process holds it, this waits if `patient`, else it raises SlurmGPUError. `doing` is shown to processes
-    that wait. `on_wait` is called again and again while this one waits, and may raise to end that.
+    If another process holds it, `patient` waits; otherwise SlurmGPUError is raised. `doing` is shown to processes that
+    wait. `on_wait` is called repeatedly while this one waits, and may raise to stop.
     """
     with (
         hold(folder / RUN_LOCK, doing, patient=patient, on_wait=on_wait) as lock,
@@ -202,8 +202,8 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
         has_beaten = seen is not None and content != seen
         if not patient and (life or has_beaten):
             raise SlurmGPUError(
-                f"Somebody is submitting or merging this run right now: {_in_words(holder)}. "
-                f"Wait for its end; `slurmgpu status {path.parent}` shows how the run stands."
+                f"This run is being submitted or merged right now, by {_in_words(holder)}. "
+                f"Wait for its end; `slurmgpu status {path.parent}` shows the state of the run."
             )
         if content != seen or now - looked > LONGEST_GAP_S:
             seen, since = content, now
@@ -214,7 +214,7 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
         if not is_told and patient:
             log.info("waiting for %s", _in_words(holder))
         elif not is_told and life is None:
-            log.warning("waiting up to %.0f s to see whether %s lives", patience_s, _in_words(holder))
+            log.warning("waiting up to %.0f s to see whether %s is alive", patience_s, _in_words(holder))
         is_told = True
         looked = now
         heed()
@@ -278,10 +278,10 @@ def _take_away(path: Path, holder: Holder, *, is_own: bool = False) -> bool:
     except PermissionError as error:
         if is_own:
             raise
-        # In a folder with the sticky bit the folder's owner may remove it as well.
+        # In a folder with the sticky bit, the folder's owner may also remove it.
         owners = dict.fromkeys(name_in_words(each.stat().st_uid) for each in (path, path.parent))
         raise SlurmGPUError(
-            f"{path} is the lock of a process that is dead, {_in_words(holder)}, and you may not remove it: "
+            f"{path} is the lock of a dead process ({_in_words(holder)}), but you may not remove it: "
             f"{error.strerror}. Have {' or '.join(owners)} remove it: rm {shlex.quote(str(path))}"
         ) from error
     taken = content.get("token") == holder["token"] if is_own else content == holder
@@ -312,8 +312,8 @@ def _look(path: Path) -> bytes | None:
         return None
     except UnusableFileError as error:
         raise SlurmGPUError(
-            f"{path} should be the lock of a process that submits or merges the run: {error.strerror}. Remove it; if "
-            f"it is not yours, ask its owner."
+            f"{path}, which should be the lock of a process that submits or merges the run, cannot be read: "
+            f"{error.strerror}. Remove it, or ask its owner to."
         ) from error
 
 
@@ -329,7 +329,7 @@ def _encode(value: Holder) -> bytes:
 
 def _in_words(holder: Holder) -> str:
     if "token" not in holder:
-        return str(holder.get("text") or "a process that has not said which")[:200]
+        return str(holder.get("text") or "an unknown process")[:200]
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(holder.get("since") or 0)))
     return (
         f"process {holder.get('pid')} of {holder.get('user')} on {holder.get('host')}, "

@@ -1,4 +1,4 @@
-"""The function of a run of `slurmgpu.map`, as far as its plan tells of it; slurmgpu/code/functions.py pickles it."""
+"""What the plan of a `slurmgpu.map` run tells about its function; slurmgpu/code/functions.py pickles it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAPPED = "slurmgpu.workloads.function:Function"
 
 
 def function_by_value(run: Run) -> str | None:
-    """The name of the function of `slurmgpu.map` that the run keeps in a pickle, which no edit changes; else None."""
+    """The name of the mapped function, if the run keeps it as a pickle, which no edit changes; else None."""
     by_value = run.plan.workload == MAPPED and "pickled" in run.plan.settings
     return str(run.plan.settings["function"]) if by_value else None
 

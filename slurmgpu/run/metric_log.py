@@ -86,7 +86,7 @@ class MetricWriter:
             retried(append, patience_s)
             self._unwritten = b""
         except OSError as error:
-            log.warning("%s cannot be written, and is tried again: %s", self._path, error)
+            log.warning("%s cannot be written and is retried: %s", self._path, error)
             if not self._unwritten.startswith(b"\n"):
                 self._unwritten = b"\n" + self._unwritten  # the failed write may have left half a line
 
@@ -94,18 +94,18 @@ class MetricWriter:
 def _count(value: object) -> int:
     """A whole number that SQLite and trackers can keep; ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.80} is no count")
+        raise ValueError(f"{value!r:.80} is not a count")
     return value
 
 
 def _time(value: object) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.80} is no time")
+        raise ValueError(f"{value!r:.80} is not a time")
     return float(value)
 
 
 class MetricReader:
-    """Reads the metric files of a run from where it was the last time; damaged lines are skipped."""
+    """Reads the metric files of a run from where it stopped the last time; damaged lines are skipped."""
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / "telemetry"

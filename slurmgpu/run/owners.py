@@ -1,8 +1,8 @@
-"""Owners of a run: who may write it, and whose content a user who works on it would execute.
+"""Check who may write a run, because its files name what is executed.
 
-run.json and submissions.jsonl name what is executed as the user who computes, merges or exports: the workload's code,
-images, `setup` and `on_end`. So they are used only if nobody but that user or root can have written them, or if the
-user trusts all who may write there: `--trust`, or SLURMGPU_TRUST in the environment.
+run.json and submissions.jsonl name what runs as the user who computes, merges or exports: the workload's code, images,
+`setup` and `on_end`. So they are used only if nobody but that user or root can have written them, or if the user trusts
+all who may write there: `--trust`, or SLURMGPU_TRUST in the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ENVIRON = "SLURMGPU_TRUST"
 """This variable names the run directory whose writers are trusted; tasks and jobs inherit it."""
-LEFT_ALONE = "%s is left alone: others may have named it as the run's, and nothing else shows that it is (%s)"
+LEFT_ALONE = "%s is not stopped: only files that others can write say that it belongs to the run (%s)"
 """The message about a process or a job that is not ended, with `why_forgeable`."""
 
 
@@ -57,13 +57,13 @@ def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:
     for path, status in found:
         if not is_own(status.st_uid, path.parent):
             return (
-                f"{path} is {(name := name_in_words(status.st_uid))}'s: this would run what {name} has written as you"
+                f"{path} belongs to {(name := name_in_words(status.st_uid))}: this would run, as you, what {name} wrote"
             )
         if status.st_mode & OTHERS_WRITE:
             mode = stat.S_IMODE(status.st_mode)
             return (
-                f"others may write {path} (mode {mode:04o}), and what it says is run as you: "
-                f"`chmod go-w {shlex.quote(str(path))}` once you have checked its content"
+                f"others may write {path} (mode {mode:04o}), and what it names would run as you. "
+                f"Check its content, then `chmod go-w {shlex.quote(str(path))}`"
             )
     return None
 
@@ -72,19 +72,19 @@ def refuse_foreign(run: Run, to_do: str, others: Iterable[Path] = ()) -> None:
     """Raise SlurmGPUError if `to_do` would run what another user can have written."""
     if why := why_foreign(run, others):
         raise SlurmGPUError(
-            f"You cannot {to_do} like this: {why}. If you trust all who may write there: --trust, "
-            f"or {ENVIRON}={run.typed} in the environment."
+            f"You cannot {to_do} like this: {why}. If you trust all who may write there, use --trust, "
+            f"or set {ENVIRON}={run.typed} in the environment."
         )
 
 
 def why_forgeable(run: Run, *others: Path) -> str | None:
-    """Why others may have written which processes and jobs are the run's, with the file; None if they cannot have.
+    """Why others may have forged the list of the run's processes and jobs, naming the file; None if they cannot have.
 
-    Then a process or a job that is named there is ended only if something else shows that it is the run's. `others` are
-    folders that name some as well.
+    If so, a process or a job in that list is ended only if something else shows that it belongs to the run. `others`
+    are further folders that name some.
     """
     folder = retried(run.folder.stat)
-    if not (folder.st_mode & stat.S_ISVTX and is_own(folder.st_uid, run.folder)):  # they could replace what is in it
+    if not (folder.st_mode & stat.S_ISVTX and is_own(folder.st_uid, run.folder)):  # they could replace files in it
         others = (run.folder, *others)
     for path in (run.folder / "submissions.jsonl", *others):
         if exists(path) and (why := why_not_own(retried(path.stat), path.parent)):
@@ -95,24 +95,24 @@ def why_forgeable(run: Run, *others: Path) -> str | None:
 def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: bool = False) -> None:
     """Raise SlurmGPUError unless this user may write all that `to_do` writes; called before it begins.
 
-    The owner is not checked, as owners can change the modes.
+    The owner is not checked, because owners can change the modes.
     """
     owner = retried(run.folder.stat).st_uid
     if os.geteuid() == owner or (obstacle := _obstacle(run, owner, computes=computes, merges=merges)) is None:
         return
     name, copy = name_in_words(owner), shlex.quote(f"MY-{run.name}")
     raise SlurmGPUError(
-        f"{run.folder} is {name}'s, and you cannot {to_do}: {obstacle}. "
-        f"Have {name} do it, or do it in a copy of your own: cp -r {run.typed} {copy}"
+        f"{run.folder} belongs to {name}, and you cannot {to_do}: {obstacle}. "
+        f"Have {name} do it, or do it in your own copy: cp -r {run.typed} {copy}"
     )
 
 
 def refuse_other_users(run: Run, line: Mapping[str, Any]) -> None:
-    """Raise SlurmGPUError if a submission is another user's: only that user can cancel it."""
+    """Raise SlurmGPUError if a submission belongs to another user, who alone can cancel it."""
     if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
         name = name_in_words(uid)
         raise SlurmGPUError(
-            f"Submission {line['submission']} of {run.folder} is {name}'s, and so are its tasks: "
+            f"Submission {line['submission']} of {run.folder} and its tasks belong to {name}: "
             f"have {name} type `slurmgpu cancel {run.typed}`."
         )
 
@@ -127,10 +127,10 @@ def _obstacle(run: Run, owner: int, *, computes: bool, merges: bool) -> str | No
         for name in ("merged.h5", "report.json", "report.html", "recompute.json"):
             path = run.folder / name
             if exists(path) and (holder := retried(path.lstat).st_uid) != os.geteuid():
-                return f"{path} is {name_in_words(holder)}'s to replace, as its folder has the sticky bit"
+                return f"only {name_in_words(holder)} may replace {path}, because its folder has the sticky bit"
     for folder in changed[1:]:
         if _keeps_others(folder):
-            return f"you cannot remove what others have put into {folder}, as it has the sticky bit"
+            return f"you cannot remove files of others from {folder}, because it has the sticky bit"
     path = run.folder / "submissions.jsonl"
     told = computes or any(line["state"] != "ended" for line in run.submissions())
     if told and exists(path) and not may(path, os.W_OK):
@@ -138,7 +138,7 @@ def _obstacle(run: Run, owner: int, *, computes: bool, merges: bool) -> str | No
     if _hides_from(owner, run.shards):
         return (
             f"{name_in_words(owner)} could not read what you write there with the umask {own_umask():04o}; "
-            f"`umask 0022` first"
+            f"type `umask 0022` first"
         )
     return None
 
@@ -154,7 +154,7 @@ def _hides_from(owner: int, folder: Path) -> bool:
 
 
 def _has_default_acl(folder: Path) -> bool:
-    """Whether an access control list decides who may read new files in a folder, in place of the umask: acl(5)."""
+    """Whether an access control list decides who may read new files in a folder, instead of the umask: acl(5)."""
     try:
         return "system.posix_acl_default" in os.listxattr(folder)
     except OSError:  # a file system without such attributes

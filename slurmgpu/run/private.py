@@ -87,13 +87,13 @@ def refuse_hidden(folder: Path, options: Mapping[str, Any]) -> None:
     names = [name for name, value in options.items() if HIDDEN in json.dumps(value, ensure_ascii=False)]
     if names:
         raise SlurmGPUError(
-            f"{' and '.join(names)} of this run are known to its owner alone, who submitted it ({folder / NAME}). "
-            f"Give your own: --slurm {names[0]}=…, or have the owner do this."
+            f"Only the owner of this run, who submitted it, may read its {' and '.join(names)} ({folder / NAME}). "
+            f"Give your own with --slurm {names[0]}=…, or have the owner do this."
         )
 
 
 def _read(folder: Path, *, to_keep: bool = False) -> dict[str, Any]:
-    """The content of private.json; empty if it cannot be used, or SlurmGPUError if it is about to be replaced."""
+    """The content of private.json. If it cannot be used: empty, or SlurmGPUError if it is about to be replaced."""
     try:
         value = json.loads(read_own(folder / NAME, max_bytes=MOST_BYTES))
     except FileNotFoundError:
@@ -101,8 +101,8 @@ def _read(folder: Path, *, to_keep: bool = False) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if to_keep:
             raise SlurmGPUError(
-                f"{folder / NAME} holds on_end and setup, and cannot be used: {error}. "
-                f"`chmod 600` it if it is yours, or remove it and give them again."
+                f"{folder / NAME}, which holds on_end and setup, cannot be used: {error}. "
+                f"If it is yours, `chmod 600` it, or remove it and give them again."
             ) from error
         log.debug("%s is not used: %s", folder / NAME, error)
         return {}

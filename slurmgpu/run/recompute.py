@@ -1,6 +1,6 @@
-"""The items of published shards that a submission computes again (`resubmit --failed`), in recompute.json.
+"""recompute.json: the items of published shards that a submission recomputes (`resubmit --failed`).
 
-Such a shard is not changed. The new rows are published beside it as its next revision, `00005.r1.h5`, a whole shard
+Such a shard is not changed. The new rows are published next to it as its next revision, `00005.r1.h5`, a whole shard
 that also holds all good rows of the former one; so no row is missing at any time. A revision is created exclusively: a
 task that comes later publishes nothing.
 """
@@ -20,7 +20,7 @@ from slurmgpu.util.shared_files import UnusableFileError, read_bytes
 RECOMPUTE_FORMAT = "slurmgpu recompute"
 RECOMPUTE_VERSION = 2
 MOST_BYTES = 4 << 30
-"""More than the list of 400 million items that are computed again."""
+"""More than the list of 400 million recomputed items."""
 
 Spans = Sequence[tuple[int, int]]
 """Items as (start, stop), ascending."""
@@ -28,9 +28,9 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, init=False)
 class Again:
-    """The items of one shard that are computed again, and its new revision.
+    """The items of one shard that are recomputed, and its new revision.
 
-    `text` has the `n_items` items as in the file, `3,6:9`: each task holds those of all shards, which may be millions.
+    `text` has the `n_items` items as in the file, `3,6:9`: each task holds those of all shards, maybe millions.
     """
 
     revision: int
@@ -59,31 +59,31 @@ class Again:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The items that a submission computes again, by shard."""
+    """The items that a submission recomputes, by shard."""
 
     submission: int
     shards: Mapping[int, Again]
 
     @property
     def n_items(self) -> int:
-        """How many items are computed again."""
+        """How many items are recomputed."""
         return sum(again.n_items for again in self.shards.values())
 
 
 def recompute_path(run_folder: Path) -> Path:
-    """The file's path: one for each run, of the last submission that computed items again."""
+    """The path of the run's recompute.json, which belongs to the last submission that recomputed items."""
     return run_folder / "recompute.json"
 
 
 def write_recompute(run_folder: Path, value: Recompute) -> None:
-    """Write the items that a submission computes again, before anything of it is queued."""
+    """Write the items that a submission recomputes, before anything of it is queued."""
     shards = {str(shard): [again.revision, again.text] for shard, again in value.shards.items()}
     head = {"format": RECOMPUTE_FORMAT, "version": RECOMPUTE_VERSION, "submission": value.submission}
     write_json(recompute_path(run_folder), {**head, "shards": shards})
 
 
 def read_recompute(run_folder: Path) -> Recompute | None:
-    """The items that the last submission that did so computes again; None without one. SlurmGPUError if damaged."""
+    """The items of the last submission that recomputes some; None without one. SlurmGPUError if damaged."""
     path = recompute_path(run_folder)
     try:
         value = json.loads(read_bytes(path, max_bytes=MOST_BYTES))
@@ -92,8 +92,8 @@ def read_recompute(run_folder: Path) -> Recompute | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UnusableFileError) as error:
         raise SlurmGPUError(
-            f"{path} is damaged ({type(error).__name__}: {error}). Remove it: no row is lost by that, "
-            f"and `slurmgpu resubmit --failed` computes the failed items that are left."
+            f"{path} is damaged ({type(error).__name__}: {error}). Remove it: that loses no row, "
+            f"and `slurmgpu resubmit --failed` recomputes the failed items that are left."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""An attempt, which is one life of a task: what it was given, and its record in tasks/."""
+"""An attempt (one life of a task): what it was given, and its record in tasks/."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Computed(TypedDict):
 
 
 ALL_FAIL = "each call failed so far"
-"""What the progress of a task begins with before any of its calls has worked."""
+"""The progress of a task begins with this until one of its calls has worked."""
 
 
 class BriefRecord(_Heard):
@@ -198,7 +198,7 @@ def read_record(content: bytes) -> Record:
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     for name, rule in FIELDS.items():
         if name not in value:
             raise ValueError(f"it lacks {name}")
@@ -252,7 +252,7 @@ def _is_phase(value: Any) -> bool:
 
 
 def _is_published(value: Any) -> bool:
-    # Without a function call for each number: there are as many as the run has shards.
+    # No function call per number: there are as many as the run has shards.
     if not isinstance(value, list) or len(value) < 4:
         return False
     shard, started, seconds, won, *_ = value
@@ -307,7 +307,7 @@ def _is_class(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a record: what it may hold, and what it begins with."""
+    """A field of a record: what it may hold, and its initial value."""
 
     check: Check
     begin: Any = None

@@ -26,7 +26,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 GREETING_S = 10.0
 """How long the other side may take to prove that it knows the secret."""
 MOST_GREETINGS = 64
-"""How many connections may be unproved at once; more are closed."""
+"""The most connections at once that have not proved the secret; more are closed."""
 MOST_LINE_BYTES = 16 << 20
 """More than any message of slurmgpu."""
 NONCE_BYTES = 32  # and as many in a proof
@@ -110,12 +110,12 @@ class Listener:
     def close(self) -> None:
         """Stop listening; connections stay open."""
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # else the thread in accept() keeps the port
+            self._server.shutdown(socket.SHUT_RDWR)  # otherwise the thread in accept() keeps the port
         self._server.close()
 
 
 def connect(host: str, port: int, secret: str) -> socket.socket | None:
-    """A connection to a listener that knows the secret; None if another process listens there. OSError if none does."""
+    """A connection to a listener that knows the secret; None if another program listens there. OSError if none does."""
     connection = socket.create_connection((host, port), timeout=GREETING_S)
     if prove(connection, secret, opens=False):
         return connection
@@ -200,7 +200,7 @@ def join_rendezvous(path: Path, hello: Mapping[str, Any]) -> Line | None:
 
 def own_hosts() -> list[str]:
     """Names and addresses of this node for other nodes, the likeliest first."""
-    # srun runs on the first of a job's nodes, and Slurm itself reaches it by this address from all of them.
+    # srun runs on the first of a job's nodes, and Slurm itself reaches it at this address from all nodes.
     names = [os.environ.get("SLURM_LAUNCH_NODE_IPADDR"), socket.gethostname(), os.environ.get("SLURMD_NODENAME")]
     return list(dict.fromkeys(name for name in names if name))
 

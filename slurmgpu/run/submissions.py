@@ -29,7 +29,7 @@ class Git(TypedDict):
 class Pickled(TypedDict):
     """The digest of a pickle of functions, and the version of Python that can read it.
 
-    `same` is the digest by which the functions are known in another process, which pickles them otherwise.
+    `same` is a digest that identifies the functions in another process, which pickles them differently.
     """
 
     sha256: str
@@ -44,7 +44,7 @@ class _Replaced(TypedDict, total=False):
 class CodeAbout(_Replaced):
     """The versions with which a snapshot of the user's modules was taken.
 
-    `functions` are those of a mapped run that a resubmission was given in place of the planned ones, by their roles.
+    `functions` are those that a resubmission of a mapped run was given instead of the planned ones, by role.
     """
 
     python: str
@@ -161,7 +161,7 @@ class Submission:
 
     @property
     def whole_gpus_per_task(self) -> int:
-        """The GPUs that Slurm is asked for: none if each task is to have a part of one."""
+        """The GPUs that Slurm is asked for: none if each task gets a part of one."""
         return 0 if self.shares_gpus else self.gpus_per_task
 
     @property
@@ -189,9 +189,9 @@ class Submission:
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of sbatch without those that are false, which leave out an option of the site file.
+    """The options of sbatch without those that are false, which remove an option of the site file.
 
-    `requeue = false` is --no-requeue: left out, the cluster's JobRequeue or a script's own line would say.
+    `requeue = false` stays, as --no-requeue: without it the cluster's JobRequeue or a script's own line would decide.
     """
     kept = {name: value for name, value in options.items() if value is not False}
     return {**kept, "no_requeue": True} if options.get("requeue") is False else kept
@@ -215,18 +215,18 @@ def ended_jobs(lines: Sequence[SubmissionLine]) -> set[str | None]:
 def directory_id(folder: Path) -> DirectoryId:
     """A run directory's path, which a move changes, and its inode, which a move does not change.
 
-    Both are needed, as some file systems number their files again at each mount.
+    Both are needed, because some file systems renumber their files at each mount.
     """
     return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
 
 
 def was_written_in(directory: DirectoryId, told: Mapping[str, object]) -> bool:
-    """Whether what a file tells was written in this run directory, not in one that it was copied from."""
+    """Whether a file's content was written in this run directory, not in one that it was copied from."""
     return any(told.get(key, value) == value for key, value in directory.items())
 
 
 def as_seen_in(line: SubmissionLine, directory: DirectoryId) -> SubmissionLine:
-    """A submission as this run directory has it: ended, if its tasks are of a directory that this was copied from."""
+    """A submission as this run directory has it: ended, if its tasks belong to a directory that this is a copy of."""
     if line["state"] in ENDS or was_written_in(directory, line):
         return line
     return {**line, "state": "ended", "copied": True}
@@ -244,7 +244,7 @@ def cluster_in_names(cluster: str) -> str:
 
 
 def is_slurms(record: Mapping[str, Any]) -> bool:
-    """Whether a submission, or an attempt, is of Slurm's jobs, which Slurm's accounting knows."""
+    """Whether a submission or an attempt consists of Slurm jobs, which Slurm's accounting knows."""
     return bool(record["executor"] == "slurm")
 
 

@@ -1,4 +1,4 @@
-"""sweep.json, by which a folder is that of a sweep: the names of its runs, and the values of each."""
+"""sweep.json, which marks the folder of a sweep: the names of its runs, and the values of each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Listed = Mapping[str, Mapping[str, Any]]
 
 
 def record_runs(folder: Path, runs: Listed, beside: Callable[[Listed], Listed] = lambda listed: listed) -> None:
-    """Write which runs are of a sweep, beside those that were made before.
+    """Add runs to sweep.json.
 
-    `beside` takes the runs that sweep.json has by then and returns them by the keys of `runs`, or raises.
+    `beside` gets the runs that sweep.json has by then and returns them under the keys of `runs`, or raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # One process at a time: of two that write at once, the later would lose the runs of the other.
+    # One process at a time: of two that write at once, the later would drop the runs of the other.
     with hold(folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
         listed = beside(listed_runs(folder))
         there = {name: dict(values) for name, values in listed.items() if was_submitted(folder / name)}
@@ -54,7 +54,7 @@ def listed_runs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def runs_of_sweep(folder: Path) -> list[Path] | None:
-    """The run directories of a sweep, in its order, also those not made yet; None if `folder` is not a sweep's."""
+    """The run directories of a sweep, in its order, including those not made yet; None if `folder` holds no sweep."""
     folder = expanded(folder).absolute()
     if exists(folder / "run.json") or not exists(folder / FILE):
         return None
@@ -62,17 +62,17 @@ def runs_of_sweep(folder: Path) -> list[Path] | None:
 
 
 def was_submitted(folder: Path) -> bool:
-    """Whether a run of a sweep has been made; the submission of one before it may have been refused."""
+    """Whether a run of a sweep exists; Slurm may have refused an earlier one, which ends the command."""
     return exists(folder / "run.json")
 
 
 def said_not_submitted(folder: Path) -> str:
-    """The sentence that names a run of a sweep which was never made."""
-    return f"{folder.name}: not submitted. The command that submitted the others submits it."
+    """A sentence on a run of a sweep that was never made."""
+    return f"{folder.name}: not submitted. Repeat the command that submitted the others to submit it."
 
 
 def open_run(folder: Path) -> Run:
-    """The run in a run directory; SlurmGPUError that names the runs, if it is the folder of a sweep."""
+    """The run in a run directory. For the folder of a sweep, a SlurmGPUError that names its runs."""
     runs = [run for run in runs_of_sweep(folder) or () if was_submitted(run)]
     if not runs:
         return Run.open(folder)
@@ -94,14 +94,14 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
         value = json.loads(read_bytes(path))
         if value["format"] != SWEEP_FORMAT or value["version"] != SWEEP_VERSION:
             raise SlurmGPUError(
-                f"{path} is of format {value['format']!r} version {value['version']}; this slurmgpu reads "
+                f"{path} has the format {value['format']!r} version {value['version']}; this slurmgpu reads "
                 f"{SWEEP_FORMAT!r} version {SWEEP_VERSION}. Use the slurmgpu that made it, or name one of its runs."
             )
         runs: dict[str, dict[str, Any]] = {str(name): dict(values) for name, values in value["runs"].items()}
     except UnusableFileError as error:
-        raise SlurmGPUError(f"{path} cannot be used: {error.strerror}.") from error
+        raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SlurmGPUError(f"{path} is damaged: {error}. Name one of the runs in its folder.") from error
     if odd := [name for name in runs if "/" in name or name in ("", ".", "..")]:
-        raise SlurmGPUError(f"{path} is damaged: {odd[0]!r} is no name of a run. Name one of the runs in its folder.")
+        raise SlurmGPUError(f"{path} is damaged: {odd[0]!r} is no run's name. Name one of the runs in its folder.")
     return runs

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 TAIL_BYTES = 16384
 """How much of a file's end is read for its last sample."""
 LINE_BYTES = 256
-"""If some samples are further apart than this, they are read one by one instead of the whole file."""
+"""If the wanted samples are further apart than this, they are read one by one instead of the whole file."""
 
 
 class _Xids(TypedDict, total=False):

@@ -33,7 +33,7 @@ class UsesGPUs(TypedDict):
 
 
 class Ready(TypedDict):
-    """The workload is loaded. One that `resumes` goes on with an item from what it has kept of it."""
+    """The workload is loaded. If it `resumes`, it continues an item from the progress that it has kept."""
 
     event: Literal["ready"]
     load_s: float
@@ -76,14 +76,14 @@ class Batch(TypedDict):
 
 
 class Told(TypedDict):
-    """What `status` shows of the worker; with `progress` the workload has kept what it has of its item."""
+    """What `status` shows about the worker; with `progress` the workload has kept the progress of its item."""
 
     event: Literal["tell", "progress"]
     text: str
 
 
 class Waiting(TypedDict):
-    """The worker waits before it computes so many items again."""
+    """The worker waits before it retries items."""
 
     event: Literal["waiting"]
     seconds: float
@@ -98,7 +98,7 @@ class Logged(TypedDict):
 
 
 class Published(TypedDict):
-    """A shard was published; not `won` if another task did so before. `errors` counts failed items by class."""
+    """A shard was published; `won` is false if another task was faster. `errors` counts failed items by class."""
 
     event: Literal["published"]
     shard: int
@@ -141,7 +141,7 @@ class Broken(TypedDict):
 
 
 class Preempt(TypedDict):
-    """A fault on demand: the task is to be preempted."""
+    """A fault on demand: preempt the task."""
 
     event: Literal["preempt"]
 

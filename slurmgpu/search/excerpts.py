@@ -173,7 +173,7 @@ def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -
 def _lines_before(file: LogFile, offset: int, n_lines: int, begun: int) -> list[Line]:
     """The last lines before an offset, and everything that the workload and its children printed just before it.
 
-    The end of another traceback is left out, as it would seem to belong to the line.
+    The end of another traceback is left out, because it would seem to belong to the line.
     """
     start = max(begun, tail_start(file.path, n_lines + LOOK_LINES, offset))
     lines = list(read_lines(file, start, offset))

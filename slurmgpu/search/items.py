@@ -169,8 +169,8 @@ class _Search:
         return self._in_merged()
 
     def _in_merged(self) -> tuple[str, str] | tuple[()] | None:
-        """The same by merged.h5, which has what a report does not list; None if it cannot be read."""
-        from slurmgpu import results  # which imports NumPy
+        """The same from merged.h5, which has what a report does not list; None if it cannot be read."""
+        from slurmgpu import results  # imports NumPy
 
         try:
             with results.open(self.run.merged) as merged:
@@ -229,7 +229,7 @@ class _Search:
     def _missing(self) -> Story:
         said = f"Item {self.index} has no row: {self.which} is not published"
         if (damage := self.run.damaged().get(self.shard)) is not None:
-            return self._set_aside(f"{said}; a merge found it damaged, and set it aside: {damage}")
+            return self._set_aside(f"{said}; a merge found it damaged and set it aside: {damage}")
         deaths = self.deaths
         claim, history = self.run.claims.read(self.shard), read_history(self.run.claims.folder, self.shard)
         holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
@@ -243,7 +243,7 @@ class _Search:
             return self._tell("missing", said, None, "", excerpt)
         if deaths:
             death, record = deaths[-1]
-            why = ", and it is left for a submission with more memory" if history.parked_by else ""
+            why = " and it is left for a submission with more memory" if history.parked_by else ""
             said += f": a worker of attempt {record['attempt']} died with it{why}: {death['class']}: {death['message']}"
             excerpt = excerpt_of_death(self.run, record, death, self.max_lines)
             return self._tell("missing", said, death["class"], death["message"], excerpt)

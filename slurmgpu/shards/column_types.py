@@ -1,4 +1,4 @@
-"""Columns by their types as text: `float32`, `float32[384]`, `int32[]`, `text`, `json`; and the types of values."""
+"""Column types as text (`float32`, `float32[384]`, `int32[]`, `text`, `json`), and the types of values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from slurmgpu.shards.numbers import as_array
 
 WORDS = ("text", "json", "bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64")
 OF_PYTHON = {"str": "text", "string": "text", "dict": "json", "object": "json", "list": "json"}
-"""Types that users may write, and ours."""
+"""Types that users may write, and the names that we use."""
 RESULT = "result"
-"""The column of a function that returns no row, but one value."""
+"""The column of a function that returns a single value instead of a row."""
 _TYPE = re.compile(r"(\w+)(?:\[( *(?:\d{1,9} *(?:, *\d{1,9} *)*)?)\])?")
 
 
 def columns_of(types: Mapping[str, str], owner: str) -> dict[str, Column]:
-    """The columns with these types; SlurmGPUError, which begins with `owner`, where a type is unknown."""
+    """The columns with these types. SlurmGPUError, which begins with `owner`, if a type is unknown."""
     if not types:
         raise SlurmGPUError(
-            f'{owner}: columns is empty; expected a type for each column, as in {{score = "float32", label = "text"}}.'
+            f"{owner}: columns is empty; expected a type for each column, such as "
+            f'{{score = "float32", label = "text"}}.'
         )
     return check_columns({name: _column(name, text, owner) for name, text in types.items()}, owner)
 
@@ -51,17 +52,17 @@ def _column(name: str, text: str, owner: str) -> Column:
     except SlurmGPUError as error:
         if word in OF_PYTHON and shape is None:
             raise SlurmGPUError(
-                f"{owner}: the column {name!r} has the type {text!r}; expected {OF_PYTHON[word]!r} for such values. "
+                f"{owner}: the column {name!r} has the type {text!r}; for such values use {OF_PYTHON[word]!r}. "
                 f"The types are {', '.join(WORDS)}, float32[3,4] for an array and int32[] for one of any length."
             ) from error
         hint = "" if word in WORDS else did_you_mean(word, WORDS)
         raise SlurmGPUError(
             f"{owner}: the column {name!r} has the type {text!r}: {error}{hint} "
-            f"An array of a fixed shape is float32[3,4], one of any length int32[]."
+            f"Write float32[3,4] for an array of a fixed shape, int32[] for one of any length."
         ) from error
 
 
-FLATTEN = "A list of numbers may have any length: return array.reshape(-1), and list(array.shape) in another column."
+FLATTEN = "For other shapes return a flat list, array.reshape(-1), and list(array.shape) in another column."
 
 
 def type_of(value: Any) -> str | None:

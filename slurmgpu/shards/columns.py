@@ -50,7 +50,7 @@ class Column(ABC):
     typed_by_values: ClassVar[bool] = False
     """Whether a table takes a row's type from the read values, if they have one type in common."""
     blank_is_none: ClassVar[bool] = False
-    """Whether a blank is read as None, so that a failed item is known to have a value where it has one."""
+    """Whether a blank is read as None, so that a failed item shows whether it has a value."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None = None
 
@@ -156,7 +156,7 @@ class Text(Column, kind="text"):
         """The string as UTF-8; ValueError for other values."""
         if not isinstance(value, str):
             if isinstance(value, float | np.floating) and np.isnan(value):
-                raise ValueError("found nan, expected text; where one is missing, '', or None in a column of json")
+                raise ValueError("found nan, expected text; for a missing text use '', or None in a json column")
             found = "None" if value is None else type(value).__name__
             raise ValueError(f"found {found}, expected text")
         try:
@@ -201,24 +201,24 @@ class Json(Text, kind="json"):
     blank_is_none = True
 
     def convert(self, value: Any) -> bytes:
-        """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, as NaN, or the keys 1 and "1"."""
+        """The value as compact JSON in UTF-8. ValueError for what JSON cannot hold: NaN, or the keys 1 and "1"."""
         try:
             text = _COMPACT.encode(value)
             check_keys(value)
         except (TypeError, ValueError, RecursionError) as error:
             said = message_of(error)
             if said.startswith("Out of range float"):
-                said = "NaN or an infinity, in whose place None would do"
+                said = "it has NaN or an infinity; use None instead"
             raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {said}") from error
         if text.count("[") + text.count("{") > MOST_LEVELS and is_too_deep(value):
             raise ValueError(
-                f"found {type(value).__name__} with more than {MOST_LEVELS} lists and mappings in one another, which "
-                f"not all readers of JSON take"
+                f"found {type(value).__name__} with more than {MOST_LEVELS} nested lists and mappings, which not all "
+                f"JSON parsers accept"
             )
         return super().convert(text)
 
     def read(self, stored: Sequence[bytes]) -> list[Any]:
-        """The values; None for an item that failed, and has none."""
+        """The values; None for a failed item without a value."""
         return [json.loads(text.decode()) if text else None for text in stored]
 
     def cells(self, stored: Sequence[bytes]) -> list[Any]:
@@ -272,7 +272,7 @@ class _Unknown(Column):
         self.shape = None if shape is None else checked_shape(shape)
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
-        raise SlurmGPUError(f"No class of the column kind {self.kind!r} is imported here.")
+        raise SlurmGPUError(f"No class for the column kind {self.kind!r} has been imported. Import its module first.")
 
     def blank(self) -> npt.NDArray[Any]:
         return self.convert(None)
@@ -380,6 +380,6 @@ def _column_from_json(name: str, value: Mapping[str, Any]) -> Column:
             if stored is not None:
                 return _Unknown(value, **stored)
     raise SlurmGPUError(
-        f"The column {name!r} is described as {value!r}, which this slurmgpu does not know;"
-        " use the version that wrote it."
+        f"The column {name!r} is described as {value!r}, which this slurmgpu does not know."
+        " Use the version that wrote it."
     )

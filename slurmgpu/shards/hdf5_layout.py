@@ -1,13 +1,13 @@
 """Skeletons: HDF5 files whose datasets have a place but no data yet.
 
 libhdf5 writes the skeleton to memory and never to a file system. So a full disk raises an OSError here, instead of
-leaving a file that libhdf5 can neither flush nor close. The file stays open in memory: where the next skeleton has the
-same datasets, as mostly among the shards of a run, only the numbers among its attributes are written, which takes a
-tenth of the time. Where only texts or ragged arrays have other lengths, the other datasets and the attributes are there
-already, in a template.
+leaving a file that libhdf5 can neither flush nor close. The file stays open in memory: if the next skeleton has the
+same datasets, as is usual for the shards of a run, only the numbers in its attributes are rewritten, which takes a
+tenth of the time. If only texts or ragged arrays have other lengths, a template provides the other datasets and the
+attributes.
 
-A small file is kept by libhdf5's core driver, which takes half the time of calls into Python. It has room for all
-datasets as well, so a large file is kept by a file object, which has only what libhdf5 writes.
+libhdf5's core driver keeps a small file, which takes half the time of calls into Python. Its memory includes the bytes
+of all datasets, so a large file is kept by a Python file object, which holds only what libhdf5 writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kinds = tuple[tuple[str, str | int | type[int]], ...]
 
 _LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 lacks the constant
 _FILE_NAME = b"/dev/null/slurmgpu-skeleton"
-"""A path that exists nowhere: the core driver looks for a file of that name."""
+"""A path that never exists: the core driver looks for a file of that name."""
 _SMALL_BYTES = 1 << 20
 """The bytes of the user block and all datasets up to which libhdf5 keeps the file itself."""
 _HAS_IMAGES = h5.get_libversion() >= (2, 0)
@@ -69,7 +69,7 @@ def unplaced_regions(columns: Mapping[str, Column], n_rows: int, n_values: Mappi
 
 
 def file_attributes(file_format: str, columns: Mapping[str, Column], others: Attributes) -> dict[str, str | int | bool]:
-    """The attributes of a file, in order: those that all files have, then the others."""
+    """The attributes of a file, in order: the common ones, then the others."""
     kinds = json.dumps(columns_to_json(columns), separators=(",", ":"))
     return {"format": file_format, "version": FORMAT_VERSION, "columns": kinds, **others}
 
@@ -82,14 +82,14 @@ def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_s
     with _lock:
         try:
             return _opened((tuple(regions), kinds, userblock_size)).skeleton(numbers)
-        except BaseException:  # libhdf5 cannot go on with a file that it could not write, as after an interrupt
+        except BaseException:  # libhdf5 cannot continue with a file whose writing failed or was interrupted
             _last.clear()
             _template.cache_clear()
             raise
 
 
 class _Image:
-    """A small file, of which libhdf5 keeps every byte. Two open files of one name are one to libhdf5's core driver."""
+    """A small file in libhdf5's memory. To its core driver, two open files of the same name are the same file."""
 
     def __init__(self, userblock_size: int, content: bytes = b"") -> None:
         self._userblock_size, self._content = userblock_size, content
@@ -228,7 +228,7 @@ class _OpenFile:
 
 
 def _close(file: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it cannot be closed after a failed write, and is of memory alone
+    with contextlib.suppress(RuntimeError):  # it cannot be closed after a failed write, but is only memory
         file.close()
 
 
@@ -238,13 +238,13 @@ _lock = threading.Lock()
 
 def _opened(key: _Key) -> _OpenFile:
     if key not in _last:
-        _last.clear()  # first: libhdf5 takes the memory of a file that it closed for the next one
+        _last.clear()  # first: libhdf5 reuses the memory of a closed file for the next one
         _last[key] = _OpenFile(*key)
     return _last[key]
 
 
 def _varies(region: Region) -> bool:
-    """Whether the length of a dataset depends on the rows; most shards have no error."""
+    """Whether the length of a dataset depends on the rows (error does not count: most shards have none)."""
     return region.path.endswith("/values") and region.n_bytes > 0
 
 
@@ -252,7 +252,7 @@ def _varies(region: Region) -> bool:
 def _template(
     regions: tuple[Region, ...], kinds: Kinds, userblock_size: int, is_small: bool
 ) -> tuple[tuple[Region, ...], _Image | _Memory]:
-    """A closed file with these datasets, and attributes whose numbers are 0: the part that most shards have alike."""
+    """A closed file with these datasets, and attributes whose numbers are 0: the part that most shards share."""
     memory = _Image(userblock_size) if is_small else _Memory(userblock_size)
     file = memory.create()
     try:
@@ -293,7 +293,7 @@ def _core_access() -> Any:
 
 @functools.cache
 def _image_access() -> Any:
-    """The access to an image, which is set before each opening; without one, a file to create would get the last."""
+    """The access properties for an image; set it before each opening, otherwise a new file gets the last image."""
     return _core_access().copy()
 
 
@@ -344,7 +344,7 @@ def _create_datasets(file: Any, regions: Iterable[Region]) -> tuple[Region, ...]
     placed = []
     for region in regions:
         group, _, name = region.path.rpartition("/")
-        if name == "offsets":  # not by libhdf5 on the way: before 2.0 such a group has the time of its creation
+        if name == "offsets":  # create the group explicitly: before 2.0 libhdf5 gives an implicit one a creation time
             h5g.create(file, group.encode(), links, groups)
         path, dtype, space = region.path.encode(), _dtype(region.dtype), _space(region.shape)
         dataset = h5d.create(file, path, dtype, space, creation, lcpl=links)

@@ -1,4 +1,4 @@
-"""Who made a shard's rows, as its file says: see docs/reference/hdf5.md. Standard library only."""
+"""Which attempt made a shard's rows, as its file says: see docs/reference/hdf5.md. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class LaterMaker(Maker, total=False):
 
 
 class MadeBy(Maker, total=False):
-    """The maker of a shard, and those of its later revisions: a row is the last one's that names its item."""
+    """The maker of a shard, and those of its later revisions: the last one that names an item made its row."""
 
     revisions: list[LaterMaker]

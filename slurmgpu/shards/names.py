@@ -17,9 +17,9 @@ def shard_name(shard: int, revision: int = 0) -> str:
 
 
 def partial_name(shard: int, attempt: str) -> str:
-    """The file name under which this process writes a shard, also when it tries again; unique across machines.
+    """The file name under which this process writes a shard, also on retries; unique across machines.
 
-    Nobody can guess it: in a folder where others may write, a link of theirs would lead the writer to another file.
+    Nobody can guess it: where others may write to the folder, a link of theirs could lead the writer to another file.
     """
     told = f"{shard}.{attempt}.{os.getpid()}".encode()  # a fork has the key of its parent
     token = hashlib.blake2b(told, key=_KEY, digest_size=8).hexdigest()

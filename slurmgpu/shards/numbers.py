@@ -17,11 +17,11 @@ OFFSET_DTYPE = np.dtype("<i8")
 _INSTEAD = {
     "U": "use Text() for strings",
     "O": "use Text() for strings, Ragged(dtype) for lists whose length varies",
-    "M": "use Array('int64') and say the unit in the column's name",
-    "m": "use Array('int64') and say the unit in the column's name",
+    "M": "use Array('int64') with the unit in the column's name",
+    "m": "use Array('int64') with the unit in the column's name",
     "V": "use one column for each field, and 'float32' for bfloat16",
 }
-# Kinds of NumPy dtypes that can be stored as each kind.
+# For each kind of NumPy dtype, the kinds whose values it can store.
 _COMES_FROM = {"b": "biuf", "i": "biuf", "u": "biuf", "f": "biuf", "c": "biufc", "S": "SU"}
 _KIND_NAMES = {"U": "text", "S": "bytes", "c": "complex numbers"}
 
@@ -33,11 +33,11 @@ def stored_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     except TypeError as error:
         raise SlurmGPUError(f"{dtype!r} is not a NumPy dtype; write one such as 'float32'.") from error
     if dtype is None:
-        instead = "say which, such as 'float32'"  # np.dtype(None) is float64
+        instead = "name one, such as 'float32'"  # np.dtype(None) is float64
     elif stored.kind in _INSTEAD:
         instead = _INSTEAD[stored.kind]
     elif stored.kind == "S" and stored.itemsize == 0:
-        instead = "say the length, such as 'S8', or use Text()"
+        instead = "give the length, such as 'S8', or use Text()"
     elif stored.kind in "fc" and stored.itemsize > (8 if stored.kind == "f" else 16):
         instead = "use 'float64' or 'complex128': its bytes differ between machines"
     else:
@@ -76,18 +76,18 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     """The value as an array of numbers or bytes; ValueError otherwise."""
     try:
         found: npt.NDArray[Any] = np.asarray(value)
-    # Tensors that need .cpu(), .detach() or .float() raise one of several errors that say so.
+    # Tensors that need .cpu(), .detach() or .float() raise errors of several types, which say so.
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {message_of(error)}") from error
     if value is None:
         raise ValueError("found None, expected numbers or bytes; a column of floats takes NaN for a missing value")
     if found.dtype.kind not in "biufcSU":
         raise ValueError(f"found {type(value).__name__} (dtype {found.dtype}), expected numbers or bytes")
-    if np.ma.is_masked(value):  # what is below the mask would be stored
-        raise ValueError(f"found {type(value).__name__} with masked values; fill them, as by .filled(float('nan'))")
+    if np.ma.is_masked(value):  # otherwise the values below the mask would be stored
+        raise ValueError(f"found {type(value).__name__} with masked values; fill them, as with .filled(float('nan'))")
     if found.dtype.kind in "SU" and _ends_with_nul(value):
         raise ValueError(
-            f"found {value!r:.80}, whose last NUL bytes of fixed length do not keep; use Array('uint8', ...)"
+            f"found {value!r:.80}; a dtype of bytes drops NUL bytes at the end, so use Array('uint8', ...)"
         )
     return found
 
@@ -104,7 +104,7 @@ def cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.array(found, order="C")
     if found.size and found.dtype.kind not in _COMES_FROM[dtype.kind]:  # [] is float64 whatever was meant
         raise ValueError(f"found {_KIND_NAMES.get(found.dtype.kind, found.dtype)}, expected {dtype}")
-    with np.errstate(all="ignore"):  # the workload may have set that NumPy raises
+    with np.errstate(all="ignore"):  # the workload may have made NumPy raise
         stored: npt.NDArray[Any] = found.astype(dtype, order="C")
     if np.can_cast(found.dtype, dtype, "safe"):
         return stored

@@ -1,4 +1,4 @@
-"""An open file that is read at any place, as the rows of a merged file are."""
+"""Read an open file at any place, for the rows of a merged file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmgpu.util.shared_files import is_transient, naming, open_regular, retri
 
 
 class Identity(NamedTuple):
-    """The identity of a file, which another one at its path has not, nor itself after a change; `mtime` in ns."""
+    """The identity of a file; another file at its path, or the same one after a change, differs. `mtime` in ns."""
 
     device: int
     inode: int
@@ -23,7 +23,7 @@ class ReplacedFileError(Exception):
     """Another file was at the path when a file had to be opened again."""
 
     def __init__(self, before: Identity, now: Identity) -> None:
-        sizes = f"it has {now.size} bytes, and had {before.size} a moment ago"
+        sizes = f"it has {now.size} bytes, but had {before.size} a moment ago"
         super().__init__(sizes if now.size != before.size else "it was replaced while it was read")
 
 

@@ -1,4 +1,4 @@
-"""Pieces: the bytes of each shard in each dataset of a merged file, as listed in the piece table of its user block.
+"""Pieces: the bytes of each shard in each dataset of a merged file, listed in the piece table of its user block.
 
 In a dataset of offsets, a shard's piece has one entry per row. The leading 0 belongs to no piece and counts as HDF5
 metadata.

@@ -45,7 +45,7 @@ _BLOCK_BYTES = 4 << 20
 _BUFFER_BYTES = 64 << 10
 HEAD_BYTES = 16 << 10  # holds the user block of a shard with up to about a hundred columns
 Fingerprint = str | Sequence[str]
-"""The fingerprint that a shard has to carry, or those that it may carry."""
+"""The fingerprint that a shard must carry, or those that it may carry."""
 
 
 class ForeignShardError(DamagedShardError):
@@ -53,7 +53,7 @@ class ForeignShardError(DamagedShardError):
 
 
 class FailedRow(ItemError):  # noqa: N818 - what is stored in place of a row
-    """The stored row of an item that failed: its error, and the stored `values` of columns that it has all the same."""
+    """The stored row of a failed item: its error, and the stored `values` of columns for which it still has one."""
 
     def __init__(self, message: str, values: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -99,12 +99,12 @@ def write_shard(
     made_by: MadeBy,
     indices: Sequence[int] | None = None,
 ) -> None:
-    """Write the rows of the items from `start` on to `path`, closed and fsynced; their index is that in `indices`.
+    """Write the rows of the items from `start` on to `path`, closed and fsynced; `indices` are their indices.
 
-    `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns, but for the
-    values of a FailedRow. `notes` and `made_by` go into the user block and change no dataset. The note `not_finite` is
-    added: the number of rows with NaN, and with infinities, by column. On any failure, such as a full disk, the file is
-    removed and the OSError raised.
+    `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns, except for
+    the values of a FailedRow. `notes` and `made_by` go into the user block and change no dataset. The note `not_finite`
+    is added: the number of rows with NaN, and with infinities, by column. On any failure, such as a full disk, the file
+    is removed and the OSError raised.
     """
     contents = _contents(columns, range(start, start + len(rows)) if indices is None else indices, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
@@ -137,9 +137,9 @@ def write_shard(
 def publish(partial: Path, target: Path, *, sync: bool = True) -> bool:
     """Make a shard appear at `target`; False if one was there already, since the first one published wins.
 
-    `partial` is removed in both cases. After publication nothing fails any more. An OSError before it, including a
-    `partial` that another process removed, means that the shard must be written again. Without `sync` its name may be
-    lost with the machine, until `sync_names`.
+    `partial` is removed in both cases. After publication no error is raised. An OSError before it, including a
+    `partial` that another process removed, means that the shard must be written again. Without `sync`, a crash of the
+    machine may lose the name until `sync_names` is called.
     """
     first = link_first(partial, target)
     try:
@@ -152,7 +152,7 @@ def publish(partial: Path, target: Path, *, sync: bool = True) -> bool:
 
 
 def sync_names(folder: Path) -> None:
-    """Make the names of shards survive a power failure; an error is logged, as the shards are there."""
+    """Make the names of shards survive a power failure; errors are only logged, because the shards exist."""
     try:
         fsync_dir(folder)
     except OSError as error:
@@ -183,7 +183,7 @@ def examine(
     try:
         attributes = found.pop("attributes")
         if attributes["format"] != SHARD:
-            raise DamagedShardError(f"it is a {attributes['format']!r}, not a {SHARD!r}")
+            raise DamagedShardError(f"its format is {attributes['format']!r}, not {SHARD!r}")
         regions = found.pop("datasets")
         datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in regions)
         identity = {key: attributes[key] for key in ("fingerprint", "start", "stop")}
@@ -329,7 +329,7 @@ def _count_not_finite(
 def _write_behind_userblock(
     file: BinaryIO, skeleton: Skeleton, contents: Mapping[str, Sequence[Any]], odd: set[str]
 ) -> tuple[list[Region], int]:
-    """Write all but the user block; the datasets with their checksums, and that of the metadata between them.
+    """Write all but the user block; return the datasets with their checksums, and that of the metadata between them.
 
     Adds a column to `odd` if one of its floats is not finite.
     """
@@ -343,7 +343,7 @@ def _write_behind_userblock(
 
 
 def _write(file: BinaryIO, region: Region, values: Sequence[Any], odd: set[str]) -> int:
-    """Write the values of a dataset; their checksum."""
+    """Write the values of a dataset; return their checksum."""
     n_bytes = crc32 = 0
     dtype = np.dtype(region.dtype)
     for block in _blocks(values, region.n_bytes):

@@ -1,4 +1,4 @@
-"""An HDF5 file as regions of bytes: the user block that lists them, and the reader that verifies them.
+"""HDF5 files as regions of bytes: the user block that lists them, and the reader that verifies them.
 
 Nothing here opens a file with libhdf5, which may hang on a damaged one. docs/reference/hdf5.md has the byte layout.
 """
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def same_size(before: Identity, now: Identity) -> bool:
-    """Whether a shard may be read on that was replaced: another task publishes the same bytes, and checksums tell."""
+    """Whether to go on reading a replaced shard: another task publishes the same bytes, and checksums are checked."""
     return before.size == now.size
 
 
@@ -197,7 +197,7 @@ def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[dict[str, An
     `quick` skips the table, and the checksum of a large block.
     """
     if reader.size < _SMALLEST_USERBLOCK:
-        raise DamagedShardError(f"the file has {reader.size} bytes, fewer than any file of slurmgpu")
+        raise DamagedShardError(f"the file has {reader.size} bytes, too few for a file of slurmgpu")
     magic, version, crc32, size, n_json, n_table = _HEADER.unpack(reader.read(0, _HEADER.size))
     if magic != _MAGIC:
         raise DamagedShardError("it does not begin with slurmgpu's user block")
@@ -210,7 +210,7 @@ def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[dict[str, An
     behind_json = _HEADER.size + n_json
     directory = _parsed(reader.read(_HEADER.size, behind_json))
     if reader.size != directory["file_size"]:
-        raise DamagedShardError(f"it has {reader.size} bytes, and had {directory['file_size']} when it was written")
+        raise DamagedShardError(f"it has {reader.size} bytes, but had {directory['file_size']} when it was written")
     return directory, b"" if quick else reader.read(behind_json, behind_json + n_table), size
 
 

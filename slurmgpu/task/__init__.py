@@ -1,4 +1,4 @@
-"""Processes on the node: one supervisor for each allocation, its workers, its other nodes, telemetry.
+"""Supervise a task on its node: its workers, its other nodes, leases, telemetry.
 
 May import: code, containers, faults, plan, run, shards, util, worker. Never imports the workload.
 """

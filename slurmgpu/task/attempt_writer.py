@@ -35,7 +35,7 @@ END_PATIENCE_S = 10.0
 PROGRESS_LENGTH = 200
 """A workload's progress text is cut at this many characters."""
 STEP_S = 1.0
-"""A clock that moved by more against the monotonic one was set; slewing moves it by less between two looks."""
+"""A clock that moves more than this against the monotonic clock was set; slewing moves it less between two looks."""
 
 
 def _clocks() -> tuple[float, float]:
@@ -60,7 +60,7 @@ class AttemptWriter:
         self._path = run.tasks / f"{attempt.name}.json"
         self._usage = usage
         self._due = time.monotonic() + PROGRESS_S
-        # Several, while a shard whose items all failed waits for the next one to show whether the workload fails.
+        # Several, while a shard whose items all failed waits for the next to show whether the workload is at fault.
         self._in_hand: dict[int, float] = {}  # with the times of their claims
         self._since = now  # the time before is accounted for
         self._kept_here = 0.0
@@ -68,7 +68,7 @@ class AttemptWriter:
         self._has_waited = False
 
     def _clock(self) -> float:
-        """The time; if the clock was set, earlier times are moved by as much, so that durations stay what they were."""
+        """The time; if the clock was set, earlier times are shifted by as much, so that durations stay the same."""
         now, steady = self._clocks()
         step, self._ahead = now - steady - self._ahead, now - steady
         if abs(step) > STEP_S:
@@ -103,7 +103,7 @@ class AttemptWriter:
 
     def add_event(self, event: TaskEvent) -> None:
         """Record what an event tells of the worker."""
-        self._clock()  # what the event tells is by the clock as it is set now
+        self._clock()  # the event's times use the clock as it is set now
         record = self.record
         match event["event"]:
             case "loading":
@@ -180,12 +180,12 @@ class AttemptWriter:
         self.record["usage"] = self._usage()
         has_ended = self.record["state"] == "ended"
         try:
-            # Progress is not tried again: it is written again soon, and leases must be renewed meanwhile.
+            # No retries for progress: it is written again soon, and leases must be renewed meanwhile.
             options = {"durable": has_ended, "in_place_if_full": has_ended}
             patience_s = END_PATIENCE_S if has_ended else 0.0
             write_json_text(self._path, _as_json(self.record), **options, patience_s=patience_s)
         except OSError as error:
-            # A record that cannot be written is no reason to give up shards that can be.
+            # A record that cannot be written is no reason to give up shards that can be written.
             log.warning("%s cannot be written: %s", self._path, error)
         self._due = begun + until_next(time.monotonic() - begun)
 
@@ -214,7 +214,7 @@ class AttemptWriter:
         record["n_retried"] += n_items
         record["waited_s"] = round(record["waited_s"] + seconds, 3)
         self._has_waited = True
-        self._note_progress(f"waits {seconds:.0f} s to compute {count_of(n_items, 'item')} again")
+        self._note_progress(f"waiting {seconds:.0f} s before retrying {count_of(n_items, 'item')}")
 
     def _note_progress(self, text: str) -> None:
         self.record["progress"] = plain(text)[:PROGRESS_LENGTH]
@@ -243,7 +243,7 @@ class AttemptWriter:
             self._hold(None)
 
     def _give_back(self, shard: int) -> None:
-        """A shard is left to any task; its seconds are lost if it was begun, and not only claimed ahead."""
+        """A shard is given back; its seconds are lost if it was begun, not only claimed ahead."""
         started = self._in_hand.pop(shard, None)
         if started is None:
             return

@@ -1,4 +1,4 @@
-"""Deaths of an attempt's workers: which items were in flight, which is to blame, and whether to go on."""
+"""Track the deaths of an attempt's workers: the items in flight, the item to blame, and whether to go on."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Deaths:
     def take_up(
         self, shard: int, items: Sequence[int], is_isolated: bool, ahead: tuple[int, int] | None = None
     ) -> None:
-        """These items are in flight from now on; `ahead` are shard and first item of the batch that is prepared."""
+        """Set the items in flight; `ahead` are shard and first item of the batch that is being prepared."""
         self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 
     def put_down(self, shard: int | None = None) -> None:
-        """No item is in flight, if one of this shard was: items of the next one may be, when it is published."""
+        """Clear the items in flight if they are of this shard; when it is published, the next's may be in flight."""
         if self._in_flight is not None and shard in (None, self._in_flight[0]):
             self._in_flight = self._ahead = None
 
     def note_broken(self, message: str) -> None:
-        """Record why the worker is going to die; the first message counts."""
+        """Record why the worker will die; the first message counts."""
         self._broken = self._broken or message
 
     def forgive(self) -> None:
@@ -63,9 +63,9 @@ class Deaths:
                 write_history(self._run.claims.folder, shard, history)
 
     def add_death(self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]) -> tuple[Death, str | None]:
-        """A death for the attempt's record, and why no other worker is started; None if one is.
+        """Record a death; return it, and why no other worker is started (None if one is).
 
-        A shard that is parked is removed from `held`.
+        A parked shard is removed from `held`.
         """
         kind = "host_oom" if was_oom else "crash"
         how = describe_exit(returncode)
@@ -95,12 +95,12 @@ class Deaths:
         if guilty is not None:
             self.forgive()
             if POLICIES[kind].more_memory and history.parked_by is None:
-                # More memory may be enough: the shard is left for a submission that has it.
+                # More memory may help: the shard is left for a submission that has it.
                 del history.quarantined[guilty]
                 history.parked_by = self._submission
                 try:
                     self._run.claims.park(shard, held.pop(shard))
-                except OSError as error:  # then its lease ends, and the next worker finds its history
+                except OSError as error:  # then its lease runs out, and the next worker finds its history
                     log.warning("shard %d cannot be parked: %s", shard, error)
                 log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
                 self.parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
@@ -109,7 +109,7 @@ class Deaths:
         write_history(self._run.claims.folder, shard, history)
 
     def _suspect_ahead(self, weight: float, shard: int, history: History) -> None:
-        """Count the death for the batch that was prepared, in the `history` of this shard or in that of another."""
+        """Count the death for the batch that was being prepared, in this shard's `history` or in another's."""
         if self._ahead is None:
             return
         other, first = self._ahead

@@ -1,4 +1,4 @@
-"""Start of a worker by its task: command and environment, in an image or not, one process or several."""
+"""Make the command and environment of a worker: in an image or not, with one process or several."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.worker.assignment import Assignment
 
-# Only now is it known which Python an image has: one that is too old gets a sentence instead of a SyntaxError.
+# The image's Python is known only here: one that is too old gets a message instead of a SyntaxError.
 START = """\
 import sys
 if sys.version_info < (3, 10):
-    sys.exit("slurmgpu needs Python 3.10 or newer, and this is %d.%d" % sys.version_info[:2])
+    sys.exit("slurmgpu needs Python 3.10 or newer, but this is %d.%d" % sys.version_info[:2])
 if sys.path and sys.path[0] == "":
     del sys.path[0]  # the run file's folder: a platform.py in it is not the standard library's
 import runpy
@@ -61,9 +61,9 @@ class Launcher:
         return self.container is None and plan.processes == "one" and not plan.environ
 
     def prepare(self, pause: Callable[[float], None] = time.sleep) -> None:
-        """Check what the worker needs on this node; ContainerError says what it lacks.
+        """Check what the worker needs on this node; ContainerError says what is missing.
 
-        `pause` is called while an image is copied, and may raise to end that.
+        `pause` is called while an image is copied, and may raise to stop that.
         """
         if self.container is not None and self._prepared is None:
             self._prepared = prepare(self.container, container_binds(self.run), os.environ, pause)
@@ -117,7 +117,7 @@ class Launcher:
     def explain(self, said: str, returncode: int) -> ContainerError | None:
         """Why a worker ended without an event; None if the container is not the cause.
 
-        A copy of the image on this node that is damaged is removed.
+        A damaged copy of the image on this node is removed.
         """
         if self.container is None:
             return None
@@ -128,7 +128,7 @@ class Launcher:
             return found
         runtime.discard(copy)
         return ContainerError(
-            f"the copy of the image on this node, {copy}, is damaged, and was removed: the next task here makes a new "
-            f"one. The image itself is another file. The runtime said: {said.strip()[-SHOWN:]}",
+            f"this node's copy of the image, {copy}, was damaged and has been removed; the next task here makes a new "
+            f"one. The image itself is not affected. The runtime said: {said.strip()[-SHOWN:]}",
             node_at_fault=True,
         )

@@ -36,13 +36,13 @@ class Leases:
         self._claimed.add(shard)
 
     def hold_all(self) -> list[int]:
-        """Hold all claimed shards for a new worker, also one that the last worker left; the shards."""
+        """Hold all claimed shards for a new worker, also one that the last worker left; return the shards."""
         for shard in self._claimed:
             self.held.setdefault(shard, self.claim)
         return sorted(self.held)
 
     def let_go(self, shard: int) -> None:
-        """The shard is published, or another attempt's; its claim is left as it is."""
+        """Stop renewing a shard that is published, or belongs to another attempt; its claim is left as it is."""
         self.held.pop(shard, None)
         self._claimed.discard(shard)
 
@@ -53,7 +53,7 @@ class Leases:
         return claim is UNREADABLE or (claim is not None and claim.is_of(self.claim))
 
     def renew_if_due(self) -> None:
-        """Renew the leases; what fails is tried again at the next call."""
+        """Renew the leases; failures are retried at the next call."""
         now = time.monotonic()
         if now - self._renewed >= self._run.plan.lease_s / RENEWALS_PER_LEASE:
             failed = [shard for shard, claim in self.held.items() if not self._renew(shard, claim)]
@@ -62,12 +62,12 @@ class Leases:
 
     def _renew(self, shard: int, claim: Claim) -> bool:
         try:
-            # None: taken over. The worker still finishes; the first of two equal copies is kept.
+            # None: taken over. The worker still finishes the shard; the first of two equal copies is kept.
             self.held[shard] = self._run.claims.renew(shard, claim) or claim
         except OSError as error:
             if shard not in self._unrenewed:
                 self._unrenewed.add(shard)
-                log.warning("the lease of shard %d is not renewed, and tried again: %s", shard, error)
+                log.warning("the lease of shard %d was not renewed; trying again: %s", shard, error)
             return False
         self._unrenewed.discard(shard)
         return True
@@ -91,8 +91,8 @@ class Leases:
             self._run.claims.release(shard, self.claim)
 
     def find_unreported(self, record: Record) -> list[int]:
-        """Shards that a worker claimed and was killed before it said so; one that is missed goes stale."""
-        try:  # a task whose file system is lost does not wait for it
+        """Shards that a worker claimed but could not report before it was killed; a missed one goes stale."""
+        try:  # without retries: a task whose file system is lost must not wait for it
             near = self._claimed_near(record, replace(self._run.claims, patience_s=0.0))
         except OSError as error:
             log.debug("the claims cannot be listed: %s", error)

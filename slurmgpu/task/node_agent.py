@@ -1,4 +1,4 @@
-"""A following node of a task: it prepares itself, and starts and ends its part of the group as the leader says.
+"""A follower: a further node of a task, which starts and ends its part of the group as the leader says.
 
 It has no record and no claims, and decides nothing. It ends when its leader is gone.
 """
@@ -42,7 +42,7 @@ LOOK_S = 0.2
 
 
 def follow(run: Run, attempt: Attempt, rank: int, node: str) -> int:
-    """Follow the leader on the node of this rank until the task has ended; the exit code."""
+    """Follow the leader on the node of this rank until the task has ended; return the exit code."""
     with StopSignals() as signals:
         try:
             line = _find_leader(run, attempt, rank, node, signals)
@@ -78,7 +78,7 @@ class _Follower:
         self._end_by: float | None = None
 
     def obey(self) -> int:
-        """Prepare, then do what the leader says; the exit code."""
+        """Prepare, then do what the leader says; return the exit code."""
         threading.Thread(target=self._listen, daemon=True, name="the leader's words").start()
         self._line.tell({"problem": self._problem()})
         with contextlib.closing(self._launcher), self._sampler, contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ class _Follower:
                     self._worker.reap()
             case "signal":
                 if event["signum"] != signal.SIGUSR2:
-                    # The leader gets it as well, and decides. Without an answer this node ends.
+                    # The leader gets the signal as well, and decides. Without an answer this node ends.
                     self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
             case "leader":
                 return self._follow_order(event["message"], stack)

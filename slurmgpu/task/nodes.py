@@ -1,8 +1,8 @@
-"""The other nodes of a task that has several, and the group of processes on all of them.
+"""The other nodes of a task with several nodes, and the group of processes on all of them.
 
-Slurm starts one process on each node. The first node's is the task, with its record, its claims and rank 0, and leads;
-the others follow: see `node_agent`. A process that dies on any node ends the group on all of them, and the task starts
-a new one.
+Slurm starts one process on each node. The one on the first node is the task, with its record, its claims and rank 0,
+and leads; the others follow: see `node_agent`. If a process dies on any node, the group ends on all nodes, and the task
+starts a new one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MEETING_S = 120.0
 """How long a node may take to start its process and find the leader."""
 FAREWELL_S = 10.0
-"""How long a task that ends early waits for followers to connect, so that they need not wait for it."""
+"""How long a task that ends early waits for followers to connect, so that they do not wait for it."""
 
 
 class NodeFaultError(Exception):
@@ -62,7 +62,7 @@ def group_command(
     address = f"[{host}]" if ":" in host else host
     place = ["--nodes", str(launcher.attempt.n_nodes), "--node-rank", str(rank), "--group", group["name"]]
     words = [str(launcher.run.folder), json.dumps(assignment), *place, "--endpoint", f"{address}:{group['port']}"]
-    # The secret is no argument: every user of the node sees those.
+    # The secret is not an argument, because every user of the node can see arguments.
     return launcher.command("slurmgpu.worker.group_launcher", *words, environ={GROUP_SECRET: group["secret"]})
 
 
@@ -117,10 +117,10 @@ class OtherNodes:
         name = f"{self.attempt.name}-{self._n_groups}"
         group = {"name": name, "port": free_port(), "secret": secrets.token_hex(32)}
         command, env = group_command(launcher, asdict(assignment), 0, group, "localhost")
-        # First here: from now on the end of another node's part, or of a node, ends this part.
+        # Start this part first: from now on the end of another node or of its part ends this part.
         self._worker = GroupProcess(self, name, command, env, log_path, self.signals.events)
         self.tell({"do": "start", "assignment": asdict(assignment), "group": group})
-        if self.fault is not None:  # it came after the check above, and before there was a part to end
+        if self.fault is not None:  # it came after the check above, but before there was a part to end
             self._worker.end()
         return self._worker
 
@@ -190,7 +190,7 @@ class OtherNodes:
 
 
 class GroupProcess(WorkerProcess):
-    """The part of a group on this node; it ends with the parts on the other nodes."""
+    """The part of a group on this node; it ends with the parts on other nodes."""
 
     def __init__(
         self, others: OtherNodes, group: str, command: list[str], env: dict[str, str], log_path: Path, events: Events
@@ -201,7 +201,7 @@ class GroupProcess(WorkerProcess):
         super().__init__(start_program(command, env, log_path), events)
 
     def end_as(self, code: int, was_oom: bool) -> None:
-        """End it because the part on another node has ended, unless it has ended itself."""
+        """End it because the part on another node has ended, unless it has already ended."""
         if self._process.poll() is None:
             self._first_exit, self.was_oom = code, was_oom
             self.end()

@@ -1,4 +1,4 @@
-"""Whether this node can work on a run: check the image, its Python and the GPUs as a task does."""
+"""Check whether this node can work on a run: the image, its Python and the GPUs, as a task checks them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _check(
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return NodeCheck({}, [f"its Python did not start within {TIMEOUT_S} s"])
-    # A wrapper, or a sitecustomize, of the image may have printed something before.
+    # A wrapper or a sitecustomize in the image may have printed something before.
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if line is None:
         complaint = explain(done.stderr, done.returncode)

@@ -31,7 +31,7 @@ from slurmgpu.worker.assignment import Assignment
 log = logging.getLogger(__name__)
 
 NAME = b"slurmgpu worker"
-"""The name of its process, for ps and top; its arguments are those of the task."""
+"""The name of its process in ps and top; its arguments are the task's."""
 
 
 ONLY_OF_TASKS = frozenset(
@@ -50,7 +50,7 @@ ONLY_OF_TASKS = frozenset(
         "zipfile",
     }
 )
-"""Modules, by their packages, that a task has imported and a worker has not: the user may have some of these names.
+"""Modules, by package, that a task has imported but a worker must not have: the user may use some of these names.
 
 asyncio, socket and ssl stay: until Python 3.12 `_asyncio` raises the exceptions of the asyncio that was imported first.
 """
@@ -69,11 +69,11 @@ class SpareWorker:
         try:
             stdin.write(json.dumps(asdict(assignment)).encode() + b"\n")
         except BrokenPipeError:
-            log.debug("the worker died before its assignment")  # which its exit code says
+            log.debug("the worker died before its assignment")  # its exit code says how
         return self._started
 
     def drop(self) -> None:
-        """End it: there is no work for it, and nothing that it could lose."""
+        """End it: there is no work for it, and it has nothing to lose."""
         process = self._started.process
         process.kill()
         process.wait()
@@ -83,7 +83,7 @@ class SpareWorker:
 
 
 def fork_worker(run: Run, attempt: Attempt) -> SpareWorker | None:
-    """A spare worker of an attempt that has not started any thread; None if its worker has to be a program.
+    """Fork a spare worker for an attempt, before any thread starts; None if its worker has to be a program.
 
     In the fork this never returns.
     """
@@ -102,7 +102,7 @@ def fork_worker(run: Run, attempt: Attempt) -> SpareWorker | None:
         try:
             pid = fork()
         except OSError as error:
-            log.warning("the worker will be a program, as this process cannot be forked: %s", error)
+            log.warning("the worker will be a program, because this process cannot be forked: %s", error)
             pid = None
         if pid == 0:
             for number, stream in enumerate((orders, events, file.fileno())):
@@ -142,17 +142,17 @@ def _work(folder: Path, mask: Iterable[int]) -> NoReturn:
         module = importlib.import_module(WORKER)
         sys.modules["__main__"] = module  # for processes that the workload spawns
         if not (assignment := _line()):
-            os._exit(0)  # there is no work for it, or the task is gone
+            os._exit(0)  # no work, or the task is gone
         sys.argv = [str(module.__file__), str(folder), assignment]
         module.run_process()
     except Exception:
         sys.excepthook(*sys.exc_info())
-        os._exit(1)  # no frame of the task's below may handle it
+        os._exit(1)  # the task's frames below must not handle it
     raise SystemExit(0)
 
 
 def _line() -> str:
-    """A line of standard input, and no byte more: what follows is read by the worker itself."""
+    """A line of standard input and no further byte: the worker itself reads what follows."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte

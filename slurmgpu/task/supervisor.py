@@ -56,9 +56,9 @@ from slurmgpu.worker.shard_claimer import Claimer
 log = logging.getLogger(__name__)
 
 NOTICE_S = 120
-"""A signal this near to the end of the walltime is its notice; sbatch(1) may send that 60 s early."""
+"""A signal this close to the end of the walltime is its notice; Slurm may send it 60 s early (sbatch(1))."""
 EXIT_S = 120.0
-"""How long a worker may take to end when its work is done: what it has started may upload something, or hang."""
+"""How long a worker may take to end after its work: something that it started may be uploading, or hang."""
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
 """Why a task takes no more shards without a failure; see docs/reference/files.md."""
 
@@ -78,7 +78,7 @@ class Task:
     ) -> None:
         self.run = run = run.computing(attempt.submission)
         self.attempt = attempt
-        self._later_end = end_time  # if Slurm had not said it yet when the attempt began
+        self._later_end = end_time  # in case Slurm did not know it yet when the attempt began
         self._end: float | None = None
         self._launcher, self._spare = Launcher(run, attempt), spare
         self._worker_pid: int | None = None
@@ -98,13 +98,13 @@ class Task:
         self._left: int | None = None
 
     def run_worker(self) -> int:
-        """Work with a worker process until no shard is left for this task; its exit code."""
-        signals = StopSignals(self.writer.write_if_due)  # also while it waits long, as for an image
+        """Work with a worker process until no shard is left for this task; return the exit code."""
+        signals = StopSignals(self.writer.write_if_due)  # also during long waits, such as for an image
         with signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
             return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
 
     def run_in_process(self, on_published: Callable[[], None]) -> int:
-        """Work in this process, where `breakpoint()` stops; its exit code. It calls `on_published` after each shard."""
+        """Work in this process, so that `breakpoint()` works; return the exit code. Calls `on_published` per shard."""
         try:
             return self._finish(self._guarded(lambda: self._work_here(on_published)))
         except BaseException as error:  # Ctrl-C, or the end of the debugger
@@ -133,7 +133,7 @@ class Task:
         except OSError as error:
             return self._fail(class_of(error, FILES), str(error), trace_of(error))
         except Exception as error:
-            # A bug of slurmgpu: it is recorded, and the claims are given back, before the task ends.
+            # A bug in slurmgpu: record it and give the claims back before the task ends.
             return self._fail("crash", described(error), trace_of(error))
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
@@ -150,7 +150,7 @@ class Task:
 
     def _finish(self, code: int) -> int:
         self._leases.give_back(self._leases.find_unreported(self.record) if code else ())
-        if code or self.record["deaths"]:  # else its workers have given back what they claimed
+        if code or self.record["deaths"]:  # otherwise the workers have given back what they claimed
             self._parts().give_back()
         self._remove_partials()
         self._metrics.close(END_PATIENCE_S)
@@ -178,7 +178,7 @@ class Task:
             found = claimer.look()
             self.writer.wait(claimer.idle_s)
             if found != "work":
-                self._ended_early(found)  # nothing to load a model for
+                self._ended_early(found)  # no need to load a model
                 return 0
             self._launcher.prepare(signals.pause)
             self.record["image"] = self._launcher.image
@@ -197,7 +197,7 @@ class Task:
         with self._start_worker(others) as worker:
             self._worker_pid = worker.pid
             if self._was_told:
-                worker.take_no_more()  # the worker before may have died before it kept its progress
+                worker.take_no_more()  # the previous worker may have died before it kept its progress
             self._follow(signals.events, worker)
             returncode = worker.wait()
         self._worker_pid = None
@@ -211,7 +211,7 @@ class Task:
         if self.record["failure"] is not None:
             return 1
         if signal_of(returncode) in SIGNUMS:
-            # A signal to the whole job, which is no crash, may reach the worker before this process.
+            # A signal to the whole job may reach the worker before this process: that is not a crash.
             signals.pause(0.5)
         if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
             raise complaint
@@ -223,11 +223,11 @@ class Task:
             return returncode == 0 and self.record["reason"] is not None
         if self._works():
             return False
-        log.warning("the worker %s, and had done its work", describe_exit(returncode, was_done=True))
+        log.warning("the worker %s after it had done its work", describe_exit(returncode, was_done=True))
         return True
 
     def _works(self) -> bool:
-        """Whether the worker has not said yet that it takes no more shards, or has one to publish."""
+        """Whether the worker may still take shards, or has one to publish."""
         return self.record["reason"] is None or bool(self._leases.held)
 
     def _start_worker(self, others: OtherNodes) -> WorkerProcess:
@@ -237,7 +237,7 @@ class Task:
         return others.start(self._launcher, self._assignment(), self.run.logs / f"{self.attempt.name}.log")
 
     def _follow(self, events: Events, worker: WorkerProcess) -> None:
-        """Handle events until the worker has ended, or is to be killed."""
+        """Handle events until the worker has ended or must be killed."""
         tick = min(1.0, self.run.plan.lease_s / 12)
         while True:
             event = next_event(events, tick) or TICK
@@ -253,11 +253,11 @@ class Task:
                 raise StoppedError(self._stopped_by)
             if event["event"] == "eof" and event["pid"] == worker.pid:
                 if not worker.ends_within(GRACE_S):
-                    self._deaths.note_broken("the worker closed the pipe by which it reports to its task")
+                    self._deaths.note_broken("the worker closed the pipe through which it reports to its task")
                     worker.end()
                 return
             if time.monotonic() > self._exit_by:
-                log.warning("the worker has done its work, and does not end within %.0f s: it is killed", EXIT_S)
+                log.warning("the worker has done its work but did not end within %.0f s; killing it", EXIT_S)
                 worker.end()
                 return
             self._heard = self._heard or event["event"] not in ("tick", "eof")
@@ -275,24 +275,24 @@ class Task:
     def _end_at(self, end_time: float) -> None:
         self.attempt = replace(self.attempt, end_time=end_time)
         self.record["end_time"] = end_time
-        # Monotonic: the time that is left does not change if the clock is set.
+        # Monotonic, so that setting the clock does not change the time left.
         self._end = time.monotonic() + end_time - time.time()
 
     def _handle_signal(self, signum: int, worker: WorkerProcess) -> None:
         """Take no more shards at Slurm's notice; end the task at other signals, once the worker keeps its progress."""
         if signum == signal.SIGUSR2:
-            # If the notice is of the walltime, the worker itself knows better when to stop.
+            # If the notice is about the walltime, the worker itself knows better when to stop.
             if not self._is_near_end():
                 log.warning("SIGUSR2: this task takes no more shards")
                 self._was_told = True
                 worker.take_no_more()
             return
-        # A user who types Ctrl-C twice will not wait. Slurm itself sends SIGTERM twice: GraceTime, then KillWait.
+        # A user who types Ctrl-C twice does not want to wait. Slurm sends SIGTERM twice: GraceTime, then KillWait.
         if not self._keeps_progress or (self._stopped_by == signum == signal.SIGINT):
             worker.stop()
             raise StoppedError(signum)
         if self._stopped_by is None:
-            log.warning("%s: the worker keeps its progress, and ends", signal.Signals(signum).name)
+            log.warning("%s: the worker saves its progress and ends", signal.Signals(signum).name)
             self._stopped_by, self._part_by = signum, time.monotonic() + PARTING_S
             worker.take_no_more()
 
@@ -327,7 +327,7 @@ class Task:
             case "left":
                 self._left = event["shard"]
                 self._deaths.put_down()
-                # An attempt that has taken it over continues from what was kept at that time.
+                # An attempt that takes the shard over continues from the progress that is kept by then.
                 self.writer.leave(is_kept=self._leases.leave(event["shard"]))
             case "done":
                 self._ended_early(event["reason"])
@@ -345,14 +345,14 @@ class Task:
         self.writer.write_if_due()
 
     def _note_failure(self, event: Failed) -> None:
-        """Note why the worker fails: the first of several processes says why, the others may fail because of it."""
+        """Note why the worker fails: the first of several processes counts, the others may fail because of it."""
         if self.record["failure"] is None:
             if POLICIES[event["class"]].node_at_fault:
                 self.record["bad_node"] = event.get("node", self.record["node"])
             self._fail(event["class"], event["message"], event["traceback"])
 
     def _ended_early(self, reason: str) -> None:
-        """Record why the worker took no more shards, and what became of the one that it left."""
+        """Record why the worker took no more shards, and what happened to the one that it left."""
         self.record["reason"] = reason
         if reason in GOOD_ENDS:
             log.info("this task takes no more shards: %s", GOOD_ENDS[reason])
@@ -363,22 +363,20 @@ class Task:
         done = left or f"it took no {'more shards' if has_any else 'shard'}"
         if reason == "deadline":
             self.record["failure"] = "timeout"
-            longer = "" if left or has_any else "; ask for more by --slurm time=…"
-            self.record["message"] = f"{done}: too little was left of the walltime{longer}"
+            longer = "" if left or has_any else "; ask for more with --slurm time=…"
+            self.record["message"] = f"{done}: too little of the walltime was left{longer}"
         elif reason == "told to stop":
             self.record["failure"] = "preempted"
-            self.record["message"] = f"{done}: Slurm gave notice of the end by SIGUSR2"
+            self.record["message"] = f"{done}: Slurm announced the end with SIGUSR2"
         log.warning("%s: %s", self.record["failure"], self.record["message"])
 
     def _of_what_was_left(self) -> str | None:
         if self._left is None:
             return None
-        return f"shard {self._left} was given back" + (
-            ", and goes on from what is kept of it" if self._keeps_progress else ""
-        )
+        return f"shard {self._left} was given back" + (", with its progress kept" if self._keeps_progress else "")
 
     def _add_death(self, returncode: int, was_oom: bool) -> int | None:
-        """Record why a worker died; None if another one is to go on, else the exit code of the task."""
+        """Record why a worker died; return the task's exit code, None if another worker should go on."""
         death, why_no_more = self._deaths.add_death(returncode, was_oom, self._leases.held)
         self.writer.add_death(death)
         if why_no_more is not None:
@@ -404,7 +402,7 @@ class Task:
         return bool(self.run.submission(self.attempt.submission).get("cancelled"))
 
     def _is_near_end(self) -> bool:
-        """Whether a signal of Slurm's is about the walltime, and not a preemption."""
+        """Whether a signal from Slurm is about the walltime, not a preemption."""
         return self._end is not None and time.monotonic() > self._end - NOTICE_S
 
     def _assignment(self) -> Assignment:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TELEMETRY_FORMAT = "slurmgpu telemetry"
 TELEMETRY_VERSION = 1
 FIRST_S = 0.5
-"""The first samples come sooner, each after twice the time, so that short tasks have some too."""
+"""The delay of the first sample; the delays then double, so that short tasks have samples, too."""
 PATIENCE_S = 2.0
 """How long a task waits at its end for a sample that hangs in the driver."""
 
@@ -36,8 +36,8 @@ class Sampler:
     """A thread that samples what an attempt uses, every `sample_s` seconds, into the file `path`; never if that is 0.
 
     `gpu_ids` are those of CUDA_VISIBLE_DEVICES: None for all GPUs that NVML shows, empty for a task on CPUs. `tree_of`
-    returns the worker's first process, None if there is none. Errors do not harm the task: what cannot be read is
-    unknown, and what cannot be written is left out.
+    returns the worker's first process, None if there is none. Errors do not harm the task: values that cannot be read
+    are unknown, and samples that cannot be written are dropped.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Sampler:
         if self._sample_s:
             self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            log.warning("the sampling of GPUs hangs; the task ends without it")
+            log.warning("sampling the GPUs hangs; the task ends without waiting for it")
 
     def _work(self) -> None:
         trees, cards, named = TreeWatch(), None, object()
@@ -109,13 +109,13 @@ class Sampler:
             cards.close()
 
     def _change(self, cards: Cards | None, wanted: Sequence[str] | None) -> Cards | None:
-        """The cards that are wanted now; `cards` are those so far."""
+        """The cards to sample from now on; `cards` are the previous ones."""
         had = {card.uuid for card in cards.cards} if cards else set()
         if cards is not None and wanted is not None and set(wanted) == had:
             return cards  # the same cards, found by their numbers
         found = open_cards(wanted) if wanted is None or wanted else None
         if cards is not None and found is None:
-            return cards  # NVML does not know these names: keep those found by their numbers
+            return cards  # NVML does not know these names: keep the cards that were found by number
         if cards is not None:
             cards.close()
         with self._lock:

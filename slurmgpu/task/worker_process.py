@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0
 """How long a worker may take to end after SIGTERM; Slurm's KillWait is 30 s by default, and sites shorten it."""
 PARTING_S = 20.0
-"""How long a worker may take that keeps its progress; it leaves the task time for its end before KillWait."""
+"""How long a worker that keeps its progress may take; the rest of KillWait is for the task's own end."""
 SAID_BYTES = 1 << 16
 PIPE_BYTES = 1 << 16  # pipe(7)
 NAP_S = 0.01
-"""Between two looks at the events of a worker: to wake up for each call of a workload, which may take a millisecond,
-would cost the worker's node a tenth of a core."""
+"""The pause between two looks at a worker's events: waking up at each call of a workload, which may take a millisecond,
+would cost a tenth of a core."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the task's shards were given back
 
 
@@ -80,7 +80,7 @@ def next_event(events: Events, timeout_s: float) -> TaskEvent | None:
 
 
 class StoppedError(Exception):
-    """A signal asks this task to end."""
+    """A signal asked this task to end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -101,7 +101,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for signum in listened():
             self._former[signum] = signal.signal(signum, self._put)
-        for came in recall():  # before this task could listen
+        for came in recall():  # those that came before this task could listen
             self._put(came, None)
         return self
 
@@ -109,7 +109,7 @@ class StopSignals:
         self.events.put({"event": "signal", "signum": signum})
 
     def pause(self, seconds: float) -> None:
-        """Wait; StoppedError as soon as a signal comes, also with 0 seconds. Only while no worker lives."""
+        """Wait; raises StoppedError as soon as a signal comes, also with 0 seconds. Only while no worker is alive."""
         self._on_pause()
         end = time.monotonic() + seconds
         while True:
@@ -164,13 +164,13 @@ class WorkerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        # Not through a buffered file, which cannot be closed while a read of it waits, not even by Python at its end.
+        # Not through a buffered file: it cannot be closed while a read waits, not even when Python exits.
         pipe, rest = self._process.stdout.fileno(), b""
         while chunk := os.read(pipe, PIPE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 self._take(line)
-            if len(chunk) < PIPE_BYTES // 8:  # the pipe has room for what comes meanwhile
+            if len(chunk) < PIPE_BYTES // 8:  # the pipe has room for events that come meanwhile
                 time.sleep(NAP_S)
         if rest:
             self._take(rest)
@@ -181,7 +181,7 @@ class WorkerProcess:
             event = json.loads(line)
             self._events.put({"event": event["event"], **event})
         except (ValueError, TypeError, KeyError):
-            # Printed before the worker took the pipe, or cut short by its death.
+            # It was printed before the worker took the pipe, or cut short by its death.
             log.warning("the worker wrote %r", line)
 
     def said(self) -> str:
@@ -197,7 +197,7 @@ class WorkerProcess:
         return self._process.wait()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end for so long; whether it has ended."""
+        """Wait for its end at most `seconds`; return whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -228,7 +228,7 @@ class WorkerProcess:
         self._kill_all()
         self._dead_since = self._dead_since or time.monotonic()
         if self._reader.is_alive() and time.monotonic() - self._dead_since > GRACE_S:
-            log.warning("something that the worker started holds its pipe; going on without it")
+            log.warning("a process that the worker started holds its pipe open; going on without it")
             self._events.put({"event": "eof", "pid": self.pid})
 
     def stop(self) -> None:
@@ -243,7 +243,7 @@ class WorkerProcess:
             log.warning("the worker did not end within %.0f s of SIGTERM; killing it", GRACE_S)
 
     def end(self) -> None:
-        """End it by SIGTERM, then by SIGKILL; its last event says that it has ended."""
+        """End it with SIGTERM, then with SIGKILL; its last event says that it has ended."""
         self.stop()
         self._kill_all()
 
@@ -257,7 +257,7 @@ class WorkerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        if not self._reader.is_alive():  # else its file descriptor would be reused while it is read
+        if not self._reader.is_alive():  # otherwise its file descriptor could be reused while it is read
             self._process.stdout.close()
 
     def _kill_all(self) -> None:
@@ -272,6 +272,6 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
-                log.warning("processes %s do not die of SIGKILL; they wait for a disk or a GPU", sorted(left))
+                log.warning("SIGKILL does not end processes %s; they wait for a disk or a GPU", sorted(left))
                 return
             time.sleep(0.005)

@@ -302,7 +302,7 @@ def linuxproc(monkeypatch):
 @pytest.mark.slurm
 def test_where_signals_kill_an_image_that_is_said_and_an_unpacked_one_lives(project, slurmgpu, apptainer, linuxproc):
     folder = project(40, container=apptainer.table())
-    said = "Slurm signals every process of a job here (ProctrackType = proctrack/linuxproc)"
+    said = "This cluster signals every process of a job (ProctrackType = proctrack/linuxproc)"
     assert said in slurmgpu("check", cwd=folder, expect=2).stdout
     assert said in slurmgpu("submit", "--dry-run", cwd=folder, expect=0).stdout
     unpacked = project(40, held_from=16, container=apptainer.table(stage="unpack"))

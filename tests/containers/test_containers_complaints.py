@@ -224,7 +224,7 @@ def test_a_bus_error(blame):
 def test_a_python_that_is_too_old_for_slurmgpu(blame, apptainer):
     code = "import sys; sys.version_info = (3, 8, 1)\n" + START
     error = blame(("-c", code, "slurmgpu.worker.main"), python=apptainer.python)
-    check(error, "slurmgpu needs Python 3.10 or newer, and this is 3.8", node_at_fault=False)
+    check(error, "slurmgpu needs Python 3.10 or newer, but this is 3.8", node_at_fault=False)
 
 
 @pytest.mark.parametrize("library", ["numpy", "h5py"])

@@ -316,7 +316,7 @@ def test_a_copy_that_is_damaged_as_it_lies_is_named_and_replaced(far, project, a
         assert problem.startswith("the image is damaged or cut short; copy it again, or build it again")
         assert far.exists()
         return
-    assert problem.startswith(f"the copy of the image on this node, {copies[0]}, is damaged, and was removed")
+    assert problem.startswith(f"this node's copy of the image, {copies[0]}, was damaged and has been removed")
     assert not copies[0].exists()
     assert check_here(plan, 0, "cpu").problems == []
     assert copies[0].read_bytes() == far.read_bytes()

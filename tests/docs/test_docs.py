@@ -56,7 +56,7 @@ BLURRED = [
     (r"\d+\.\d\d GPU-hours", "0.00 GPU-hours"),
     (r"\d+_0_log", "1234_0_log"),
     (r"  host GB", ""),  # and its numbers, see `blurred`: some runs are too short to be sampled
-    (r"it has \d+ bytes, and had \d+", "it has 1 bytes, and had 2"),
+    (r"it has \d+ bytes, but had \d+", "it has 1 bytes, and had 2"),
 ]
 
 

@@ -134,7 +134,7 @@ def test_summaries_stand_beside_each_other(slurmgpu, tmp_path, one):
     ("argv", "sentence"),
     [
         (["--key", "told2"], "No row of"),
-        (["--key", "half"], "has several rows with one 'half', as items 0 and 1."),
+        (["--key", "half"], "has several rows with the same 'half', such as items 0 and 1."),
         (["--columns", "scoer"], "have no common column 'scoer'. Did you mean 'score'?"),
         (["--tolerance", "-1"], "The tolerance is -1.0; expected 0 or a positive number."),
     ],

@@ -166,7 +166,7 @@ def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, t
 
 def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
-    with pytest.raises(SlurmGPUError, match=r"may wait in the queue of the cluster there, .* --force"):
+    with pytest.raises(SlurmGPUError, match=r"may have jobs in the queue of the cluster there, .* --force"):
         live_tasks.refuse_alive(run, "resubmit")
     live_tasks.refuse_alive(run, "resubmit", force=True)
     assert live_tasks.alive(run, "8") is None
@@ -200,7 +200,7 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
     first = run.submissions()[0]
     run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
     monkeypatch.setattr(queue, "own_jobs", silent)
-    with pytest.raises(SlurmGPUError, match=r"It is not known which jobs .* --force"):
+    with pytest.raises(SlurmGPUError, match=r"The run's jobs in the queue are unknown.* --force"):
         live_tasks.refuse_alive(run, "merge")
     live_tasks.refuse_alive(run, "merge", force=True)
 
@@ -259,7 +259,7 @@ def test_a_task_that_loads_for_long_elsewhere_keeps_merge_and_resubmit_away(proj
             for command in ("merge", "resubmit"):
                 done = slurmgpu(command, "run", cwd=folder, expect=2)
                 assert "waiting up to 30 s to see whether task local1_0.0" in done.stderr
-                assert "still at work: task local1_0.0 of " in done.stderr
+                assert "still running: task local1_0.0 of " in done.stderr
             assert not (folder / "run" / "report.json").exists()
             (tmp_path / "loaded").touch()
             assert process.wait(280) == 0
@@ -286,7 +286,7 @@ def test_a_task_of_another_user_that_loads_keeps_merge_and_resubmit_from_clearin
             for command in (("merge", "run"), ("resubmit", "run", "--trust")):
                 done = slurmgpu(*command, cwd=folder, expect=2)
                 assert "waiting up to 30 s to see whether task local1_0.0" in done.stderr
-                assert "still at work: task local1_0.0 of " in done.stderr
+                assert "still running: task local1_0.0 of " in done.stderr
             assert not (folder / "run" / "report.json").exists()
             assert (folder / "run" / "claims" / "00001").exists()
             (folder / "run" / "claims" / "00001").unlink()

@@ -99,7 +99,7 @@ def test_a_damaged_history_is_named_and_taken_for_empty_and_written_anew(tmp_pat
     path = history_path(tmp_path, 7)
     path.write_bytes(DAMAGED[kind])
     assert read_history(tmp_path, 7) == History()
-    assert f"{path} is damaged, and taken for empty" in caplog.text
+    assert f"{path} is damaged and treated as empty" in caplog.text
     write_history(tmp_path, 7, History({8: 1.0}))
     assert read_history(tmp_path, 7) == History({8: 1.0})
 
@@ -108,7 +108,7 @@ def test_a_damaged_history_is_named_and_taken_for_empty_and_written_anew(tmp_pat
 def test_what_is_no_file_where_a_history_should_be_ends_nothing(tmp_path, caplog, make):
     make(history_path(tmp_path, 7))
     assert read_history(tmp_path, 7) == History()
-    assert "is damaged, and taken for empty" in caplog.text
+    assert "is damaged and treated as empty" in caplog.text
     write_history(tmp_path, 7, History({8: 1.0}))  # over the folder it cannot be written: then that is said
     assert read_history(tmp_path, 7) == History({8: 1.0}) or "cannot be written" in caplog.text
 

@@ -84,7 +84,7 @@ def test_as_many_lists_in_one_another_as_all_readers_take_are_a_value(tmp_path):
         assert merged.to_pandas()["told"][0] == value
         assert len(merged.to_arrow()) == 3
     for deeper in (nested(257), [nested(256)], [[], {"b": nested(256)}]):
-        with pytest.raises(ValueError, match="with more than 256 lists and mappings in one another"):
+        with pytest.raises(ValueError, match="with more than 256 nested lists and mappings"):
             convert(deeper)
 
 

@@ -46,7 +46,7 @@ def test_the_patient_wait_for_the_lock_and_the_others_are_refused(tmp_path):
     with run_lock(tmp_path, "submitting"):
         thread.start()
         with (
-            pytest.raises(SlurmGPUError, match=f"right now: process {os.getpid()} of .* which began submitting it"),
+            pytest.raises(SlurmGPUError, match=f"right now, by process {os.getpid()} of .* which began submitting it"),
             run_lock(tmp_path, "merging"),
         ):
             pass
@@ -93,7 +93,7 @@ def test_a_holder_elsewhere_that_beats_is_alive_whatever_proc_says_here(tmp_path
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(SlurmGPUError, match="Somebody is submitting"), run_lock(tmp_path, "merging"):
+        with pytest.raises(SlurmGPUError, match="This run is being submitted"), run_lock(tmp_path, "merging"):
             pass
     finally:
         over.set()
@@ -232,7 +232,7 @@ def test_a_lock_that_was_removed_by_hand_is_lost(tmp_path):
     with run_lock(tmp_path, "merging") as lock:
         lock.check()
         (tmp_path / ".submitting").unlink()
-        with pytest.raises(LockLostError, match="nobody has its lock now"):
+        with pytest.raises(LockLostError, match="its lock is now held by nobody"):
             lock.check()
 
 
@@ -278,7 +278,7 @@ def test_two_merges_at_once_are_one_after_the_other_and_the_second_is_refused_in
             [sys.executable, "-m", "slurmgpu", "merge", str(run.folder)], capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 2
-        assert "Somebody is submitting or merging this run right now" in done.stderr
+        assert "This run is being submitted or merged right now" in done.stderr
         assert partial.exists()
         lock.check()
 

@@ -415,7 +415,7 @@ def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run, sha
     write_recompute(run.folder, failed_again(run, 2))
     said = json.loads(recompute_path(run.folder).read_text())
     recompute_path(run.folder).write_text(json.dumps({**said, "shards": shards}))
-    with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* no row is lost"):
+    with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* that loses no row"):
         read_recompute(run.folder)
 
 
@@ -580,7 +580,7 @@ def test_rows_of_other_code_that_rot_after_they_were_merged_are_not_those_of_bef
     for _ in range(2):
         assert merge(run)["complete"]
         assert merged_rows(run) == newer
-    assert "5 rows of merged.h5 are kept, since its newest file is damaged" in caplog.text
+    assert "5 rows of merged.h5 are kept, because its newest file is damaged" in caplog.text
 
 
 def test_a_shard_all_of_whose_files_rot_after_they_were_merged_costs_no_row(run):
@@ -738,7 +738,7 @@ def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch):
         patch.setattr(joins, "_allocate", full)
         with pytest.raises(SlurmGPUError) as caught:
             merge_by_hand(run)
-    said = f"{run.merged}: No space left on device. What is published stays. Free space there, then: "
+    said = f"{run.merged}: No space left on device. Published shards are kept. Free space there, then: "
     assert str(caught.value) == f"{said}slurmgpu merge {run.typed}"
     assert merge_by_hand(run)["complete"]
 

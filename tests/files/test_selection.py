@@ -278,12 +278,12 @@ def test_a_shard_that_is_damaged_is_named_and_counted_as_missing(run, tmp_path):
 def test_columns_that_there_are_not_and_formats_of_whole_runs_are_refused(run, tmp_path):
     with pytest.raises(SlurmGPUError, match=r"no column 'scores'\. Did you mean 'score'"):
         export(run, "csv", tmp_path / "a.csv", ["scores"])
-    with pytest.raises(SlurmGPUError, match="asked for twice"):
+    with pytest.raises(SlurmGPUError, match="named twice"):
         export(run, "csv", tmp_path / "a.csv", ["score", "score"])
     with pytest.raises(SlurmGPUError, match="has all columns and rows"):
         export(run, "pt", tmp_path / "a.pt", ["score"])
     run.merged.unlink()
-    with pytest.raises(SlurmGPUError, match=r"made from merged\.h5, and there is none"):
+    with pytest.raises(SlurmGPUError, match=r"made from merged\.h5, which does not exist"):
         export(run, "pt", tmp_path / "a.pt")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
@@ -404,7 +404,7 @@ def test_hugging_face_datasets_loads_the_folder(run, tmp_path):
         "id": [f"q{index}" for index in there],
         "score": [GOOD[index]["score"] for index in there],
     }
-    with pytest.raises(SlurmGPUError, match="A data set is a folder of its own"):
+    with pytest.raises(SlurmGPUError, match="A data set needs a new folder"):
         export(run, "hf", output)
 
 
@@ -412,7 +412,7 @@ def test_a_data_set_is_not_written_over_the_working_folder(run, tmp_path, monkey
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(SlurmGPUError, match="name a new one with -o"):
+    with pytest.raises(SlurmGPUError, match="name one with -o"):
         export(run, "hf", Path())
 
 

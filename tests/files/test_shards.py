@@ -316,7 +316,7 @@ def test_a_shard_that_was_cut_off_anywhere_is_found_by_its_directory_already(tmp
 def test_a_shard_with_bytes_appended_is_damaged(tmp_path, tail):
     path = write(tmp_path / "a.h5")
     path.write_bytes(path.read_bytes() + tail)
-    with pytest.raises(DamagedShardError, match="bytes, and had"):
+    with pytest.raises(DamagedShardError, match="bytes, but had"):
         read_directory(path)
 
 

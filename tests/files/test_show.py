@@ -98,11 +98,14 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
     assert row.startswith('8,1.0,short,"{""n"":8}"')
     assert row.endswith(",q8,Why?")
     refused = [
-        (("a.csv", "--columns", "score,text"), "There is no column 'text'; the field of the items is item.text."),
+        (
+            ("a.csv", "--columns", "score,text"),
+            "There is no column 'text'; for the field of the items write item.text.",
+        ),
         (("a.parquet", "--with-items"), "are for jsonl and csv"),
-        (("a.csv", "--with-items", "--columns", "score"), "name item.FIELD among --columns"),
+        (("a.csv", "--with-items", "--columns", "score"), "name item.FIELD in --columns"),
         (("a.csv", "--columns", "item.txet"), "No item has the field 'txet'. Did you mean 'text'?"),
-        (("a.csv", "--columns", "item.id,item.id"), "'item.id' is asked for twice"),
+        (("a.csv", "--columns", "item.id,item.id"), "'item.id' is named twice"),
         (("a",), "a has no suffix to tell its format"),
         (("a.csv", "-o", "b.csv"), "Name one file to write"),
         ((), "Name one file to write"),

@@ -135,7 +135,7 @@ def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended
     for now_s in (150, 1000, 100_000):
         status, _ = look.read(None, (), NOW + now_s)
         assert (status["state"], look.has_ended(status)) == ("ended", False)
-    assert parting_words(status) == "it is unknown here whether more of it is queued"
+    assert parting_words(status) == "whether more tasks are queued cannot be seen here"
     show_status(status)
     told = capsys.readouterr()
     assert parting_words(status) in told.out

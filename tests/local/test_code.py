@@ -233,12 +233,12 @@ def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slur
     assert "Not recomputed: 6 items; the former rows stay. Repeat the command to compute the rest." in said
     (folder / "away").rename(items)
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0)
-    assert "6 items are computed again, in 3 shards" in said.stderr
+    assert "6 items are recomputed, in 3 shards" in said.stderr
     assert "Not recomputed" not in said.stderr
     assert values(folder) == [-1, -2, -3, -4, -5, -6, -7, -8]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(second, 8)]
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=2).stderr
-    assert "this code computed all rows" in said
+    assert "the current code computed all rows" in said
     slurmgpu("resubmit", "run", "--other-code", "--code", first, cwd=folder, expect=0)
     assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     # What a merge takes out of an earlier merged.h5 stays by the code that computed it.

@@ -170,7 +170,7 @@ def test_who_may_not_change_a_run_is_told_so_before_anything_is_done(colleagues,
     for command in CHANGES:
         done = colleagues.slurmgpu(BOB, *command, cwd=folder, expect=2, **IN_A_JOB)
         assert f"{folder / 'run'} is games's, and you cannot " in done.stderr
-        assert f"Have games do it, or do it in a copy of your own: cp -r {folder / 'run'} " in done.stderr
+        assert f"Have games do it, or do it in your own copy: cp -r {folder / 'run'} " in done.stderr
         assert done.stdout == ""
     assert content(folder) == before
 
@@ -193,7 +193,7 @@ def test_where_all_may_be_written_a_colleague_computes_and_merges(colleagues):
     folder = colleagues.project("group", lacking=True)
     open_to_the_group(folder)
     said = colleagues.slurmgpu(BOB, "resubmit", *COMPUTE, "run", cwd=folder, expect=2).stderr
-    assert "would run what games has written as you" in said
+    assert "would run, as you, what games wrote" in said
     assert published(folder) == ["00000.h5", "00002.h5"]
     colleagues.slurmgpu(BOB, "resubmit", "--trust", *COMPUTE, "run", cwd=folder, umask=0o002, expect=0)
     check_rows(folder, 24)
@@ -261,7 +261,7 @@ def test_a_task_by_hand_of_a_colleague_computes_where_all_may_be_written(colleag
     open_to_the_group(folder)
     task = ("task", "--device", "cpu", "run")
     said = colleagues.slurmgpu(BOB, *task, cwd=folder, expect=2, **IN_A_JOB).stderr
-    assert "would run what games has written as you" in said
+    assert "would run, as you, what games wrote" in said
     assert not list((folder / "run" / "tasks").glob("77_*"))
     colleagues.slurmgpu(BOB, *task, "--trust", cwd=folder, umask=0o002, expect=0, **IN_A_JOB)
     assert published(folder) == ["00000.h5", "00001.h5", "00002.h5"]
@@ -353,7 +353,7 @@ def test_a_format_of_the_workloads_own_is_written_by_its_code_only_if_that_is_as
     out.chmod(0o777)
     export = ("export", "run", "-o", out / "rows.mine", *MINE)
     said = colleagues.slurmgpu(BOB, *export, cwd=folder, expect=2).stderr
-    assert "would run what games has written as you" in said
+    assert "would run, as you, what games wrote" in said
     assert "--trust" in said
     assert (ran(marks), list(out.iterdir())) == ([], [])
     colleagues.slurmgpu(BOB, *export, "--trust", cwd=folder, expect=0)
@@ -409,7 +409,7 @@ def test_a_run_json_that_a_colleague_has_put_in_its_place_is_not_run_as_the_owne
     (folder / "run" / "shards" / "00001.h5").unlink()
     (folder / "run" / "merged.h5").unlink()
     said = colleagues.slurmgpu(ALICE, "resubmit", *COMPUTE, "run", cwd=folder, expect=2).stderr
-    assert "would run what news has written as you" in said
+    assert "would run, as you, what news wrote" in said
     colleagues.slurmgpu(ALICE, "merge", "--force", "run", cwd=folder, expect=3)
     assert ran(marks) == []
 
@@ -458,7 +458,7 @@ def test_the_lock_of_an_owner_that_was_killed_is_hers_to_remove_in_a_sticky_fold
         with pytest.raises(SlurmGPUError) as raised, locks.run_lock(folder, "merging"):
             pass
         said = str(raised.value)
-        assert f"{folder / '.submitting'} is the lock of a process that is dead, process " in said
+        assert f"{folder / '.submitting'} is the lock of a dead process (process " in said
         assert "Have games remove it" in said
 
     as_user(BOB, take)
@@ -539,7 +539,7 @@ def test_a_process_that_others_have_named_is_ended_only_if_it_shows_that_it_is_t
         done = colleagues.slurmgpu(ALICE, "cancel", run.folder, expect=0)
         if shown == "nothing":
             assert "no task of this run is alive" in done.stdout
-            assert f"process {process.pid} is left alone: others may have named it" in done.stderr
+            assert f"process {process.pid} is not stopped: only files that others can write" in done.stderr
             assert process.poll() is None
         else:
             assert process.wait(60) == -15
@@ -554,7 +554,7 @@ def test_a_colleagues_probe_is_not_removed(colleagues):
     colleagues.slurmgpu(ALICE, *probe, cwd=folder, umask=0)
     before = sorted((folder / "new-probe").rglob("*"))
     said = colleagues.slurmgpu(BOB, *probe, cwd=folder, expect=2).stderr
-    assert f"{folder / 'new-probe'}, where the probe would go, is games's. Name another --run-dir." in said
+    assert f"{folder / 'new-probe'}, where the probe would go, belongs to games. Name another --run-dir." in said
     assert sorted((folder / "new-probe").rglob("*")) == before
 
 

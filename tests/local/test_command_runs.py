@@ -273,7 +273,7 @@ def test_a_script_that_resumes_has_time_to_keep_its_progress_and_is_told_once(sl
     os.kill(task, signal.SIGTERM)
     output, _ = process.communicate(timeout=200)
     [record] = records(folder)
-    left = "stopped by SIGTERM; shard 0 was given back, and goes on from what is kept of it"
+    left = "stopped by SIGTERM; shard 0 was given back, with its progress kept"
     assert (record["failure"], record["message"], record["n_errors"]) == ("preempted", left, 0), output
     (folder / "held").unlink()
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
@@ -301,7 +301,7 @@ def test_a_script_whose_first_line_was_mended_runs_so_from_the_next_submission_o
     script.write_text(f"#!{sys.executable}\n{source}")
     told = slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0).stderr
     assert "one.py differs" in told
-    assert told.index("2 failed items are computed again, in 1 shard;") < told.index("item 0 | looking at a")
+    assert told.index("2 failed items are recomputed, in 1 shard;") < told.index("item 0 | looking at a")
     assert len(list((folder / "run" / "code").glob("*.json"))) == 2
     with package.open(folder / "run" / "merged.h5") as merged:
         assert (merged.errors, merged["shout"][:]) == ({}, ["A", "B"])
@@ -961,12 +961,12 @@ def test_a_command_that_is_run_again_is_told_what_the_earlier_run_has(tmp_path, 
 
     earlier, begun = tmp_path / "runs" / "count", f"This run computes all items, in {tmp_path}/runs/count"
     assert begun not in again()
-    assert f"{begun}-2. {earlier} is of the same program and items, and complete: its rows are in" in again()
+    assert f"{begun}-2. {earlier} has the same program and items, and is complete: its rows are in" in again()
     Path(f"{earlier}-2", "merged.h5").unlink()
-    assert f"{begun}-3. {earlier}-2 is of the same program and items, and incomplete: `slurmgpu resubmit" in again()
-    assert f"{begun}-4: {earlier}-3 is of another program, other items or other columns." in again("x")
+    assert f"{begun}-3. {earlier}-2 has the same program and items, and is incomplete: `slurmgpu resubmit" in again()
+    assert f"{begun}-4: {earlier}-3 has another program, other items or other columns." in again("x")
     (tmp_path / "count.sh").write_text("""echo '{"n": 6}'\n""")
-    assert f"{begun}-5: {earlier}-4 is of the same program and items, and of other code: count.sh changed" in again("x")
+    assert f"{begun}-5: {earlier}-4 has the same program and items, but other code: count.sh changed" in again("x")
 
 
 def test_an_earlier_run_that_cannot_be_read_stands_in_nobodys_way(tmp_path, project, monkeypatch):

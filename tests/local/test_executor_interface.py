@@ -170,7 +170,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
     wait_until_held(folder, 2)
     assert json.loads(slurmgpu("status", "--json", "run", cwd=folder).stdout)["state"] == "running"
     refused = slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
-    assert f"is still at work: the spool has job {line['spool_job']}." in refused
+    assert f"is still running: the spool has job {line['spool_job']}." in refused
     done = slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
     assert f"cancelled: spool job {line['spool_job']}. To go on: slurmgpu resubmit" in done
     let_go(folder)
@@ -194,7 +194,7 @@ def test_such_a_run_resubmits_itself_also_if_the_queue_is_silent_for_a_moment(pr
         ("spool", 1, "ended"),
     ]
     log = (folder / "run" / "logs" / "spool.log").read_text()
-    assert log.count("it is tried again: The spool does not answer.") == 2
+    assert log.count("trying again: The spool does not answer.") == 2
 
 
 def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu):

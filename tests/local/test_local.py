@@ -116,7 +116,10 @@ def test_a_run_of_the_debug_executor_is_not_cancelled_from_a_second_shell_which_
     process = start(*DEBUG, cwd=folder)
     wait_until_held(folder, 1)
     [pid] = submissions(folder)[-1]["pids"]
-    assert f"Process {pid} computes this run itself" in slurmgpu("cancel", "run", cwd=folder, expect=2).stderr
+    assert (
+        f"Process {pid} computes this run with the executor debug"
+        in slurmgpu("cancel", "run", cwd=folder, expect=2).stderr
+    )
     let_go(folder)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
@@ -301,7 +304,7 @@ def test_a_worker_that_closes_its_pipe_is_ended_as_by_a_crash(project, slurmgpu,
     slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
     task = Task(Run.open(folder / "run"), Attempt("job", 0))
     assert task.run_worker() == 0
-    said = "the worker closed the pipe by which it reports to its task"
+    said = "the worker closed the pipe through which it reports to its task"
     assert [(death["items"], death["message"]) for death in task.record["deaths"]] == [([8, 11], said), ([9], said)]
     assert task.record["failed"] == [[1, {"crash": 1}]]
     assert not workers(folder)
@@ -481,7 +484,7 @@ def test_a_task_that_outlives_its_slot_is_cancelled_and_waited_for(project, slur
     os.kill(task["pid"], signal.SIGSTOP)  # it does not heed signals for now
     os.kill(slot, signal.SIGKILL)
     wait_until(lambda: not is_there(slot), "the process that submitted to wait for the slot")
-    assert "still at work" in slurmgpu("resubmit", "run", "--json", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("resubmit", "run", "--json", cwd=folder, expect=2).stderr
     assert f"cancelled: processes {task['pid']}" in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
     assert not (folder / "run" / "merged.h5").exists()
     os.kill(task["pid"], signal.SIGCONT)
@@ -526,9 +529,9 @@ def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is
     folder = project(40, held_from=16)
     process = start(*LOCAL, cwd=folder)
     wait_until_held(folder, 2)
-    assert "holds a run already" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
-    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
-    assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
+    assert "already holds a run" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
     status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
     assert status["state"] == "running"
     assert status["n_items_done"] == 16
@@ -745,7 +748,7 @@ def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, 
     assert report(folder)["ledger"]["repeated"] == 0
     refused = slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=2).stderr
     assert "has every shard, and no item failed" in refused
-    assert f"submit again by --extend {folder / 'run'}" in refused
+    assert f"submit again with --extend {folder / 'run'}" in refused
     assert slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr == refused
     assert read_status(Run.open(folder / "run"))["n_errors"] == 0
 
@@ -917,7 +920,7 @@ def test_export_writes_every_row(slurmgpu, faulty):
     assert slurmgpu("export", "run", "--format", "csv", "-o", "-", cwd=folder, expect=0).stdout.startswith("index,")
     assert not (folder / "-").exists()
     said = slurmgpu("export", "run", "--format", "parquet", "-o", "-", cwd=folder, expect=2).stderr
-    assert "Format 'parquet' needs a file of its own; a stream gets jsonl or csv." in said
+    assert "Format 'parquet' cannot be written to a stream, only to a file; a stream takes jsonl or csv." in said
 
 
 def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu, complete):
@@ -1132,7 +1135,7 @@ def test_a_dry_run_of_a_resubmission_says_what_it_computes_and_changes_no_file(p
     before = contents(folder / "run")
     said = slurmgpu("resubmit", "run", "--failed", "--dry-run", cwd=folder, expect=0).stdout
     assert re.search(r"computes +8 missing items in 1 shard and 1 item again in 1 shard\s", said)
-    assert "1 failed item is computed again, in 1 shard" in said
+    assert "1 failed item is recomputed, in 1 shard" in said
     assert "The code has changed since submission 1" in said
     value = json.loads(slurmgpu("resubmit", "run", "--dry-run", "--json", cwd=folder, expect=0).stdout)
     assert (value["n_missing_items"], value["n_items_again"], value["submission"]["submission"]) == (8, 0, 2)

@@ -167,7 +167,7 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     assert timed.run_worker() == 0
     assert (timed.record["reason"], timed.record["failure"]) == ("deadline", "timeout")
     assert timed.record["message"] == (
-        "shard 1 was given back, and goes on from what is kept of it: too little was left of the walltime"
+        "shard 1 was given back, with its progress kept: too little was left of the walltime"
     )
     assert published(folder) == ["00000.h5"]
     assert counts(folder)[1] == [1, 2, 3]
@@ -193,7 +193,7 @@ def test_told_of_a_preemption_a_task_leaves_its_item_to_a_living_task(holding, s
     check_counts(folder, 2, 6)
     told, other = records(folder)
     assert (told["failure"], told["reason"], told["progress"]) == ("preempted", "told to stop", None)
-    assert "was given back, and goes on from what is kept of it: Slurm gave notice" in told["message"]
+    assert "was given back, with its progress kept: Slurm announced" in told["message"]
     assert (other["failure"], other["deaths"], told["deaths"]) == (None, [], [])
     assert not list((folder / "run" / "claims").iterdir())
 
@@ -295,7 +295,7 @@ def check_left(folder, failure, signame):
     """The one task was stopped by a signal, and its item was left by a worker that had time to keep what there is."""
     [record] = records(folder)
     assert (record["failure"], record["deaths"], record["n_errors"]) == (failure, [], 0)
-    left = "shard 0 was given back, and goes on from what is kept of it"
+    left = "shard 0 was given back, with its progress kept"
     assert record["message"] == f"stopped by {signame}; {left}"
     assert counts(folder) == {0: [1, 2, 3]}
     assert (folder / "run" / "counts" / "0.kept").exists()

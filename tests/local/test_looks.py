@@ -134,7 +134,7 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
     look("0:8")
     second = look("4:7")
     assert (second.folder.name, second.results().index[:].tolist()) == ("run-look", [4, 5, 6])
-    with pytest.raises(SlurmGPUError, match="run-look holds a run already"):
+    with pytest.raises(SlurmGPUError, match="run-look already holds a run"):
         look("0:2", run_dir=second.folder)
     with monkeypatch.context() as patch:
         patch.setattr(replacement, "refuse_alive", lambda run, what: refuse(f"at work before you {what}"))
@@ -143,7 +143,7 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
     assert len(second.results()) == 3
     second.folder.rename(path.parent / "a-look")
     package.submit(path, executor="debug", gpus=0, run_dir=second.folder)
-    with pytest.raises(SlurmGPUError, match="run-look holds a run already"):
+    with pytest.raises(SlurmGPUError, match="run-look already holds a run"):
         look("0:2")
     shutil.rmtree(second.folder)
     look("0:2")

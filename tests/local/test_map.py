@@ -81,7 +81,7 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(capl
     assert not (run.folder.parent / "triple-probe").exists()
     # Of the same name, the next run has a directory of its own, which is said.
     assert slurmgpu.map(triple, [{"n": 1}], load=lambda: "ab", **IN_PROCESS).folder.name == "triple-2"
-    assert f"{run.folder} is of another function, other items or other columns." in caplog.text
+    assert f"{run.folder} has another function, other items or other columns." in caplog.text
 
 
 def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures():
@@ -213,7 +213,7 @@ def test_rows_that_are_missing_are_named_with_the_failure_of_their_task():
         raise OSError("no such model")
 
     run = slurmgpu.map(lambda item, model: item, [1, 2], columns={"n": "int64"}, load=load, **HERE)
-    with pytest.raises(SlurmGPUError, match=r"lacks 2 rows .*failed by workload_error: OSError: no such model"):
+    with pytest.raises(SlurmGPUError, match=r"lacks 2 rows .*failed with workload_error: OSError: no such model"):
         list(run.rows())
 
 
@@ -229,7 +229,7 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
     (tmp_path / "held").unlink()
     again = subprocess.run([sys.executable, "script.py", "wait"], check=True, capture_output=True, text=True)
     goes_on = f"slurmgpu.open_run('{tmp_path}/runs/slow').resubmit() would compute only what it lacks"
-    assert f"{tmp_path}/runs/slow is of the same function and items, and incomplete: {goes_on}" in again.stderr
+    assert f"{tmp_path}/runs/slow has the same function and items, and is incomplete: {goes_on}" in again.stderr
     assert again.stdout == f"{tmp_path}/runs/slow-2\n"
     with pytest.raises(SlurmGPUError, match=r"lacks \d+ rows of its 16: `slurmgpu resubmit"):
         list(rows)
@@ -375,7 +375,7 @@ def test_arrays_of_different_shapes_are_told_before_a_run_or_as_the_items_error(
     ):
         slurmgpu.map(lambda numbers: [tokens(n) for n in numbers], [2, 3], batch_size=2, **IN_PROCESS)
     run = slurmgpu.map(tokens, [2, 3], **IN_PROCESS)
-    assert "found shape (3, 4), expected (2, 4). A list of numbers may" in run.results().errors[1]
+    assert "found shape (3, 4), expected (2, 4). For other shapes" in run.results().errors[1]
 
 
 def test_a_row_of_a_table_is_an_item():

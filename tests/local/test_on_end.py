@@ -156,8 +156,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monk
     ("command", "said"),
     [
         ("/does/not/exist", "on_end failed with exit code 127"),
-        ("kill -9 $$", "on_end died of SIGKILL"),
-        ("kill -40 $$", "on_end died of signal 40"),
+        ("kill -9 $$", "on_end was killed by SIGKILL"),
+        ("kill -40 $$", "on_end was killed by signal 40"),
         ("echo \0", "on_end could not be started"),
         ("head -c 1 > /dev/null", ""),
     ],

@@ -148,7 +148,7 @@ def test_what_a_class_means_is_true_on_one_machine_and_who_cancelled_is_not_told
     text = section(
         draw(run, {**value, "failures": dict.fromkeys(("cancelled", "lost", "preempted"), 1)}, tmp_path), "What failed"
     )
-    assert "nothing is wrong: resubmit goes on when you say so" in text
+    assert "nothing is wrong: resubmit continues the run when you want" in text
     assert "does not help" not in text
     assert "Slurm does not know" not in text
     assert "ended from outside before its walltime" in text
@@ -235,7 +235,7 @@ def test_the_picture_of_the_throughput_says_the_same_as_the_ledger(tmp_path):
     [
         ({"n_tasks": 24}, {}, "24 × NVIDIA H100 80GB HBM3"),
         ({"n_tasks": 24, "n_concurrent": 8, "n_gpus": 2}, {}, "16 × NVIDIA H100 80GB HBM3"),
-        ({"n_tasks": 8}, {"gpus": ["0"], "device": "cpu"}, "8 allocated, and none used: device cpu"),
+        ({"n_tasks": 8}, {"gpus": ["0"], "device": "cpu"}, "8 allocated, but none used: device cpu"),
         ({"n_tasks": 8}, {"gpus": ["0"]}, "8"),
         ({"n_tasks": 2, "n_gpus": 0}, {}, "none"),
     ],
@@ -309,7 +309,7 @@ def test_what_stands_where_the_page_belongs_costs_a_warning_and_not_the_merge(
     monkeypatch.setattr(pages, "NEEDED", needed)
     monkeypatch.setattr(pages, "page_path", lambda run: tmp_path / "report.html")
     assert merging.merge(Run.open(faulty / "run"))["n_rows"] == 52
-    assert "report.html is not of this merge, and cannot be removed: Is a directory" in caplog.text
+    assert "report.html is from an earlier merge and cannot be removed: Is a directory" in caplog.text
 
 
 def test_html_false_leaves_the_page_out(project, slurmgpu):
@@ -426,7 +426,7 @@ def test_damage_costs_a_row_and_not_the_page(tmp_path):
 def test_a_page_without_logs_or_with_damaged_telemetry_says_so_in_a_sentence(tmp_path, caplog):
     run, value = pretended(tmp_path, faulty=True)
     text = draw(run, value, tmp_path)
-    assert "There are no lines of logs" not in text
+    assert "No lines of logs are shown" not in text
     assert "cannot be read as a whole" not in text
     with open(run.folder / "telemetry" / "4711_1.0.jsonl", "a") as file:
         file.write('{"time": 17')  # is still being written
@@ -434,7 +434,7 @@ def test_a_page_without_logs_or_with_damaged_telemetry_says_so_in_a_sentence(tmp
         file.write('{"time": "x", "ready": 1, "gpus": [[1]]}\n' * 400)
     shutil.rmtree(run.logs)
     text = draw(run, value, tmp_path)
-    assert "There are no lines of logs, as logs/ of the run directory cannot be read: No such file" in text
+    assert "No lines of logs are shown, because logs/ in the run directory cannot be read: No such file" in text
     assert re.search(r"1 file of telemetry/ cannot be read as a whole; .*: 4711_2.0.jsonl", text)
     assert not caplog.records
 

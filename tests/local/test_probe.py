@@ -169,7 +169,7 @@ def test_each_further_walltime_of_a_slot_pays_for_another_start():
     [
         (observed(), {"time": "00:03:00", "n_tasks": 10}, "--tasks 20"),
         (observed(batch_s=[80.0, 80.0, 80.0]), {"time": "00:03:00"}, "No shard of 80 s fits the walltime of 3 min"),
-        (observed(batch_s=[7.0, 10.0, 13.0]), {"time": "00:03:50", "n_tasks": 10}, "may not suffice"),
+        (observed(batch_s=[7.0, 10.0, 13.0]), {"time": "00:03:50", "n_tasks": 10}, "may be too short"),
         (observed(n_errors=3), {}, "3 of 48 items of the probe failed"),
         (observed(gpu_peak_bytes=79 * 10**9, gpu_total_bytes=85 * 10**9), {}, "GPU memory is nearly full: 79 GB"),
         (observed(host_peak_bytes=95 * 10**8, host_total_bytes=10**10), {}, 'mem = "14G"'),

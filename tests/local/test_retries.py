@@ -54,6 +54,6 @@ def test_a_task_that_is_to_end_gives_back_the_shard_that_waits(project, slurmgpu
     assert submitting.returncode == 3, said
     [attempt] = report(folder)["attempts"]
     assert (attempt["failure"], attempt["n_shards"]) == ("preempted", 0)
-    assert attempt["message"].startswith("shard 0 was given back: Slurm gave notice")
+    assert attempt["message"].startswith("shard 0 was given back: Slurm announced")
     slurmgpu("resubmit", "run", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
     check_rows(folder, 16)

@@ -146,7 +146,7 @@ def test_what_may_hold_a_token_is_the_owners_alone(project, slurmgpu):
         (folder / "told").unlink(missing_ok=True)
         run_on_end(run, report(folder))
         assert not (folder / "told").exists()
-    sentence = r"setup and export of this run are known to its owner alone.*--slurm setup="
+    sentence = r"may read its setup and export.*--slurm setup="
     with pytest.raises(SlurmGPUError, match=sentence):
         refuse_hidden(run.folder, run.plan.slurm)
 

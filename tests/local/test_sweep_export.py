@@ -113,10 +113,10 @@ def damage(folder):
     [
         (None, ["index"], "value > 1", "Run b: .*it does not fit the columns"),
         (None, ["index"], "sweep == 1", "Run a: .*there is no column 'sweep'"),
-        (None, ["index", "sweep.run", "index"], None, "The column 'index' is asked for twice"),
-        (None, ["sweep.run", "sweep.run"], None, "The column 'sweep.run' is asked for twice"),
+        (None, ["index", "sweep.run", "index"], None, "The column 'index' is named twice"),
+        (None, ["sweep.run", "sweep.run"], None, "The column 'sweep.run' is named twice"),
         (None, ["sweep.modell"], None, "There is no column 'sweep.modell'. Did you mean 'sweep.model'"),
-        (None, ["text"], None, r"There is no column 'text'; the field of the items is item\.text"),
+        (None, ["text"], None, r"There is no column 'text'; for the field of the items write item\.text"),
         (None, ["item.txet"], None, "No item has the field 'txet'. Did you mean 'text'"),
         (damage, ["index"], None, r"Run b: .*merged\.h5"),
     ],
@@ -140,9 +140,9 @@ def test_runs_that_are_not_there_are_named_and_so_are_those_that_lack_rows(copie
     shutil.rmtree(copied / "a")
     done = slurmgpu("export", copied, "-o", "-", "--where", 'col("sweep.model") == "b"', expect=0)
     assert len(done.stdout.splitlines()) == 2
-    assert done.stderr.strip() == "a: not submitted. The command that submitted the others submits it."
+    assert done.stderr.strip() == "a: not submitted. Repeat the command that submitted the others to submit it."
     shutil.rmtree(copied / "b")
-    assert "No run in" in slurmgpu("export", copied, "-o", "-", expect=2).stderr
+    assert "have no rows yet" in slurmgpu("export", copied, "-o", "-", expect=2).stderr
 
 
 def test_a_value_of_the_summaries_is_not_taken_for_a_column_of_the_report(folder, slurmgpu):

@@ -212,7 +212,7 @@ DIED = {"n_deaths": 2, "last_death": "crash"}
         ({"silent": True, "age_s": 1500.0}, "silent for 25 min, its node may be dead"),
         ({"silent": True, "failure": "lost", "message": "no end was recorded"}, "lost: no end was recorded"),
         ({"shard": None}, "the log's"),
-        ({"shard": None, "items_per_s": None}, "idle: others have the last shards; the log's"),
+        ({"shard": None, "items_per_s": None}, "idle: other tasks have the last shards; the log's"),
         ({"shard": None, "items_per_s": None, "state_since": BEGIN + 99}, "the log's"),
         ({"state": "ended"}, ""),
     ],
@@ -243,11 +243,11 @@ def words_of(run, now_s, queue=None):
 def test_a_line_says_what_the_walltimes_leave_unless_that_depends_on_the_queue(tmp_path):
     run = pretend_run(tmp_path / "judge", 600, n_tasks=4, n_shards=900, walltime_s=1200.0)
     waiting = {"job_id": "4711_[4-9]", "state": "PENDING", "reason": "Priority", "start": None, "n_tasks": 6}
-    assert re.search(r"items/s, \d+ shards will be left when the walltimes end$", words_of(run, 600))
+    assert re.search(r"items/s, \d+ shards will be left over when the walltimes end$", words_of(run, 600))
     assert "when the walltimes end" not in words_of(run, 600, [waiting])
     throttled = {**waiting, "job_id": "4711_[4-5%4]", "n_tasks": 2}
     assert re.search(
-        r"items/s, \d+ shards will be left when the walltimes end; 2 pend", words_of(run, 600, [throttled])
+        r"items/s, \d+ shards will be left over when the walltimes end; 2 pend", words_of(run, 600, [throttled])
     )
     for task in range(4):  # all is computed
         path = run.tasks / f"4711_{task}.0.json"
@@ -285,7 +285,7 @@ def test_a_share_is_never_rounded_up_to_all_of_it(tmp_path):
 @pytest.mark.parametrize("n_tasks", [0, 3])
 def test_a_run_of_which_nothing_is_left_says_how_long_it_is_watched(tmp_path, n_tasks):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=n_tasks)
-    said = "no job is left; this ends if the merge does not finish within 45 s"
+    said = "no job is left; watching stops if the merge does not finish within 45 s"
     assert said in words_of(run, 900, [])
     lines = drawn(screen_of(run, 900, []), (100, 24))
     assert f"merge    {said}" in "\n".join(lines)

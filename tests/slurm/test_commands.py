@@ -220,7 +220,7 @@ def test_an_array_without_a_merge_job_that_cannot_be_cancelled_is_told_with_one_
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     pretending("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
     why = commands.SlurmUnavailableError(
-        "Slurm takes no job at present: no answer. The job is not queued. Once it does"
+        "Slurm takes no jobs at present: no answer. The job is not queued. Once Slurm does"
     )
     with pytest.raises(MayBeQueuedError) as told:
         slurm_jobs._take_back(run, 1, "4711", why)

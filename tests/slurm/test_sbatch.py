@@ -97,7 +97,7 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     # Nothing of it has started, and it is known all the same.
     assert submissions(folder) == []
     assert "run  queued" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
-    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     # A submission that was killed has left its lock; the tasks do not wait for a dead one.
     lock = {"token": "t", "beat": 3, "doing": "submitting", "user": "ada", "since": 0.0, **own_id(), "pid": 4194304}
     (folder / "run" / ".submitting").write_text(json.dumps(lock))
@@ -184,7 +184,7 @@ def test_cancel_resubmit_and_another_array_by_hand_go_on_with_such_a_run(project
     array = sbatch(folder, "--array=0-1", SCRIPTS / "array.sbatch", "run")
     merge = merge_behind(sbatch, folder, array)
     wait_for_holders(folder, array, array)
-    assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
     done = slurmgpu("cancel", "run", cwd=folder, expect=0)
     assert f"Slurm jobs {array}, {merge}" in done.stdout
     wait_for_end(array)
@@ -384,8 +384,8 @@ def test_a_copy_of_the_scripts_in_the_working_directory_is_the_one_to_submit(pro
     options = f"--comment=slurmgpu:{folder}/run --gpus-per-node=1 --array=0"
     assert shown["lines"][0] == f"J=$(sbatch --parsable {options} sbatch/array.sbatch run)"
     assert shown["lines"][1].endswith("sbatch/merge.sbatch run")
-    assert "write it into them: module load apptainer" in done.stderr
-    assert "holds a run already" in slurmgpu("plan", cwd=folder, expect=2).stderr
+    assert "add these lines to them: module load apptainer" in done.stderr
+    assert "already holds a run" in slurmgpu("plan", cwd=folder, expect=2).stderr
 
 
 def test_the_scripts_ask_for_what_the_task_and_slurm_need():
@@ -578,7 +578,7 @@ def test_jobs_on_another_cluster_are_cancelled_there(cancelling, state, n_jobs_h
     if state == "ended":
         assert cancelling(*same_id, **line) == ([], False)
         return
-    with pytest.raises(SlurmGPUError, match="may be in the queue of the cluster there, which is not seen here"):
+    with pytest.raises(SlurmGPUError, match="may be in the queue of the cluster there, which cannot be seen here"):
         cancelling(*same_id, **line)
 
 

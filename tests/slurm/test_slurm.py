@@ -166,7 +166,7 @@ def test_a_shard_that_outlasts_the_walltime_is_given_back_and_none_is_taken_that
     first = [r for r in records(fitting) if r["submission"] == 1]
     assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
     logs = [(fitting / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text() for r in first]
-    assert all(log.splitlines()[-1].endswith("too little was left of the walltime") for log in logs)
+    assert all(log.splitlines()[-1].endswith("too little of the walltime was left") for log in logs)
     output, _ = process.communicate(timeout=250)
     assert process.returncode == 3, output
     assert report(outlasting)["failures"] == {"timeout": 1}
@@ -261,8 +261,8 @@ def test_a_cancelled_run_is_resumed_by_resubmit(project, slurmgpu):
     folder = project(80, held_from=16)
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
     wait_until_held(folder, 2, 2)
-    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
-    assert "holds a run already" in slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "already holds a run" in slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=2).stderr
     slurmgpu("cancel", "run", cwd=folder, expect=0)
     ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
     wait_until(lambda: not queued_of(ids), "the end of the jobs")
@@ -350,7 +350,7 @@ def test_fewer_tasks_are_queued_where_the_account_allows_no_more(project, slurmg
     other = cluster.run("sbatch", "--parsable", "--begin=now+1hour", "--output=/dev/null", "--wrap", "true").strip()
     try:
         done = slurmgpu(*SUBMIT, "--gpus", "8", cwd=folder, expect=2)
-        assert "Other jobs in the queue count as well: wait for their end, or submit fewer tasks." in done.stderr
+        assert "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks." in done.stderr
         assert not (folder / "run").exists()
         commands.cancel(other)
         done = slurmgpu(*WAIT, "--gpus", "8", cwd=folder, expect=0)
@@ -369,7 +369,7 @@ def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(proje
     slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=0)
     path = folder / "run" / "submissions.jsonl"
     path.write_text(path.read_text().splitlines()[0] + "\n")
-    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     let_go(folder)
     wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
     check_rows(folder, 40)
@@ -403,7 +403,7 @@ def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, sl
 def test_tasks_with_shards_share_the_gpus_of_a_node(project, slurmgpu, cluster):
     folder = project(128, held_from=0, slurm={"gres": "shard:1", "nodelist": "gpu1"})
     refused = slurmgpu(*SUBMIT[:-1], "--gpus", "2", cwd=folder, expect=2).stderr
-    assert 'gres = "shard:1" gives each task a part of one GPU, and a task of this run has 2 GPUs.' in refused
+    assert 'gres = "shard:1" gives each task a part of one GPU, but a task of this run asks for 2 GPUs.' in refused
     slurmgpu(*SUBMIT, "--gpus", "8", cwd=folder, expect=0)
     wait_until_held(folder, 0, 8)
     let_go(folder)
@@ -491,7 +491,7 @@ def test_a_job_that_sbatch_may_have_queued_is_told_of_and_taken_out_of_the_queue
         done = slurmgpu(*SUBMIT, "--gpus", "2", "--slurm", "hold=true", cwd=folder, expect=2)
     assert "Slurm did not answer sbatch: error: Batch job submission failed: Socket timed out" in done.stderr
     assert f"`slurmgpu cancel {folder / 'run'}` removes such a job" in done.stderr
-    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "still running" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     slurmgpu("cancel", "run", cwd=folder, expect=0)
     slurmgpu("resubmit", "run", "--slurm", "hold=false", "--wait", cwd=folder, expect=0)
     check_rows(folder, 16)

@@ -188,7 +188,7 @@ def test_a_sweep_with_a_preemption_and_a_dead_node_ends_as_one_that_was_left_alo
         assert set().union(*attempts) == set(range(N_STEPS))
     # Preempted by SIGTERM, a task leaves a checkpoint of the step that it has come to.
     [told] = [record for record in records(folder) if record["failure"] == "preempted"]
-    left = re.fullmatch("stopped by SIGTERM; shard (.) was given back, and goes on from what is.*", told["message"])
+    left = re.fullmatch("stopped by SIGTERM; shard (.) was given back, with its progress kept.*", told["message"])
     lr, width = list(product(SWEEP["lr"], SWEEP["width"]))[int(left[1])]
     stopped, resumed, *_ = found[f"{width}-{lr}"]
     assert resumed[0] == stopped[-1] + 1

@@ -242,7 +242,7 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     assert [a["attempt"] for a in attempts_of(run, None)] == others
 
 
-NOT_BEGUN = "Slurm could not start it there, as where a prolog fails, and queued it again; it has no log"
+NOT_BEGUN = "Slurm could not start it there (a prolog may have failed) and queued it again; it has no log"
 REQUEUED = "it ended before it could write a record (REQUEUED); its log may say why"
 
 

@@ -300,7 +300,7 @@ def test_the_job_in_which_a_run_is_submitted_counts_as_well(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "20")  # the merge job, by auto_resubmit
     less, [note] = respect_limits(submission(n_tasks=8), known)
     assert less.n_tasks == 2
-    assert "(one is for the merge job, one is this job) is 2, so 2 will take all the shards." in note
+    assert "(one is for the merge job, one is this job) is 2; 2 will compute all shards." in note
     known = cluster_of(association={**USERS, "MaxSubmitJobs": "2"})
     assert respect_limits(submission(n_tasks=1), known) == (submission(n_tasks=1), [])  # this job may be of another QOS
     known = cluster_of(association={**USERS, "MaxSubmitJobs": "0"})
@@ -315,7 +315,7 @@ def test_where_there_are_no_arrays_one_task_is_a_plain_job():
     assert what_happens(one, known)["MaxArraySize"] == ""
     less, notes = respect_limits(submission(n_tasks=8), known)
     assert less.n_tasks == 1
-    assert notes == ["8 tasks were asked for; MaxArraySize is 1, so 1 will take all the shards."]
+    assert notes == ["8 tasks were asked for, but MaxArraySize is 1; 1 will compute all shards."]
     with pytest.raises(SlurmGPUError, match="MaxArraySize is 0"):
         respect_limits(one, known, is_array=True)
 
@@ -324,7 +324,7 @@ def test_an_array_has_no_more_tasks_than_the_scheduler_takes_in_one():
     known = cluster_of(MaxArraySize="1001", SchedulerParameters="bf_interval=1,max_array_tasks=3,bf_continue")
     less, notes = respect_limits(submission(n_tasks=8), known)
     assert less.n_tasks == 3
-    assert notes == ["8 tasks were asked for; max_array_tasks is 3, so 3 will take all the shards."]
+    assert notes == ["8 tasks were asked for, but max_array_tasks is 3; 3 will compute all shards."]
     assert what_happens(less, known)["max_array_tasks"] == ""
     assert what_happens(submission(n_tasks=8), known)["max_array_tasks"] == "sbatch refuses it"
 

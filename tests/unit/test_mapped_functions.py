@@ -552,7 +552,9 @@ def test_the_type_of_a_column_is_learnt_from_values_and_holds_them(values, expec
 
 
 def test_arrays_of_several_dimensions_whose_shapes_differ_are_no_json():
-    with pytest.raises(SlurmGPUError, match=r"types float32\[2,3\] and float32\[4,3\]; .* return array\.reshape\(-1\)"):
+    with pytest.raises(
+        SlurmGPUError, match=r"types float32\[2,3\] and float32\[4,3\]; .* return a flat list, array\.reshape\(-1\)"
+    ):
         type_for_both("float32[2,3]", "float32[4,3]")
 
 

@@ -241,21 +241,21 @@ def test_a_batch_is_no_larger_than_a_shard(project, shard_items, batch_size):
             {"shard_items": 128, "batch_size": 128},
             {"gpus": 0, "tasks": 4},
             "4 tasks were asked for; the run has 1 shard, so there is 1 task, one for each. shard_items = 25 makes 4 "
-            "shards, whose batches have 25 items in place of 100.",
+            "shards, with batches of 25 items instead of 100.",
         ),
         (
             1000,
             {"shard_items": 128, "batch_size": 128},
             {"gpus": 0, "tasks": 9},
             "9 tasks were asked for; the run has 8 shards, so there are as many tasks, one for each. shard_items = 112 "
-            "makes 9 shards, whose batches have 112 items in place of 128.",
+            "makes 9 shards, with batches of 112 items instead of 128.",
         ),
         (
             100,
             {"batch_size": 128},
             {"gpus": 4, "array": True, "tasks": 20},
             "20 tasks (4 GPUs) were asked for; the run has 4 shards, so there are as many tasks, one for each. "
-            "shard_items = 5 makes 20 shards, whose batches have 5 items in place of 25.",
+            "shard_items = 5 makes 20 shards, with batches of 5 items instead of 25.",
         ),
         (
             3,
