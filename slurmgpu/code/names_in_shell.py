@@ -8,12 +8,24 @@ from dataclasses import dataclass
 _SUFFIXES = frozenset({".sh", ".bash", ".zsh"})
 _FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
+_USAGE = re.compile(
+    r"([\"'])\s*usage:(?:\\.|(?!\1).)*\1|\$\{\w+:?\?(?:\$\{[^}\n]*\}|[^}\n])*\}", re.IGNORECASE | re.DOTALL
+)
+"""A text in quotes that says how the script is called, or what `${1:?...}` says where there is no argument."""
+_BEGINS = r"(?:^|[;&{]|\b(?:then|else|do)\b)[ \t]*"
+_TO_STDERR = r"(?:1?>&2|>[ \t]*/dev/(?:stderr|tty))"
+_PRINTED = re.compile(
+    rf"(?m)({_BEGINS}(?:echo|printf)[ \t])(?:[ \t]*(?:-\w+|\"(?:\\.|[^\"\\\n$`]|\$\{{?0)*\"|'[^'\n]*'))+"
+    rf"(?=[ \t]*{_TO_STDERR}?[ \t]*(?:$|[;}}]|&&|\|\|))"
+)
+"""Texts that are printed as they are, but for the script's name, and neither piped nor written."""
+_HEREDOC = re.compile(rf"{_BEGINS}cat[ \t]*({_TO_STDERR}?)[ \t]*<<-?[ \t]*([\"']?)(\w+)\2[ \t]*({_TO_STDERR}?)[ \t]*$")
 _FOR_OUTPUT = r"(?:-o|--(?:out|output|save|dump|results?|log)(?:[-_](?:file|path|to|json|csv|name))?)"
 _WRITTEN = re.compile(rf"(?:>[>|]?\s*|\btee\s+(?:-a\s+|--append\s+)?|(?<!\S){_FOR_OUTPUT}[ =]\s*)([^\s;&|]+)")
 _OUTPUT = re.compile(r"(?<![>\w-])[12&]?>\|?\s*[\"']?([^\s;&|<>()\"'$`*?{]*\.[A-Za-z]\w{0,9})[\"']?(?=[\s;&|)]|$)")
 """A file of which the name is spelt out, with a suffix. `>>` appends."""
-_QUOTED = re.compile(r"'[^'\n]*\s[^'\n]*'")
-"""Code of another program: in that of awk `$2 > limit.x` is no output."""
+_QUOTED = re.compile(r"'([^'\n]*)'")
+"""With a blank in it, code of another program: in that of awk `$2 > limit.x` is no output."""
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 _ASSIGNED = re.compile(r"(?m)^[ \t]*(?:(?:export|local|readonly)[ \t]+)?(\w+)=[\"']?([^\s\"';]+)")
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
@@ -45,17 +57,39 @@ def is_shell(source: bytes, suffix: str) -> bool:
     return suffix in _SUFFIXES or _FIRST_LINE.match(source) is not None
 
 
-def without_comments(source: bytes) -> str:
-    """The text of a script, its continued lines joined."""
-    return _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
+def commands_in(source: bytes) -> str:
+    """The text of a script, its continued lines joined, without comments and texts that say how it is called."""
+    text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
+    return _PRINTED.sub(r"\1", _USAGE.sub(" ", _without_printed_documents(text)))
+
+
+def _without_printed_documents(text: str) -> str:
+    """Leave out here-documents that `cat` prints to stderr, or that have the word usage."""
+    if "<<" not in text:
+        return text
+    kept: list[str] = []
+    lines = iter(text.split("\n"))
+    for line in lines:
+        kept.append(line)
+        if (found := _HEREDOC.search(line)) is None:
+            continue
+        document = []
+        for each in lines:
+            if each.strip() == found[3]:
+                break
+            document.append(each)
+        if not (found[1] or found[4] or any("usage" in each.lower() for each in document)):
+            kept += document
+    return "\n".join(kept)
 
 
 def names_in(text: str) -> NamesInShell:
-    """The words that may be names, of a script without its comments.
+    """The words that may be names, of the commands of a script.
 
     `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside.
     """
-    outputs = frozenset() if _CHANGES_FOLDER.search(text) else frozenset(_OUTPUT.findall(_QUOTED.sub(" ", text)))
+    without_code = _QUOTED.sub(lambda found: " " if re.search(r"\s", found[1]) else found[0], text)
+    outputs = frozenset() if _CHANGES_FOLDER.search(text) else frozenset(_OUTPUT.findall(without_code))
     written = {each.replace('"', "").replace("'", "") for each in _WRITTEN.findall(text)}
     variables = {each.strip("${}") for each in written if each.startswith("$")}
     written |= {value for name, value in _ASSIGNED.findall(text) if name in variables}

@@ -389,7 +389,7 @@ class Tracer:
 
     def _follow_shell(self, script: Path, source: bytes) -> None:
         """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
-        text = names_in_shell.without_comments(source)
+        text = names_in_shell.commands_in(source)
         names = names_in_shell.names_in(text)
         shown = self._shown(script) if script.name != "-c" else "the code behind -c"
         if names.chooses_gpus:

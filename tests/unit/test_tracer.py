@@ -4,6 +4,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.snapshot_names import SnapshotNames
 from slurmgpu.code.tracer import Tracer
@@ -66,9 +68,64 @@ def test_a_default_is_read_whatever_folders_are_made_by_os_path_join(tmp_path):
     assert [file.name for file in tracer.finish().read] == ["model.yaml"]
 
 
+PROSE = {
+    "a document": "usage() {\n  cat <<EOF\nusage: x.sh ITEM > out.json\nEOF\n}",
+    "a document on stderr": "cat >&2 <<-'END'\nrun it by: srun ./x.sh > out.json\n\tEND",
+    "another": "if [ $# = 0 ]; then cat << EOF 1>&2\nCUDA_VISIBLE_DEVICES=0 ./x.sh\nEOF\nfi",
+    "echo": 'echo "Usage: CUDA_VISIBLE_DEVICES=0 $0 ITEM > out.json" >&2; exit 2',
+    "echo to a user": "[ -n \"$1\" ] || { echo 'by hand: srun ./x.sh 3 > out.json'; exit 2; }",
+    "printf": 'printf "%s\\n" "usage: srun $0 a > out.json"',
+    "a variable": "USAGE=\"\nusage: srun ./x.sh > out.json, of 'a'\n\"",
+    "a default": ': "${1:?usage: ${0##*/} ITEM > out.json, by srun ./x.sh}"',
+    "a call": 'die "usage: x.sh ITEM > out.json"',
+}
+COMMANDS = {
+    "the word behind a quote": "grep 'x' usage.log > out.json; awk '{print}' a",
+    "a written document": "cat <<EOF > out.json\nusage: x\nEOF",
+    "a program": "python - <<'EOF' > out.json\nprint('usage')\nEOF",
+    "code in quotes": 'bash -c "python x.py > out.json"',
+    "what another shell runs": 'echo "python x.py > out.json" | bash',
+    "what is printed of commands": 'echo "{\\"score\\": $(python x.py > out.json)}"',
+    "behind a document": "cat <<EOF >&2\nusage: x\nEOF\npython x.py > out.json",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_prose"),
+    [(t, True) for t in PROSE.values()] + [(t, False) for t in COMMANDS.values()],
+    ids=[*PROSE, *COMMANDS],
+)
+def test_what_a_script_only_says_is_no_command(tmp_path, text, is_prose):
+    script = tmp_path / "x.sh"
+    script.write_text(f"#!/bin/bash\n{text}\n")
+    tracer = Tracer(tmp_path, None)
+    tracer.add_script(script)
+    notes = " ".join(tracer.finish().notes)
+    assert (notes == "") if is_prose else ("x.sh writes out.json by the same name" in notes)
+
+
+def test_what_a_program_says_to_its_user_starts_no_step(tmp_path):
+    script = tmp_path / "x.py"
+    says = (
+        'import argparse, os, sys\nUSAGE = "usage: srun ./x.py $SLURM_ARRAY_TASK_ID"\nn = 3\n'
+        'parser = argparse.ArgumentParser(description="by srun ./x.py")\n'
+        'parser.add_argument("--n", help="default: SLURM_ARRAY_TASK_ID")\n'
+        'print("by srun ./x.py", f"by srun ./x.py {n}", "by " + "srun ./x.py")\n'
+        'if n > 4:\n    raise ValueError(f"start {n} by srun ./x.py")\n'
+    )
+    for text, expected in ((says, ()), (says + 'print(os.environ["SLURM_ARRAY_TASK_ID"])\n', ("reads SLURM_ARRAY",))):
+        script.write_text(text)
+        tracer = Tracer(tmp_path, None)
+        tracer.add_script(script)
+        notes = tracer.finish().notes
+        assert len(notes) == len(expected)
+        assert all(words in note for words, note in zip(expected, notes, strict=True))
+
+
 def test_a_long_script_of_a_shell_is_read_once_and_not_once_for_each_line():
     """Blank lines, and a line of which each word changes the folder, took minutes."""
     lines = "\n" * 100_000 + "cd x " * 100_000 + '\npython "$(dirname "$0")/train.py" --config a.yaml\n'
-    names = names_in_shell.names_in(lines)
+    lines += 'echo "a" ' * 20_000 + "cat <<EOF\n" * 20_000 + "'usage " * 20_001
+    names = names_in_shell.names_in(names_in_shell.commands_in(lines.encode()))
     assert "a.yaml" in names.here
     assert "train.py" in names.beside
