@@ -1,7 +1,7 @@
 """Faults on demand: parse and check the argument of `submit --inject`.
 
 `injection` makes them happen, in the same way as real ones; `verdicts` compares the results with what is promised;
-`gpu_trial` tries out GPUs by a run of their own faults. The worker imports this: standard library only.
+`gpu_trial` tests GPUs with a run of real CUDA faults. The worker imports this: standard library only.
 
 May import: report, results, run, shards, util, loader and workload.
 """
@@ -18,10 +18,10 @@ from slurmgpu.run.frozen_plan import Plan
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: it `takes` the number of an "item", of a "shard", or none; `once` for all tasks and restarts.
+    """A kind of fault: it `takes` the number of an "item", of a "shard", or none; `once`: in all tasks and restarts.
 
     `kills`: it kills the process that computes, which with the executor debug is the user's own. `row` is the failure
-    class that the item's row gets, "" if it gets its good row; `end` is the failure class of the attempt.
+    class in the item's row, "" if the item gets its good row; `end` is the failure class of the attempt.
     """
 
     takes: str | None
@@ -41,7 +41,7 @@ KINDS = {
     "crash": Kind("item", kills=True, row="crash"),
     "damage": Kind("shard", once=True),
 }
-"""In the order in which they strike if several concern one call: a crash ends the others."""
+"""In the order in which they strike if a call has several: after a crash no other can strike."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     words = [word.strip() for text in texts for word in text.split(",")]
     if "" in words:
         raise SlurmGPUError(
-            f"--inject without a fault. It takes one or several, separated by commas, like crash@17,oom@40,timeout; "
-            f"there are {', '.join(map(_example, KINDS))}."
+            f"--inject is empty. Name one or more faults, separated by commas, like crash@17,oom@40,timeout. "
+            f"The faults are {', '.join(map(_example, KINDS))}."
         )
     faults = dict.fromkeys(map(_parse, words))
     return tuple(sorted(faults, key=lambda fault: list(KINDS).index(fault.kind)))
@@ -73,14 +73,13 @@ def _parse(word: str) -> Fault:
     if kind is None:
         raise SlurmGPUError(
             f"--inject {word}: there is no fault {name!r}.{did_you_mean(name, KINDS)} "
-            f"They are written like crash@17,oom@40,timeout."
+            f"The faults are {', '.join(map(_example, KINDS))}."
         )
     if kind.takes is None and at:
         raise SlurmGPUError(f"--inject {word}: {name} takes no number. Write {name} alone.")
     if kind.takes and re.fullmatch(r"[0-9]+", number) is None:
         raise SlurmGPUError(
-            f"--inject {word}: {name} needs the number of the {kind.takes} that it happens at, counted from 0: "
-            f"{_example(name)}."
+            f"--inject {word}: {name} needs the number of one {kind.takes}, counted from 0, such as {_example(name)}."
         )
     return Fault(name, int(number) if kind.takes else None)
 
@@ -96,14 +95,16 @@ def check_faults(faults: Sequence[Fault], plan: Plan) -> None:
     for fault in faults:
         _check(fault, plan)
         if KINDS[fault.kind].takes == "item" and (other := at_items.setdefault(fault.at, fault)) != fault:
-            raise SlurmGPUError(f"--inject {other},{fault}: an item has one fault. Use another item for one of them.")
+            raise SlurmGPUError(
+                f"--inject {other},{fault}: an item can have only one fault. Name another item for one of them."
+            )
 
 
 def _check(fault: Fault, plan: Plan) -> None:
     kind = KINDS[fault.kind]
     n = {"item": plan.n_items, "shard": plan.n_shards, None: 0}[kind.takes]
     if kind.takes == "item" and plan.look and plan.place(fault.at or 0) is None:
-        raise SlurmGPUError(f"--inject {fault}: item {fault.at} is not among those of this look.")
+        raise SlurmGPUError(f"--inject {fault}: this look does not include item {fault.at}.")
     if fault.at is not None and fault.at >= n and not (kind.takes == "item" and plan.look):
         raise SlurmGPUError(
             f"--inject {fault}: this run has no {kind.takes} {fault.at}. Its {kind.takes}s are 0 to {n - 1:,}."
@@ -112,6 +113,6 @@ def _check(fault: Fault, plan: Plan) -> None:
         start, stop = plan.bounds(plan.shard_of(fault.at))
         if min(plan.batch_size, stop - start) == 1:
             raise SlurmGPUError(
-                f"--inject {fault} is for a batch that is too large, and item {fault.at} is alone in its batch. "
-                f"An item that never fits is cuda_oom@{fault.at}."
+                f"--inject {fault} needs a batch of several items, but item {fault.at} is alone in its batch. "
+                f"For an item that never fits into memory, use cuda_oom@{fault.at}."
             )

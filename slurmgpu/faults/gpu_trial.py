@@ -1,6 +1,6 @@
-"""A short run that tries out this machine's GPUs: real faults of CUDA, and what must become of them.
+"""A short run that tests this machine's GPUs with real CUDA faults, and compares the results with what is expected.
 
-`try_gpus` has the run computed twice, without faults and with them. The workload is `slurmgpu.workloads.gpu_trial`.
+`try_gpus` computes the run twice, without faults and with them. The workload is `slurmgpu.workloads.gpu_trial`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WORKLOAD = "slurmgpu.workloads.gpu_trial:Trial"
 SHARD = 8
 """The items of a shard, and of a batch."""
 KINDS = ("", "oom", "assert", "illegal", "kill")
-"""The fault of each shard: of all its items for "oom", else of the one at PLACE."""
+"""The fault of each shard: in all of its items for "oom", else in the item at PLACE."""
 PLACE = 3
 QUARANTINED = ("assert", "illegal")
 OOM_BATCH = 2
 N = 256
-"""Rows and columns of the matrices: integers up to 8, whose products are exact in float32, and in tf32."""
+"""Rows and columns of the matrices; their elements are integers up to 8: products are exact in float32 and tf32."""
 LOST_SHARE = 0.02
-"""The share of a GPU's memory that a fault may leave allocated: the driver's own, which varies."""
+"""The share of a GPU's memory that may stay allocated after a fault: the driver's own use varies."""
 
 Compute = Callable[[Mapping[str, Any]], Run]
 """Computes a run file, with the executor `local`, to its end."""
@@ -61,7 +61,7 @@ def run_file(folder: Path, n_gpus: int, *, faults: bool, container: Mapping[str,
 def try_gpus(
     folder: Path, n_gpus: int, compute: Compute, container: Mapping[str, Any] | None = None
 ) -> Iterator[Verdict]:
-    """A verdict on each thing that must hold, as it is known; with 0 GPUs this CPU pretends the faults."""
+    """Yield a verdict for each check as soon as it is known; with 0 GPUs this CPU simulates the faults."""
     before = free_bytes(n_gpus)
     whole = compute(run_file(folder, n_gpus, faults=False, container=container))
     computes = _computes(whole, last_report(whole))
@@ -80,7 +80,7 @@ def try_gpus(
 
 
 def free_bytes(n_gpus: int) -> list[int]:
-    """The free memory of each GPU, by NVML; empty where that is not known, or without GPUs."""
+    """The free memory of each GPU, from NVML; empty if it is unknown, or without GPUs."""
     found = [gpu.free_bytes for gpu in gpus.probe(n_gpus)] if n_gpus else []
     return [each for each in found if each is not None]
 
@@ -103,16 +103,16 @@ class _Faulty:
 
 
 def _computes(run: Run, report: Report) -> Verdict:
-    """Every row is the CPU's, bit for bit: the products are of small integers."""
+    """Check that every row equals the CPU's bit for bit: the products of small integers are exact."""
     if not report["complete"]:
         why = next((f"{each['failure']}: {each['message']}" for each in report["attempts"] if each["failure"]), "?")
-        return Verdict(f"a run without faults is not complete: {why}", kept=False)
+        return Verdict(f"the run without faults is not complete: {why}", kept=False)
     if report["errors"]:
         return Verdict(f"item {report['errors'][0]['index']} failed: {report['errors'][0]['message']}", kept=False)
     n_wrong = sum((row != matrix(index)[0] @ matrix(index).T).any() for index, row in enumerate(_rows(run)))
     if n_wrong:
         return Verdict(f"{n_wrong} of {report['n_items']} products differ from the CPU's", kept=False)
-    return Verdict(f"{report['n_items']} matrix products are the CPU's, bit for bit")
+    return Verdict(f"{report['n_items']} matrix products equal the CPU's, bit for bit")
 
 
 def _ran_out_of_memory(found: _Faulty) -> Verdict:
@@ -125,9 +125,9 @@ def _quarantined(found: _Faulty, kind: str) -> Verdict:
     item = KINDS.index(kind) * SHARD + PLACE
     deaths = found.deaths(kind)
     error = next((each["message"] for each in found.report["errors"] if each["index"] == item), None)
-    said = f"{kind}: {len(deaths)} workers died and were started again"
+    said = f"{kind}: {len(deaths)} workers died and were restarted"
     if error is None:
-        return Verdict(f"{said}, and item {item} was not quarantined", kept=False)
+        return Verdict(f"{said}, but item {item} was not quarantined", kept=False)
     first_line = error.partition("\n")[0]
     return Verdict(f"{said}, and item {item} alone is quarantined: {first_line}", kept=len(deaths) == 2)
 
@@ -144,11 +144,11 @@ def _same_bytes(whole: Run, faulty: Run) -> Verdict:
     failed = {each["index"] for each in report["errors"]}
     if not report["complete"] or failed != expected:
         said = f"{report['n_missing_items']} items are missing, and {sorted(failed)} failed"
-        return Verdict(f"after the faults {said}; expected none, and {sorted(expected)}", kept=False)
+        return Verdict(f"after the faults {said}; expected 0 missing, and {sorted(expected)} failed", kept=False)
     good = [index for index in range(len(KINDS) * SHARD) if index not in failed]
     same = _rows(whole)[good].tobytes() == _rows(faulty)[good].tobytes()
-    said = "has" if same else "has not"
-    return Verdict(f"the merged file {said} the bytes of the run without faults, in {len(good)} rows", kept=same)
+    said = "equal" if same else "differ from"
+    return Verdict(f"{len(good)} good rows of the merged file {said} those of the run without faults", kept=same)
 
 
 def _is_free_again(found: _Faulty, before: list[int], n_gpus: int) -> Verdict:
@@ -161,8 +161,8 @@ def _is_free_again(found: _Faulty, before: list[int], n_gpus: int) -> Verdict:
     lost = max((b - a for b, a in zip(before, after, strict=True)), default=0)
     at_load = [found.notes(kind)["free_mb"] for kind in KINDS] if found.report["complete"] else []
     spread = (max(at_load) - min(at_load)) << 20 if at_load else 0
-    said = f"{lost / 1e6:,.0f} MB are not free again after the run"
-    said += f"; workers found {min(at_load, default=0):,} to {max(at_load, default=0):,} MB free when they began"
+    said = f"{lost / 1e6:,.0f} MB stayed in use after the run"
+    said += f"; workers found {min(at_load, default=0):,} to {max(at_load, default=0):,} MB free at their start"
     return Verdict(said, kept=bool(at_load) and max(lost, spread) <= LOST_SHARE * min(totals))
 
 

@@ -34,7 +34,7 @@ TOO_MUCH_BYTES = 1 << 50
 
 
 class Mark(TypedDict):
-    """When a fault struck, in which attempt, and the items in the call."""
+    """When and in which attempt a fault struck, and the items in the call."""
 
     time: float
     attempt: str
@@ -54,7 +54,7 @@ class Marks:
         return cls(run.folder / "injected", attempt)
 
     def set(self, fault: Fault, items: Sequence[int] = ()) -> bool:
-        """Record that a fault strikes; False, without a record, if it strikes once and has struck."""
+        """Record that a fault strikes; False, without a record, if it strikes only once and has struck already."""
         self.folder.mkdir(exist_ok=True)
         mark: Mark = {"time": time.time(), "attempt": self.attempt, "items": list(items)}
         line = json.dumps(mark) + "\n"
@@ -68,7 +68,7 @@ class Marks:
         return True
 
     def read(self, fault: Fault) -> list[Mark]:
-        """Each time that a fault struck."""
+        """A mark for each time that the fault struck."""
         try:
             return [json.loads(line) for line in read_bytes(self.folder / str(fault)).splitlines()]
         except FileNotFoundError:
@@ -77,7 +77,7 @@ class Marks:
 
 @dataclass
 class Injected:
-    """A workload that computes rows, and fails as `faults` say.
+    """A workload that computes rows, and fails as `faults` demand.
 
     Faults that end a process, or strike once, strike on rank 0 only, which `leads`. `report` sends events to the task,
     which sets `stopping`; `end_now` ends the walltime with the current shard, and returns that time.
@@ -103,7 +103,7 @@ class Injected:
         return self.workload.call(items, *prepared)
 
     def overhear(self, event: WorkerEvent) -> None:
-        """Report an event of the worker; after progress that is kept, the faults that wait for it strike."""
+        """Report an event of the worker; once progress is saved, the faults that wait for it strike."""
         self.report(event)
         if event["event"] == "progress":
             for fault in self.faults:
@@ -111,7 +111,7 @@ class Injected:
                     self._meet(fault)
 
     def _meet(self, fault: Fault) -> None:
-        """Let a fault strike, if it is of an item in this call."""
+        """Let a fault strike if its item is in this call."""
         if fault.kind == "timeout" or (KINDS[fault.kind].takes == "item" and fault.at in self._in_hand):
             getattr(self, f"_{fault.kind}")(fault)
 
@@ -134,7 +134,7 @@ class Injected:
     def _preempt(self, fault: Fault) -> None:
         if self._strikes(fault):
             self.report({"event": "preempt"})
-            self.stopping.wait(PATIENCE_S)  # a worker that keeps no progress is killed meanwhile
+            self.stopping.wait(PATIENCE_S)  # a worker that keeps no progress is killed during this wait
 
     def _timeout(self, fault: Fault) -> None:
         if self._strikes(fault):

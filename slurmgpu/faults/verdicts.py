@@ -1,4 +1,4 @@
-"""Verdicts on faults on demand: their results in the report, records and shards, compared with what is promised."""
+"""Verdicts on injected faults: compare the report, records and shards with what is promised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITS_ROW_SAYS = "its row says"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line on one fault, or on all other items; `kept`: it is as promised, as far as the run has come."""
+    """A line about one fault, or about all other items; `kept`: all results so far are as promised."""
 
     text: str
     kept: bool = True
@@ -32,7 +32,7 @@ class BrokenPromiseError(Exception):
 
 
 def judge(run: Run, report: Report) -> list[Verdict]:
-    """A verdict on each fault that was injected into a run, at its last merge, and one on all other items.
+    """A verdict on each fault that was injected into a run, as of its last merge, and one on all other items.
 
     Empty for a run without faults.
     """
@@ -59,8 +59,8 @@ def _unseen(found: _Found, fault: Fault) -> Verdict:
     if KINDS[fault.kind].takes == "item" and found.is_lifted(fault):
         return Verdict(f"{fault}: it did not happen before {found.maker_of(fault)} computed the item")
     reasons = {
-        "item": "the workload was never called with it in such a way, or tells no progress",
-        "shard": "it was not published where the fault was injected",
+        "item": "the workload was never called with this item in such a batch, or reports no progress",
+        "shard": "no attempt with this fault published the shard",
     }
     why = reasons.get(KINDS[fault.kind].takes or "", "no task called its workload")
     return Verdict(f"{fault}: it did not happen: {why}", kept=False)
@@ -120,25 +120,25 @@ class _Found:
         """The attempt in which the fault struck first."""
         name = self.marks(fault)[0]["attempt"]
         if name not in self.attempts:
-            raise BrokenPromiseError(f"{name}, in which it happened, is not in the report")
+            raise BrokenPromiseError(f"it happened in {name}, which is not in the report")
         return self.attempts[name]
 
 
 def _row(found: _Found, fault: Fault) -> str:
-    """The outcome of the item's row in words; BrokenPromiseError if it has not the class of the fault."""
+    """What the item's row says; BrokenPromiseError if its failure class is not that of the fault."""
     if found.shard(fault) in found.missing:
         return f"item {fault.at} has no row yet"
     if found.is_lifted(fault) and fault.at not in found.errors:
-        return f"item {fault.at} has its row from {found.maker_of(fault)}, into which nothing was injected"
+        return f"item {fault.at} has its row from {found.maker_of(fault)}, which ran without this fault"
     expected, error = KINDS[fault.kind].row, found.errors.get(fault.at or 0)
     if error is None and expected:
         if found.n_unlisted and (fault.at or 0) > max(found.errors):
-            return f"item {fault.at} is behind the failed items that the report lists"
-        raise BrokenPromiseError(f"item {fault.at} has its row, and {expected} was expected")
+            return f"item {fault.at} comes after the last failed item that the report lists"
+        raise BrokenPromiseError(f"item {fault.at} has its row; expected {expected}")
     if error is not None and error["class"] != expected:
         instead = expected or "its row"
         raise BrokenPromiseError(
-            f"item {fault.at} has failed ({error['class']}: {error['message']}), and {instead} was expected"
+            f"item {fault.at} has failed ({error['class']}: {error['message']}); expected {instead}"
         )
     if error is None:
         return f"item {fault.at} has its row"
@@ -148,41 +148,41 @@ def _row(found: _Found, fault: Fault) -> str:
 
 def _tell_crash(found: _Found, fault: Fault) -> str:
     n_marks, n_deaths, row = len(found.marks(fault)), found.deaths(fault), _row(found, fault)
-    said = f"{count_of(n_marks, 'worker')} died of item {fault.at}"
+    said = f"item {fault.at} killed {count_of(n_marks, 'worker')}"
     if n_deaths < n_marks:
-        raise BrokenPromiseError(f"{said}, and the records tell of {n_deaths}")
+        raise BrokenPromiseError(f"{said}, but the records show {n_deaths}")
     return f"{said}; it is quarantined, and {row}" if row.startswith(ITS_ROW_SAYS) else f"{said}; {row}"
 
 
 def _tell_kill(found: _Found, fault: Fault) -> str:
     row = _row(found, fault)
     if not found.deaths(fault):
-        raise BrokenPromiseError(f"a worker was killed with item {fault.at} in flight, and no record tells of it")
-    return f"a worker was killed with item {fault.at} in flight; another one went on, and {row}"
+        raise BrokenPromiseError(f"a worker was killed with item {fault.at} in flight, but no record shows it")
+    return f"a worker was killed with item {fault.at} in flight; another worker continued, and {row}"
 
 
 def _tell_oom(found: _Found, fault: Fault) -> str:
     n_items, row, shard = len(found.marks(fault)[0]["items"]), _row(found, fault), found.shard(fault)
-    said = f"memory was short for {n_items} items, {fault.at} among them"
+    said = f"out of memory with {n_items} items in the batch, including {fault.at}"
     if shard in found.missing or found.is_lifted(fault):
         return f"{said}; {row}"
     notes = found.directory(shard).notes
     # After a worker's death in the same batch its items are computed one by one instead.
     if not ({"oom_batch", "isolated_batches"} & notes.keys()):
-        raise BrokenPromiseError(f"shard {shard} says nothing of smaller batches")
+        raise BrokenPromiseError(f"{said}, but shard {shard} records no smaller batches")
     batch = notes.get("oom_batch", 1)
-    return f"{said}; shard {shard} went on in batches of at most {batch}, and {row}"
+    return f"{said}; shard {shard} continued with batches of at most {batch}, and {row}"
 
 
 def _ended(found: _Found, fault: Fault) -> AttemptRow:
-    """The attempt that the fault has ended; BrokenPromiseError if it ended otherwise."""
+    """The attempt that the fault ended; BrokenPromiseError if it ended with another failure class."""
     attempt, expected = found.struck(fault), KINDS[fault.kind].end
     ends = [other for other in found.faults if KINDS[other.kind].end]
     # If two faults end an attempt, it records one of them.
     is_only_end = not all(found.marks(other) and found.struck(other) is attempt for other in ends)
     if attempt["failure"] not in ([expected] if is_only_end else [KINDS[other.kind].end for other in ends]):
         raise BrokenPromiseError(
-            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}, and {expected} was expected"
+            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}; expected {expected}"
         )
     return attempt
 
@@ -191,7 +191,7 @@ def _tell_preempt(found: _Found, fault: Fault) -> str:
     attempt, row, shard = _ended(found, fault), _row(found, fault), found.shard(fault)
     said = f"{attempt['attempt']} got SIGTERM with item {fault.at} in flight ({attempt['failure']})"
     if shard in found.missing:
-        return f"{said}, and gave shard {shard} back; {row}"
+        return f"{said} and released shard {shard}; {row}"
     return f"{said}; {found.maker(shard)} computed shard {shard}, and {row}"
 
 
@@ -199,22 +199,22 @@ def _tell_timeout(found: _Found, fault: Fault) -> str:
     attempt = _ended(found, fault)
     return (
         f"the walltime of {attempt['attempt']} ended early ({attempt['failure']}); "
-        f"it published {count_of(attempt['n_shards'], 'shard')}, and took no more"
+        f"it published {count_of(attempt['n_shards'], 'shard')} and claimed no more"
     )
 
 
 def _tell_damage(found: _Found, fault: Fault) -> str:
     shard = found.shard(fault)
-    said = f"a byte of shard {shard} was turned over on disk"
+    said = f"a byte of shard {shard} was flipped on disk"
     if (hole := found.missing.get(shard)) is not None:
         if not hole["damaged"]:
-            raise BrokenPromiseError(f"{said}; the shard is missing, and the report does not say that it is damaged")
-        return f"{said}; the merge has found it, and set the shard aside"
+            raise BrokenPromiseError(f"{said}; the shard is missing, but the report does not say that it is damaged")
+        return f"{said}; the merge found the damage and set the shard aside"
     try:
         verify_shard(found.run.shard_path(shard))
     except (OSError, DamagedShardError) as error:
-        raise BrokenPromiseError(f"{said}, and the merge has not found it: {error}") from error
-    return f"{said}; the merge has found it, and {found.maker(shard)} computed the shard again"
+        raise BrokenPromiseError(f"{said}, but the merge did not find the damage: {error}") from error
+    return f"{said}; the merge found the damage, and {found.maker(shard)} recomputed the shard"
 
 
 _TELL: dict[str, Callable[[_Found, Fault], str]] = {
@@ -222,7 +222,7 @@ _TELL: dict[str, Callable[[_Found, Fault], str]] = {
     "kill": _tell_kill,
     "error": lambda found, fault: f"the workload raised for item {fault.at}; {_row(found, fault)}",
     "oom": _tell_oom,
-    "cuda_oom": lambda found, fault: f"item {fault.at} fits into no memory, not even alone; {_row(found, fault)}",
+    "cuda_oom": lambda found, fault: f"item {fault.at} does not fit into memory, even alone; {_row(found, fault)}",
     "preempt": _tell_preempt,
     "timeout": _tell_timeout,
     "damage": _tell_damage,
@@ -237,12 +237,12 @@ def _of_the_others(found: _Found) -> Verdict:
         shard, policy = found.run.plan.shard_of(item["index"]), POLICIES.get(item["class"])
         is_own = policy is not None and policy.rest == ITEM  # workloads raise such errors themselves
         if not is_own and (shard, item["class"]) in struck:
-            return Verdict(f"not as promised: item {item['index']} has failed as well ({item['class']})", kept=False)
+            return Verdict(f"not as promised: item {item['index']} failed too ({item['class']})", kept=False)
     if n_missing := report["n_missing_items"]:
         return Verdict(
             f"without a row so far: {count_of(n_missing, 'item')}. To compute the rest: {report['resubmit']}"
         )
     if failed:
         n_more = len(failed) + found.n_unlisted
-        return Verdict(f"{n_more:,} more failed by themselves; every other item has its row.")
+        return Verdict(f"{n_more:,} more failed without an injected fault; every other item has its row.")
     return Verdict("every other item has its row.")

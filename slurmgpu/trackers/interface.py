@@ -13,10 +13,10 @@ from slurmgpu.errors import SlurmGPUError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run of a tracker: that of a whole run of slurmgpu, or of one item of a workload that takes one at a time.
+    """A tracker's run: for a whole run of slurmgpu, or for one item if the workload takes one item at a time.
 
-    `id` is the same at every call, and no other run's. `config` has settings by name, as JSON values. `group` is the
-    name of the run of slurmgpu.
+    `id` is unique, and the same at every call. `config` has settings by name, as JSON values. `group` is the name of
+    the run of slurmgpu.
     """
 
     id: str
@@ -26,31 +26,31 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Sends one run to a tracker. Made without arguments; `name` is that of its entry point."""
+    """Sends one run to a tracker. Created without arguments; `name` is the name of its entry point."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def open(self, where: str, run: TrackedRun) -> int:
-        """Begin a run, or go on with it; returns the last step that the tracker has, -1 if it has none.
+        """Begin or resume a run; returns the last step that the tracker has, -1 if it has none.
 
         SlurmGPUError if the tracker's package is missing or `where` cannot be used.
         """
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Send the values of a step, larger than all before; NaN and infinities are among them.
+        """Send the values of a step; steps increase. Values may be NaN or infinite.
 
         `time` is when they were logged, in seconds since the epoch.
         """
 
     @abstractmethod
     def close(self, summary: Mapping[str, float], *, finished: bool) -> None:
-        """End the connection after everything has arrived; `finished` unless the run goes on."""
+        """Close the connection once everything has arrived; `finished` unless the run goes on."""
 
 
 def package(name: str, extra: str) -> Any:
-    """A tracker's package; SlurmGPUError that names the extra if it is missing."""
+    """Import a tracker's package; SlurmGPUError that names the extra if it is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ MOST_CHARACTERS = 500
 
 
 class MLflow(Tracker):
-    """Sends a run by MLflow's client. MLflow chooses ids itself, so ours is a tag."""
+    """Sends a run with MLflow's client. MLflow chooses ids itself, so ours is a tag."""
 
     name: ClassVar[str] = "mlflow"
 
@@ -64,7 +64,7 @@ class MLflow(Tracker):
         if (found := self._client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._client.create_experiment(name))
-            except Exception:  # another process has created it meanwhile, which has no class of its own
+            except Exception:  # another process has just created it; that error has no class of its own
                 if (found := self._client.get_experiment_by_name(name)) is None:
                     raise
         return str(found.experiment_id)
@@ -81,5 +81,5 @@ class MLflow(Tracker):
 
 
 def _key(name: str) -> str:
-    """A name with the characters that MLflow takes."""
+    """A name with only the characters that MLflow accepts."""
     return re.sub(r"[^\w.\-/ :]", "_", name)

@@ -1,7 +1,7 @@
 """Replay what the tasks of a run logged to trackers, in the order of steps.
 
-A run has one tracker run, or one for each item where the workload takes one item at a time, as `train` does. Points are
-sorted in a temporary SQLite database, whose size is the disk's and not the memory's.
+A run has one tracker run, or one for each item if the workload takes one item at a time, as `train` does. Points are
+sorted in a temporary SQLite database, on disk rather than in memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from slurmgpu.util.shared_files import list_names
 log = logging.getLogger(__name__)
 
 WHOLE = -1
-"""Stands for the whole run in place of an item."""
+"""The item number that stands for the whole run."""
 MOST_OPEN = 32
-"""The most trackers that are open at a time for one destination: each may have a process."""
+"""The most trackers that are open at once for one destination: each may have a process."""
 BATCH = 10_000
 SCHEMA = """
 create table points (
@@ -72,7 +72,7 @@ class Sent:
 class Points:
     """Logged values by item, step and name; the last attempt wins.
 
-    `passed` has the last step that was sent of an item: what is logged for it or a step before it from then on is late.
+    `passed` has the last step sent for each item; values that are logged for it or an earlier step later are late.
     """
 
     def __init__(self, run: Run) -> None:
@@ -99,22 +99,22 @@ class Points:
 
     @property
     def n_late(self) -> int:
-        """Steps for which something else was logged after they were sent, or after later ones were."""
+        """The number of steps whose values were logged after they, or later steps, had been sent."""
         return int(self._database.execute("select count(*) from late").fetchone()[0])
 
     @property
     def n_held(self) -> int:
-        """Steps that are not sent yet, as a living task may add to them."""
+        """The number of steps that are not sent yet, because a running task may add to them."""
         opened = ((item, self._open_step(item)) for item in self._heard)
         found = (self._database.execute(HELD, each).fetchone() for each in opened if each[1] is not None)
         return sum(int(count) for (count,) in found)
 
     def items(self) -> list[int]:
-        """The items that something was logged of; WHOLE for what was logged of none."""
+        """The items with logged values; WHOLE for values logged without an item."""
         return sorted(self._heard)
 
     def steps(self, item: int, after: int, *, final: bool) -> Iterator[tuple[int, dict[str, float], float]]:
-        """Each step after `after` with its values and time; without `final` those that nobody will add to."""
+        """Each step after `after` with its values and time; without `final` only those that no task can add to."""
         below = None if final else self._open_step(item)
         rows = self._database.execute(SELECT, (item, after, below, below))
         for step, group in itertools.groupby(rows, key=lambda row: int(row[0])):
@@ -130,7 +130,7 @@ class Points:
             yield item, point.step, name, value, point.time, point.submission
 
     def _open_step(self, item: int) -> int | None:
-        """The first step that may still change: an item is one attempt's at a time, a run that of all attempts."""
+        """The first step that may still change. An item belongs to one attempt at a time, the run to all attempts."""
         heard = self._heard[item]
         # One that has not logged yet may begin anywhere.
         names = [max(heard, key=lambda name: heard[name])] if item != WHOLE else heard.keys() | self._living
@@ -154,10 +154,10 @@ class _Open:
 
 @dataclass
 class Replay:
-    """Sends what is logged to destinations; `look` as often as wanted, then `close`.
+    """Sends logged values to destinations; call `look` as often as wanted, then `close`.
 
-    A tracker that has a part of a run already gets what comes after its last step. One that fails is left alone from
-    then on, and `failed` has a sentence about it. `points` are what was logged so far.
+    A tracker that has a part of a run already gets what comes after its last step. After an error, a tracker gets
+    nothing more, and `failed` says why. `points` are the values logged so far.
     """
 
     run: Run
@@ -179,7 +179,7 @@ class Replay:
                     self._send(destination, item, final=final)
 
     def close(self, *, finished: bool) -> list[Sent]:
-        """Close all trackers; what each destination got."""
+        """Close all trackers; return what each destination got."""
         for destination, item in list(self._open):
             with self._guarded(destination):
                 self._close(destination, item, finished=finished)
@@ -196,8 +196,8 @@ class Replay:
             log.debug("%s", destination, exc_info=True)
             self.failed.setdefault(
                 destination,
-                f"{destination} failed with {described(error)}. The run keeps what was logged, and the "
-                f"same command goes on where the tracker is.",
+                f"{destination} failed with {described(error)}. The run keeps all logged values; repeat the command "
+                f"to send the rest.",
             )
 
     def _what_got(self, destination: Destination) -> Sent:
@@ -237,7 +237,7 @@ class Replay:
 
     def _tracked(self, item: int) -> TrackedRun:
         plan, name = self.run.plan, self.run.name
-        # The time tells a run from one that was removed and made again; a moved one keeps its ids.
+        # The time tells a run from a removed one of the same name; a run that was moved keeps its ids.
         began = next((line.get("time") for line in self.run.submissions()), None)
         identity = hashlib.blake2b(f"{plan.fingerprint}:{began}:{item}".encode(), digest_size=6).hexdigest()
         config: dict[str, Any] = {"workload": plan.workload, "seed": plan.seed, **plan.settings}
@@ -251,7 +251,9 @@ class Replay:
             with open_items(self.run) as read:
                 [data] = read([item])
         except (OSError, SlurmGPUError) as error:  # the input may have been moved since
-            log.warning("item %d cannot be read, so its tracker run lacks it: %s", item, error)
+            log.warning(
+                "item %d cannot be read, so the config of its tracker run lacks the item's fields: %s", item, error
+            )
             return {}
         return {} if isinstance(data, ItemError) else data
 

@@ -17,7 +17,7 @@ class TensorBoard(Tracker):
     name: ClassVar[str] = "tensorboard"
 
     def open(self, where: str, run: TrackedRun) -> int:
-        """Begin another event file in DIR/NAME-ID; returns the last step of those that are there."""
+        """Begin another event file in DIR/NAME-ID; returns the last step in the existing ones."""
         self._summaries = package("tensorboard.compat.proto.summary_pb2", self.name)
         self._events = package("tensorboard.compat.proto.event_pb2", self.name)
         writers = package("tensorboard.summary.writer.event_file_writer", self.name)

@@ -17,7 +17,7 @@ class WeightsAndBiases(Tracker):
     def open(self, where: str, run: TrackedRun) -> int:
         """Begin or resume a run.
 
-        Offline, each call writes the run from its start: of several offline copies of a run, `wandb sync` keeps one.
+        Offline, each call writes the run from its start: `wandb sync` keeps only one of a run's offline copies.
         """
         wandb = package("wandb", self.name)
         entity, _, project = where.rpartition("/")
@@ -36,7 +36,7 @@ class WeightsAndBiases(Tracker):
             )
         except wandb.Error as error:
             raise SlurmGPUError(
-                f"wandb:{where} cannot be opened: {error}. `wandb login` and WANDB_MODE help."
+                f"wandb:{where} cannot be opened: {error}. Log in with `wandb login`, or set WANDB_MODE=offline."
             ) from error
         return int(self._run.step) - 1 if self._run.resumed else -1
 

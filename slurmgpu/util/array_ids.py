@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Indices:
-    """Tasks of an array; `at_once` is how many of them may run at a time, None without a limit."""
+    """Tasks of an array; `at_once` is how many may run at a time, None without a limit."""
 
     ranges: tuple[range, ...]
     at_once: int | None = None

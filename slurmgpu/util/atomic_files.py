@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written beside the target, fsynced, renamed."""
+"""Files that appear whole or not at all: written next to the target, fsynced, renamed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def date_in_whole_seconds(path: Path) -> None:
-    """Set a file's time of modification to now, in whole seconds, which any copy keeps."""
+    """Set a file's modification time to now, in whole seconds, which every copy keeps."""
     now = int(time.time())
     os.utime(path, (now, now))
 
@@ -47,16 +47,16 @@ def fsync_dir(path: Path) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """A hidden name beside `path`, ending in `.partial`, that no other process, thread or machine uses.
+    """A hidden name next to `path`, ending in `.partial`, that no other process, thread or machine uses.
 
-    Nobody can guess it: in a folder where others may write, a link of theirs would lead the writer to another file.
+    It cannot be guessed: in a folder where others may write, a link of that name would redirect the writer.
     """
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
 
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`; after an error it is removed, and the error names `path` instead."""
+    """A temporary name next to `path`; after an error it is removed, and the error names `path` instead."""
     partial = partial_path(path)
     try:
         yield partial
@@ -77,10 +77,10 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write in the block, which takes the place of `path` at its end, in one step.
+    """A file to write in the block; at the end of the block it replaces `path` in one step.
 
     A reader sees the old file or the new one, never a part; after an error the old one stays. Without `durable` nothing
-    is fsynced: for progress that may be lost with the machine.
+    is fsynced: for progress that may be lost if the machine fails.
     """
     with beside(path) as partial:
         with open(partial, "wb") as file:
@@ -96,9 +96,9 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 def write_bytes(
     path: Path, content: bytes, *, durable: bool = True, mode: int | None = None, patience_s: float = PATIENCE_S
 ) -> None:
-    """Put `content` at `path` as by `whole_file`; a transient error is tried again for `patience_s`.
+    """Write `content` to `path` as `whole_file` does; transient errors are retried for `patience_s`.
 
-    `mode` are its permissions, by default those of the umask.
+    `mode` sets its permissions, by default those of the umask.
     """
 
     def write() -> None:
@@ -111,9 +111,9 @@ def write_bytes(
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Put `content` at `path` in one step; False if there is something already, which stays as it is.
+    """Write `content` to `path` in one step; False if the path exists already, which leaves it as it is.
 
-    On a disk that gets full there is no file of that name afterwards, and the error names it.
+    If the disk gets full, no file of that name is left, and the error names it.
     """
     if os.path.lexists(path):
         return False
@@ -128,7 +128,7 @@ def write_new(path: Path, content: bytes) -> bool:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Put `value` at `path` as indented JSON, in one step."""
+    """Write `value` to `path` as indented JSON, in one step."""
     write_json_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
 
 
@@ -140,12 +140,12 @@ def write_json_text(
     in_place_if_full: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> None:
-    """Put JSON at `path`, in one step.
+    """Write JSON to `path`, in one step.
 
     With `in_place_if_full`, if the disk has no room for a second file, the content is written over the old file, and
     readers may see a part of it.
     """
-    # A lone surrogate, as of a file name, becomes its JSON escape.
+    # A lone surrogate, from a file name for example, becomes its JSON escape.
     content = text.encode("utf-8", "backslashreplace")
     try:
         write_bytes(path, content, durable=durable, patience_s=patience_s)

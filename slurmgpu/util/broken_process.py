@@ -1,4 +1,4 @@
-"""Whether an error leaves its process unable to compute what comes next, so that another process has to."""
+"""Tell errors after which a process cannot compute any more, so that another process has to."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from concurrent.futures import BrokenExecutor
 from slurmgpu.util.exceptions import message_of
 
 NO_HANDLE = "_STATUS_NOT_INITIALIZED"
-"""In messages of cuBLAS, cuDNN and cuSOLVER that could not begin, e.g. without memory; a new process has it again."""
+"""In messages of cuBLAS, cuDNN and cuSOLVER if they could not start, e.g. for lack of memory; a new process can."""
 NO_FILES = "Too many open files"
 """The text of EMFILE, also in errors of PyTorch and HDF5, which have no number."""
 NO_THREADS = "can't start new thread"
 """Python's message if a thread cannot be started."""
 NEEDED_FILES = 16
-"""How many files a process must be able to open to be of use."""
+"""How many more files a process must be able to open to be usable."""
 LOST_CONTEXT = (
     *("an illegal memory access was encountered", "device-side assert triggered", "unspecified launch failure"),
     *("an illegal instruction was encountered", "the launch timed out and was terminated"),
     *("uncorrectable ECC error encountered", "cudaErrorMisalignedAddress", "CUDA_ERROR_MISALIGNED_ADDRESS"),
     *("cudaErrorHardwareStackError", "CUDA_ERROR_HARDWARE_STACK_ERROR"),
 )
-"""CUDA's texts of errors after which "the process must be terminated and relaunched" (cudaError_t in its manual), which
-messages of Triton, CuPy and JAX contain. Two texts are too common as English: their names stand here."""
+"""CUDA's texts of errors after which "the process must be terminated and relaunched" (cudaError_t in its manual).
+
+Messages of Triton, CuPy and JAX contain them. Two texts are too common in English: their names are used instead.
+"""
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether all later calls in this process may fail, as its CUDA context or a pool of processes is lost."""
+    """Whether all later calls in this process may fail, because its CUDA context or a pool of processes is lost."""
     return is_broken_cuda(error) or isinstance(error, BrokenExecutor)
 
 
@@ -42,7 +44,7 @@ def is_broken_cuda(error: BaseException) -> bool:
 
 
 def says_used_up(error: BaseException) -> bool:
-    """Whether the process could open no file or start no thread when this was raised."""
+    """Whether the error says that the process could open no more files or start no more threads."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return True
     said = message_of(error)
@@ -50,7 +52,7 @@ def says_used_up(error: BaseException) -> bool:
 
 
 def is_used_up() -> bool:
-    """Whether the process can open no more files or start no more threads now that the call that failed is over."""
+    """Whether the process still cannot open files or start threads after the failed call has returned."""
     gc.collect()
     files: list[int] = []
     try:

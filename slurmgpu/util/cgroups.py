@@ -14,13 +14,13 @@ ROOT = Path("/sys/fs/cgroup")
 def oom_kills() -> int:
     """The sum of `oom_kill` over this process's memory cgroups, up to its job's; 0 if none can be read.
 
-    Only its growth between two calls has a meaning. Slurm limits the step, the job, or both.
+    Only the difference between two calls is meaningful. Slurm limits the step, the job, or both.
     """
     return sum(_counter(file) for file in _counter_files())
 
 
 def memory_left() -> int | None:
-    """Bytes of memory that this process may still use, by the machine and by its job; cached files do not count.
+    """Bytes of memory that the machine and the job still allow this process; cached files do not count as used.
 
     None if the kernel does not say.
     """

@@ -1,4 +1,4 @@
-"""Random numbers that are apart from Python's: a workload may seed those alike in all tasks, and count on its own."""
+"""Random numbers independent of Python's global generator, which a workload may seed alike in all tasks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Signals that ask a process to end: remembered from its first instruction on, and handled once it can.
+"""Remember signals that ask a process to end, from its first instruction on, and handle them once it can.
 
 Otherwise a signal that comes while modules are imported, or while the run is read, would kill a task or be lost. A task
 asks for the signals that have come and then sets its own handlers (`recall`). A merge, and other holders of the run's
 lock, are ended by an exception, so that they remove partial files and release the lock (`heeded`). So is every other
-command (`end_by_exception`), and what waits for tasks of this machine (`ended_by_exception`).
+command (`end_by_exception`), and code that waits for tasks of this machine (`ended_by_exception`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EndedBySignalError(SystemExit):
 INTERRUPTS = (KeyboardInterrupt, EndedBySignalError)
 """The exceptions that a signal raises in the main thread to end this process."""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""The signals that end a process, beside Ctrl-C, for which Python has a handler."""
+"""The signals that end a process, without SIGINT (Ctrl-C), for which Python has a handler."""
 
 
 def remember() -> None:
@@ -49,9 +49,9 @@ def listened() -> list[int]:
 
 
 def end_by_exception() -> None:
-    """Let the first SIGTERM or SIGHUP raise EndedBySignalError from now on, and ignore those that follow it.
+    """Let the first SIGTERM or SIGHUP raise EndedBySignalError from now on, and ignore later ones.
 
-    One is ignored that is ignored already, as SIGHUP under nohup. Only the main thread can set handlers.
+    A signal that is ignored already, such as SIGHUP under nohup, stays ignored. Only the main thread can set handlers.
     """
     for signum in ENDING:
         if signal.getsignal(signum) == signal.SIG_DFL:
@@ -62,8 +62,8 @@ def end_by_exception() -> None:
 def ended_by_exception(*, then_killed: bool = False) -> Iterator[None]:
     """Within the block, the first SIGTERM or SIGHUP raises EndedBySignalError, unless it is ignored or has a handler.
 
-    Those that follow are ignored in the block, or kill the process if `then_killed`: so where the block runs code of a
-    user's, which may catch the exception. Only the main thread gets signals: in others this does nothing.
+    Later ones are ignored in the block, or kill the process if `then_killed`, which is for blocks that run a user's
+    code: it may catch the exception. Only the main thread gets signals: in others this does nothing.
     """
     handlers = {signum: signal.getsignal(signum) for signum in ENDING} if _is_main() else {}
     former = {signum: handler for signum, handler in handlers.items() if handler in (signal.SIG_DFL, _end)}
@@ -92,7 +92,7 @@ def _raise(signum: int, later: signal.Handlers) -> NoReturn:
 
 
 def recall() -> list[int]:
-    """The signals that have come, in order; each is returned once."""
+    """The signals received so far, in order; each is returned once."""
     came = []
     while _came:
         came.append(_came.pop(0))
@@ -100,7 +100,7 @@ def recall() -> list[int]:
 
 
 def is_asked_to_end() -> bool:
-    """Whether a signal has come that ends a task, and was not recalled yet; the notice SIGUSR2 does not."""
+    """Whether a signal that ends a task has come and was not recalled yet; the notice SIGUSR2 ends none."""
     return any(signum != signal.SIGUSR2 for signum in _came)
 
 
@@ -138,7 +138,7 @@ def heeded() -> Iterator[None]:
 def deferred() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Let no signal raise in the block, except in calls of `heed` and in `with allowed():`, which it yields.
 
-    Signals that come meanwhile raise at the end. So a lock that is taken is released.
+    Signals that come during the block raise at its end. So a lock that was taken is released.
     """
     global _n_deferring
     if not _is_main():

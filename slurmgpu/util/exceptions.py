@@ -9,7 +9,7 @@ MOST_SAID, MOST_TRACED = 8_000, 64_000
 
 
 def is_of_network(error: object) -> bool:
-    """Whether it is a ConnectionError or a TimeoutError, after which one may try again.
+    """Whether it is a ConnectionError or a TimeoutError, which may pass on a retry.
 
     Until Python 3.11 asyncio and concurrent.futures have a TimeoutError of their own.
     """
@@ -45,7 +45,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text; if it has more than so many characters, its beginning and its end: a message may quote anything."""
+    """The text, or its beginning and end if it has more than `most` characters: a message may quote anything."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [… {len(text) - most:,} characters …] {text[-(most // 2) :]}"

@@ -1,4 +1,4 @@
-"""Forks of this process in place of programs, which would import the same modules again.
+"""Forks of this process, instead of new programs, which would import the same modules again.
 
 A process forks before it has threads, and before it imports anything of the user's.
 """
@@ -21,22 +21,22 @@ from typing import BinaryIO, NoReturn
 from slurmgpu.util.early_signals import recall
 
 LONGEST_LOOK_S = 0.05
-"""Between two looks at a fork that is waited for with a timeout."""
+"""The pause between two polls of a fork that is waited for with a timeout."""
 
 
 class Fork:
-    """A child process that was forked, with what `subprocess.Popen` has for one that was started."""
+    """A forked child process, with the methods of `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdin: BinaryIO | None = None, stdout: BinaryIO | None = None) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, -N for signal N; None while it lives."""
+        """The exit code, -N for signal N; None while the process runs."""
         return self._reap(os.WNOHANG)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended; subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
+        """Wait for its end and return the exit code; subprocess.TimeoutExpired after `timeout` seconds."""
         if timeout is None:
             code = self._reap(0)
             assert code is not None
@@ -74,9 +74,9 @@ class Fork:
 
 
 def fork() -> int:
-    """The pid of a fork of this process; 0 in the fork, where signals do what they do in a new program.
+    """Fork this process and return the pid; 0 in the fork, where signals act as in a new program.
 
-    Call it while signals are blocked that may come before the fork can handle them.
+    Call it while signals that may come before the fork can handle them are blocked.
     """
     gc.freeze()  # no collection writes to pages that the two share
     with warnings.catch_warnings():
@@ -92,9 +92,9 @@ def fork() -> int:
 
 @contextlib.contextmanager
 def ending_forks() -> Iterator[None]:
-    """End a fork that the code in the block has made where it leaves the block, as Python ends a program.
+    """End a fork made in the block when it leaves the block, as Python ends a program.
 
-    Else two processes would go on with what comes behind the block.
+    Otherwise two processes would continue with the code after the block.
     """
     own = os.getpid()
     try:
@@ -121,7 +121,7 @@ def _end_fork(error: BaseException) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End a process that has run nothing of the user's: that Python takes modules apart takes as long as ten forks."""
+    """End a process that has run no code of the user's, at once: Python's own exit takes as long as ten forks."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None: the process was started without it

@@ -1,7 +1,7 @@
-"""The matches of a glob, where every error is raised.
+"""The matches of a glob; every error is raised.
 
-`glob.glob` and `Path.glob` take a folder that cannot be listed for an empty one: what lies in it would be missing from
-an input without a word.
+`glob.glob` and `Path.glob` treat a folder that cannot be listed as empty: its files would be missing from an input
+without notice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeVar
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, list_entries, retried
 
 _NO_SUCH = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
-"""What a name that is not there answers, one in a file, and one behind a link to itself: each is no match."""
+"""Errors of names that do not match: one that does not exist, one below a file, and one below a link to itself."""
 _ANY_DEPTH = "**"
 
 _T = TypeVar("_T")
@@ -28,8 +28,8 @@ _T = TypeVar("_T")
 def matches(pattern: str, folder: os.PathLike[str] | str) -> set[str]:
     """The paths that a glob matches below `folder`, or anywhere if it is absolute; empty if there is no such folder.
 
-    `**` is any depth, links are followed (none in a circle), and names with a dot in front match a dot alone, as with
-    `glob.glob`. OSError, with the name of the folder, for one on the way that cannot be listed or entered.
+    As with `glob.glob`, `**` matches any depth, links are followed (circles are not), and a name that begins with a dot
+    matches only a pattern that does. A folder that cannot be listed or entered raises OSError with its name.
     """
     parts = PurePosixPath(pattern).parts
     found = {os.fspath(folder)}
@@ -40,7 +40,7 @@ def matches(pattern: str, folder: os.PathLike[str] | str) -> set[str]:
 
 
 def _step(folder: str, part: str, is_last: bool) -> Iterator[str]:
-    """Names in a folder that a part of the pattern matches; only folders if another part follows."""
+    """The names in a folder that match a part of the pattern; only folders if another part follows."""
     if part == _ANY_DEPTH:
         return _below(folder, is_last, frozenset())
     if glob.has_magic(part):
@@ -88,12 +88,12 @@ def _is_hidden(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder, or a link to one; OSError where a link leads to what may not be looked at."""
+    """Whether an entry is a folder, or a link to one; OSError if the target of a link may not be looked at."""
     return bool(_look(entry.is_dir))
 
 
 def _is_there(path: str, folder: str, is_last: bool) -> bool:
-    """Whether a name is there, and is a folder unless it is the last one of the pattern."""
+    """Whether a name exists, and is a folder unless it is the last part of the pattern."""
     try:
         status = _look(lambda: os.lstat(path) if is_last else os.stat(path))  # noqa: PTH116 - as above
     except OSError as error:
@@ -103,7 +103,7 @@ def _is_there(path: str, folder: str, is_last: bool) -> bool:
 
 
 def _look(operation: Callable[[], _T]) -> _T | None:
-    """The result of `operation`; None for a name that is not there."""
+    """The result of `operation`; None for a name that does not exist."""
     try:
         return retried(operation, BRIEF_PATIENCE_S)
     except OSError as error:

@@ -59,7 +59,7 @@ NO_DEVICE = 100
 def visible_ids() -> list[str] | None:
     """The GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, and CUDA shows all.
 
-    CUDA shows those before the first that cannot be one, such as -1, or NoDevFiles of older versions of Slurm.
+    CUDA stops at the first entry that is no GPU, such as -1, or NoDevFiles of older versions of Slurm.
     """
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -73,7 +73,7 @@ def check_visible(n_expected: int) -> None:
     ids = visible_ids()
     if ids is not None and len(ids) < n_expected:
         shown = ",".join(ids) or "none"
-        raise GPUFaultError(f"asked for {count_of(n_expected, 'GPU')}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
+        raise GPUFaultError(f"asked for {count_of(n_expected, 'GPU')}, CUDA_VISIBLE_DEVICES has {len(ids)} ({shown})")
 
 
 def count() -> int:
@@ -118,9 +118,9 @@ def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
 
 
 def check_again(n_expected: int) -> None:
-    """Raise GPUFaultError if a new process cannot use so many GPUs any more; in this one CUDA remembers what it found.
+    """Raise GPUFaultError if a new process can use fewer GPUs; in this process CUDA remembers what it found.
 
-    A process that dies of this, or takes longer than AGAIN_S, is no answer.
+    Nothing is raised if that process crashes, or takes longer than AGAIN_S.
     """
     command = [sys.executable, "-c", LOOK, str(n_expected)]
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
@@ -157,7 +157,7 @@ def _wait_for_memory(nvml: _NVML, ordinal: int, gpu: GPU) -> GPU:
         if time.monotonic() > end:
             raise GPUFaultError(
                 f"GPU {ordinal} ({gpu.name}, {gpu.uuid}) has {gpu.free_bytes / 1e9:.1f} of "
-                f"{gpu.memory_bytes / 1e9:.1f} GB free, before anything was loaded: another process holds the rest"
+                f"{gpu.memory_bytes / 1e9:.1f} GB free before anything is loaded: another process uses the rest"
             )
         time.sleep(0.5)
         gpu = nvml.complete(gpu)
@@ -181,7 +181,7 @@ class _NVML:
 
     def complete(self, gpu: GPU) -> GPU:
         """The GPU, found by its UUID, with the memory that is free now; unchanged if NVML does not know it."""
-        # CUDA's 16 bytes do not say whether they are of a card or of a MIG instance.
+        # CUDA's 16 bytes do not say whether they identify a card or a MIG instance.
         for name in (gpu.uuid, gpu.uuid.replace("GPU-", "MIG-", 1)):
             handle, memory = ctypes.c_void_p(), _Memory()
             if self._library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0:

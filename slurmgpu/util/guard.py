@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
-"""The argument of Popen by which a process leads a group of its own."""
+"""The arguments of Popen that make a process the leader of its own group."""
 
-# PR_SET_PDEATHSIG would need a function that is called between fork and exec, for which Python cannot use vfork: four
-# milliseconds more a process. It kills no grandchildren either.
+# PR_SET_PDEATHSIG would need a function that is called between fork and exec, so that Python cannot use vfork: four
+# milliseconds more for each process. Nor would it kill grandchildren.
 GUARD = """
 import os, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -59,7 +59,7 @@ class Guard:
             self._process.stdin.write(line)
 
     def close(self) -> None:
-        """End the guard, without harm to anything."""
+        """End the guard; it kills and removes nothing."""
         assert self._process.stdin is not None
         self.watch(0)
         self.remove("")

@@ -11,7 +11,7 @@ from slurmgpu.errors import SlurmGPUError
 
 
 def n_to_ends(ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """How many items there are up to the end of each range."""
+    """The number of items up to the end of each range."""
     return list(accumulate(stop - start for start, stop in ranges))
 
 
@@ -33,8 +33,8 @@ def spans_within(
 def parse_item_ranges(text: str, n_items: int, of: str, *, clip: bool = False) -> list[tuple[int, int]]:
     """The items in a text such as `10:20,35,90:`, as ranges (start, stop), ascending and joined.
 
-    They count from 0, without the end, as in Python. SlurmGPUError for other texts, and for items that `of`, the input
-    or the run, does not have; with `clip` a range may end beyond the last item.
+    Items count from 0, and the end of a range is excluded, as in Python. SlurmGPUError for other texts, and for items
+    that `of`, the input or the run, does not have; with `clip` a range may end beyond the last item.
     """
     found: list[tuple[int, int]] = []
     for start, stop in sorted(_range(part, n_items, of, clip=clip) for part in text.split(",")):
@@ -53,7 +53,7 @@ def ranges_said(ranges: Sequence[tuple[int, int]]) -> str:
 
 def _range(text: str, n_items: int, of: str, *, clip: bool) -> tuple[int, int]:
     if (match := re.fullmatch(r"\s*(?:(\d*):(\d*)|(\d+))\s*", text, re.ASCII)) is None:
-        raise SlurmGPUError(f"--items {text!r}: expected items and ranges of them, such as 10:20,35 or 90: or :10.")
+        raise SlurmGPUError(f"--items {text!r}: expected items and ranges of items, such as 10:20,35 or 90: or :10.")
     start = int(match[3] or match[1] or 0)
     stop = start + 1 if match[3] else int(match[2] or n_items)
     if clip and start < n_items:
@@ -62,5 +62,5 @@ def _range(text: str, n_items: int, of: str, *, clip: bool) -> tuple[int, int]:
         what = (
             "is empty" if stop <= start < n_items else f"is not within the {of}, whose items are 0 to {n_items - 1:,}"
         )
-        raise SlurmGPUError(f"--items {text.strip()} {what}. The end of a range is the first item that is not in it.")
+        raise SlurmGPUError(f"--items {text.strip()} {what}. The end of a range is excluded: 0:10 is items 0 to 9.")
     return start, stop

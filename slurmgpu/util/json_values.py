@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST_LEVELS = 256
-"""The most lists and mappings in one another that every reader of rows takes: Python's calls end at 1,000."""
+"""The most levels of nested lists and mappings that every reader of rows accepts: Python's calls end at 1,000."""
 _SINGLE = frozenset((str, int, float, bool, type(None)))
 
 
 def json_value(value: Any, level: int = 0) -> Any:
     """A value for JSON: NaN and infinities become null, arrays and tuples lists, dates and decimals text.
 
-    What is no UTF-8 in bytes, or in the name of a file, is written with backslashes. Lists and mappings within as many
-    as MOST_LEVELS of them become text.
+    Bytes that are not UTF-8, also in file names, are written with backslashes. Lists and mappings nested deeper than
+    MOST_LEVELS become text.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -43,7 +43,7 @@ def _as_text(value: Any) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has a form in UTF-8, which JSON and TOML are; file names of other bytes have none."""
+    """Whether a text can be encoded as UTF-8, as JSON and TOML need; file names with other bytes cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -67,7 +67,7 @@ def _holds(value: Any) -> bool:
 
 
 def nearest_float(number: float) -> float:
-    """The nearest float; an infinite one for an integer that is beyond all others."""
+    """The nearest float; infinite for an integer beyond the range of floats."""
     try:
         return float(number)
     except OverflowError:
@@ -75,7 +75,7 @@ def nearest_float(number: float) -> float:
 
 
 def check_keys(value: Any) -> None:
-    """Raise ValueError if JSON, which makes text of keys, would make one of two in a mapping: 1 and "1", say.
+    """Raise ValueError if two keys of a mapping have the same text in JSON, such as 1 and "1".
 
     The value is one that `json.dumps` takes.
     """
@@ -97,5 +97,7 @@ def _check_texts(value: Mapping[Any, Any]) -> None:
     for key in value:
         text = key if isinstance(key, str) else next(iter(json.loads(json.dumps({key: None}))))
         if text in found:
-            raise ValueError(f"the keys {found[text]!r} and {key!r} of a dict are one in JSON; make them differ")
+            raise ValueError(
+                f"the keys {found[text]!r} and {key!r} of a dict are the same key in JSON; make them differ"
+            )
         found[text] = key

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import TextIO
 
 OWN = "slurmgpu"
-"""The logger above all of slurmgpu's."""
+"""The parent of all of slurmgpu's loggers."""
 
 
 class LogFormatter(logging.Formatter):
@@ -53,7 +53,7 @@ def log_own_lines() -> None:
 
 
 def enable_own_loggers() -> None:
-    """Enable slurmgpu's loggers, which `logging.config` disables with all that exist."""
+    """Enable slurmgpu's loggers again: `logging.config` disables all existing loggers."""
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == OWN]:
         logging.getLogger(name).disabled = False
 

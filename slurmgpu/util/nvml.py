@@ -22,7 +22,7 @@ THROTTLE_REASONS = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake_slowdown",
 }
-"""nvmlClocksEventReasons that slow a GPU down; the others are idleness and settings."""
+"""The nvmlClocksEventReasons that mean throttling; the others are idleness and settings."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cards:
     def xids(self) -> list[int]:
         """The numbers of the Xid errors since the last call: https://docs.nvidia.com/deploy/xid-errors/."""
         found: list[int] = []
-        # NVML may report one error many times over; the rest is read next time.
+        # NVML may report one error many times; the rest is read next time.
         while self._events is not None and len(found) < 100:
             event = _try(lambda: self._nvml.nvmlEventSetWait_v2(self._events, 0))
             if event is None:  # also in an old module, which lacks that
@@ -122,7 +122,7 @@ def open_cards(ids: Sequence[str] | None) -> Cards | None:
 
         nvml.nvmlInit()
     except Exception as error:
-        # ImportError, or one of the module's own; none of them is a reason to stop a task.
+        # ImportError, or an error of the module's own; neither is a reason to stop a task.
         log.debug("no GPU telemetry: %s", described(error))
         return None
     handles = _handles(nvml, ids)

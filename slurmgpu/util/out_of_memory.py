@@ -1,4 +1,4 @@
-"""Whether an error is about memory, so that more of it, or a smaller batch, may help; and whose memory it is."""
+"""Tell errors of too little memory, of a GPU or of the host, after which more memory or a smaller batch may help."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GPU_TEXTS = (
     "CUFFT_ALLOC_FAILED",
     "RESOURCE_EXHAUSTED: Out of memory",
 )
-"""Messages if the memory of a GPU is not enough: by PyTorch's allocator, for CUDA itself, for its libraries; of JAX.
+"""Messages of PyTorch's allocator, CUDA, CUDA's libraries and JAX if the memory of a GPU is not enough.
 
-CUDA needs some that the allocator has taken, as to load a kernel when it is first used (cudaErrorMemoryAllocation).
-Its context is not lost.
+CUDA itself needs memory that the allocator may hold, for example to load a kernel on its first use
+(cudaErrorMemoryAllocation). Its context is not lost.
 """
 HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory")
 """PyTorch's messages if the memory of the host is not enough."""
@@ -28,7 +28,7 @@ MEMORY_TEXTS = (*GPU_TEXTS, *HOST_TEXTS)
 
 
 class OutOfMemoryError(MemoryError):
-    """The memory of a GPU is not enough; named as PyTorch's, which only workloads import."""
+    """The memory of a GPU is not enough; named like PyTorch's error, as only workloads import PyTorch."""
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
@@ -37,7 +37,7 @@ def is_out_of_gpu_memory(error: BaseException) -> bool:
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Whether the memory of the host is not enough: Python's MemoryError, or that of PyTorch's allocator for CPUs."""
+    """Whether the memory of the host is not enough: MemoryError, or an error of PyTorch's allocator for CPUs."""
     is_host = isinstance(error, MemoryError) or _is_runtime_error_with(HOST_TEXTS, error)
     return is_host and not is_out_of_gpu_memory(error)
 
@@ -52,7 +52,7 @@ def _is_runtime_error_with(texts: tuple[str, ...], error: BaseException) -> bool
 
 
 def free_memory() -> None:
-    """Free unreferenced memory, also what PyTorch's allocator keeps of it, if that is imported."""
+    """Free unreferenced memory, also what PyTorch's allocator caches, if PyTorch is imported."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -27,7 +27,7 @@ def check_torch(what_needs: str) -> None:
 
 
 def check_transformers(what_needs: str) -> None:
-    """The same of PyTorch and transformers."""
+    """As `check_torch`, for PyTorch and transformers."""
     check_imports(what_needs, {"torch": "PyTorch", "transformers": "transformers"}, "pip install 'slurmgpu[llm]'")
 
 
@@ -45,5 +45,5 @@ def check_imports(what_needs: str, modules: Mapping[str, str], to_do: str) -> No
 
 
 def own_python_path() -> str:
-    """The PYTHONPATH of a child process that is to import the same slurmgpu, wherever it was imported from."""
+    """The PYTHONPATH with which a child process imports the same slurmgpu as this process."""
     return os.pathsep.join(part for part in (HOME, os.environ.get("PYTHONPATH")) if part)

@@ -1,4 +1,4 @@
-"""Identify a process for other processes, and check whether it lives, if both have the same kernel and namespace.
+"""Identify a process for other processes of the same kernel and PID namespace, and check whether it runs.
 
 The pid alone is not enough: another machine may have the same name, a container has its own pids, /proc may hide the
 processes of other users, and pids are reused.
@@ -36,7 +36,7 @@ class ProcessId(Numbering):
 
 
 def has_ended(child: int) -> bool:
-    """Whether a child of this process has ended; it is not waited for, so that no other gets its number."""
+    """Whether a child of this process has ended; it is not reaped, so its pid is not reused."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -71,7 +71,7 @@ class Processes(TypedDict):
 
 
 def processes(pids: Sequence[int]) -> Processes:
-    """The identity of processes that are alive or not waited for yet, so that their pids are theirs."""
+    """The identity of processes that are running or not reaped yet, so that their pids are not reused."""
     seen = map(look, pids)
     return {"pids": list(pids), "ticks": [None if each is None else each[1] for each in seen]}
 
@@ -83,7 +83,7 @@ def are_numbered_here(other: Mapping[str, object]) -> bool:
 
 
 def lives(other: Mapping[str, object]) -> bool | None:
-    """Whether a process lives, by its `own_id`; None if that cannot be known here."""
+    """Whether the process with this `own_id` runs; None if that cannot be known here."""
     pid = other.get("pid")
     if not are_numbered_here(other) or type(pid) is not int or pid < 1:
         return None
@@ -97,7 +97,7 @@ def lives(other: Mapping[str, object]) -> bool | None:
 
 
 def is_there(pid: int) -> bool:
-    """Whether there is a process with that pid, of any user; by kill(2), as /proc may hide it."""
+    """Whether any user has a process with that pid; by kill(2), as /proc may hide it."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -23,7 +23,7 @@ _outlived: set[int] = set()
 
 
 def report_on_stdout(rank: int, local_rank: int) -> Callable[[Mapping[str, Any]], None]:
-    """Use the pipe to the task for events only: the workload's output goes to standard error.
+    """Reserve the pipe to the task for events: the workload's output goes to standard error.
 
     On each node the first rank reports that it has started.
     """
@@ -51,7 +51,7 @@ def report_briefly(event: Mapping[str, Any], pipe: int = 1) -> None:
     brief, room = event, select.PIPE_BUF
     while len(line := _line(brief)) > select.PIPE_BUF:
         room //= 2
-        # The end of a traceback says most, of any other text the beginning.
+        # Keep the end of a traceback, but the beginning of any other text.
         brief = {key: _cut(value, room, key == "traceback") for key, value in event.items()}
     os.write(pipe, line)
 
@@ -59,8 +59,8 @@ def report_briefly(event: Mapping[str, Any], pipe: int = 1) -> None:
 def listen_on_stdin(stopping: threading.Event, on_end_time: Callable[[float], None]) -> None:
     """Set `stopping` when the task says so, and exit when the task is gone, which closes its end of the pipe.
 
-    What this process has started ends with it, as where the task ends it.
-    `on_end_time` gets the end of the walltime, if the task learns it later.
+    The processes that this one has started end too, as when the task ends them.
+    `on_end_time` is called with the end of the walltime if the task learns it later.
     """
     stdin = _take_stdin()
 
@@ -93,7 +93,7 @@ def watch_stdin(on_end: Callable[[], None] = lambda: leave_with_all(EXIT_ABANDON
 
 
 def outlive_signals() -> None:
-    """Ignore signals that Slurm may send to every process of a job: the task gets them too, and says what to do."""
+    """Ignore signals that Slurm may send to every process of a job: the task gets them too, and tells the worker."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # A handler: programs that the workload starts would inherit SIG_IGN.
         signal.signal(signum, lambda signum, frame: _outlived.add(signum))
@@ -101,7 +101,7 @@ def outlive_signals() -> None:
 
 
 def has_outlived(signum: int) -> bool:
-    """Whether this process has ignored such a signal, which then went to what it has started as well."""
+    """Whether this process has ignored such a signal, which its child processes then got as well."""
     return signum in _outlived
 
 

@@ -59,18 +59,20 @@ class Plugins:
         except Exception as error:
             raise self._unusable(name, error, full_name) from error
         if self.interface not in {f"{base.__module__}.{base.__qualname__}" for base in getattr(found, "__mro__", ())}:
-            raise SlurmGPUError(f"{full_name} is no {self.what}: it is no subclass of {self.interface}.")
+            raise SlurmGPUError(f"{full_name} is no {self.what}: expected a subclass of {self.interface}.")
         own_name = getattr(found, "kind", None) or getattr(found, "name", name)
         if own_name != name:
-            raise SlurmGPUError(f"{full_name} is the {self.what} {own_name!r}; its entry point is named {name!r}.")
+            raise SlurmGPUError(
+                f"{full_name} is named {own_name!r}, but its entry point {name!r}. Give both the same name."
+            )
         return found
 
     def make(self, name: str) -> Any:
         """An instance of the class of this name; SlurmGPUError if there is none, or if it cannot be made."""
         if (cls := self.find(name)) is None:
             raise SlurmGPUError(
-                f"No {self.what} {name!r} is known in this Python; known are {', '.join(self.names())}. "
-                f"Install the package that brings it ({self.group} in its entry points)."
+                f"No {self.what} {name!r} is installed in this Python, which has {', '.join(self.names())}. "
+                f"Install the package that provides it (entry points {self.group})."
             )
         try:
             return cls()

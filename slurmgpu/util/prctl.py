@@ -16,7 +16,7 @@ def prctl(option: int, value: int | bytes) -> None:
 
 
 def end_with(parent: int, signum: int = signal.SIGTERM) -> None:
-    """Let the kernel send this signal to this process, a fork of the process `parent`, when that ends, however it does.
+    """Let the kernel send this signal to this process, a fork of process `parent`, when the parent ends for any reason.
 
     More exactly, when the thread that forked ends; a fork of this process gets no such signal.
     """

@@ -15,7 +15,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 GRACE_S = 2.0
-"""How long they may take to end: guards, and trackers of multiprocessing's, tidy up once this process is gone."""
+"""How long they may take to end: guards, and multiprocessing's resource trackers, clean up after this process."""
 
 REAPER = """
 import os, signal, sys, time
@@ -65,7 +65,7 @@ class _Process:
 
 
 class TreeWatch:
-    """Reads trees, and remembers which of the node's many processes are not in them."""
+    """Reads process trees, and remembers which processes of the node are not in them."""
 
     def __init__(self) -> None:
         self._foreign: set[int] = set()
@@ -92,7 +92,7 @@ class TreeWatch:
 
 
 def living(root: int) -> set[int]:
-    """The processes of a tree, as in `TreeWatch`, that have not ended."""
+    """The processes of a tree, as defined in `TreeWatch.read`, that have not ended."""
     found = {pid: process for pid in _listed() if (process := _read(pid)) is not None and not process.has_ended}
     return _members(found, root)
 
@@ -133,9 +133,9 @@ def _read(pid: int) -> _Process | None:
 
 
 def leave_with_all(code: int) -> NoReturn:
-    """End this process with `code` now, and its session and its descendants a moment later, if they do not end.
+    """End this process with `code` now, and kill its session and descendants if they do not end within a moment.
 
-    A daemon in a session of its own, whose parent has ended, stays.
+    A daemon in its own session whose parent has ended stays.
     """
     own = os.getpid()
     try:
@@ -151,6 +151,6 @@ def leave_with_all(code: int) -> NoReturn:
             assert reaper.stdout is not None
             reaper.stdout.read()  # until it has looked at them: their pids may be others' once this process is gone
     except OSError as error:
-        log.warning("what this process has started may go on without it: %s", error)
+        log.warning("processes that this one has started may continue after its end: %s", error)
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Change the process for a block: its environment, its working folder, its umask, how it looks for garbage."""
+"""Change the process for a block: its environment, working folder, umask, or garbage collection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_renew)
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let no other thread into such a block: each puts back what it found, which could be another's change."""
+    """Keep other threads out of such blocks: each restores what it found, which could be another thread's change."""
     with _lock:
         yield
 
@@ -78,7 +78,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Let Python look for garbage among new objects only, in the block.
+    """Limit garbage collection to new objects in the block.
 
     An import of PyTorch and transformers makes 400,000 objects that stay: six full collections take 0.43 of 3.65 s.
     """

@@ -20,14 +20,14 @@ SHAPES = (
 
 
 def hide_in(text: str) -> str:
-    """A text without what looks like a secret."""
+    """The text with everything that looks like a secret hidden."""
     for shape in SHAPES:
         text = shape.sub(lambda found: (found[1] if found.re.groups else "") + HIDDEN, text)
     return text
 
 
 def hidden(value: Any, name: str = "") -> Any:
-    """A JSON value with texts under names such as "api_key", and what looks like a secret, hidden."""
+    """The JSON value with texts under keys such as "api_key", and all that look like secrets, hidden."""
     if isinstance(value, Mapping):
         return {key: hidden(each, str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Files that other machines and other users change: operations that are tried again, listings without caches.
+"""Files that other machines and other users change: operations with retries, listings without caches.
 
-A network file system may answer EIO or ESTALE for a moment, show a folder as it was a minute ago, and report that an
-operation failed which has happened, when its reply was lost. These functions do not rely on one such answer. Instead
-of a file there may be a link, a FIFO or a device, which are refused before a byte of them is read.
+A network file system may return EIO or ESTALE for a moment, list a folder as it was a minute ago, and, if a reply is
+lost, report the failure of an operation that succeeded. These functions do not rely on one such answer. They refuse a
+link, a FIFO or a device in the place of a file, before they read from it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TRANSIENT = frozenset(
 """Errors of a file system that may pass within a moment."""
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 PATIENCE_S = 60.0
-"""How long an operation is tried again by default: NFS clients use a cached answer no longer than that."""
+"""How long an operation is retried by default: NFS clients use a cached answer no longer than that."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BRIEF_PATIENCE_S = 5.0
-"""How long if a user waits at a terminal, or if a file that cannot be read is left out."""
+"""How long it is retried if a user waits at a terminal, or if a file that cannot be read is left out."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MANY_BYTES = 256 << 20
 """More than any file that slurmgpu reads whole."""
@@ -60,9 +60,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
-    """The result of `operation`; it is tried again for `patience_s` while it raises a transient OSError.
+    """The result of `operation`, which is retried for `patience_s` while it raises a transient OSError.
 
-    The pauses grow. `operation` must be repeatable even if it has happened: its reply may have been lost.
+    The pauses grow. `operation` must be repeatable even after it has succeeded: its reply may have been lost.
     """
     until, pause = None, FIRST_PAUSE_S
     while True:
@@ -170,12 +170,12 @@ def why_not_own(status: os.stat_result, folder: Path) -> str | None:
 
 
 def is_own(uid: int, folder: Path) -> bool:
-    """Whether a file in a folder that this uid owns is this user's, or root's."""
+    """Whether a file in a folder with this owner uid belongs to this user or root."""
     return uid in (os.geteuid(), 0) or uid == _uid_in(folder)
 
 
 def _uid_in(folder: Path) -> int | None:
-    """The owner of files that this user makes in a folder, whom a file server may map; None if unknown."""
+    """The owner of files that this user creates in a folder, which a file server may map; None if unknown."""
     try:
         fd, path = tempfile.mkstemp(prefix=".", suffix=".owner", dir=folder)
     except OSError:
@@ -189,7 +189,7 @@ def _uid_in(folder: Path) -> int | None:
 
 
 def status_of(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> os.stat_result | None:
-    """The status of a file or a folder, through links; None if there is none. Raises an error that does not pass."""
+    """The status of a file or a folder, through links; None if there is none. Raises errors that persist."""
     try:
         return retried(lambda: os.stat(path), patience_s)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError):
@@ -218,7 +218,7 @@ def _mode_of(path: os.PathLike[str] | str, patience_s: float) -> int:
 
 
 def may(path: os.PathLike[str] | str, mode: int, patience_s: float = PATIENCE_S) -> bool:
-    """Whether this user may read (os.R_OK) or write (os.W_OK) it; unlike os.access it does not hide errors."""
+    """Whether this user may read (os.R_OK) or write (os.W_OK) `path`; unlike os.access it does not hide errors."""
 
     def look() -> bool:
         if os.access(path, mode):
@@ -231,7 +231,7 @@ def may(path: os.PathLike[str] | str, mode: int, patience_s: float = PATIENCE_S)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder, if there is none, in an existing one."""
+    """Make a folder in an existing one, unless it exists already."""
 
     def make() -> None:
         try:
@@ -293,7 +293,7 @@ def remove(path: Path, patience_s: float = PATIENCE_S) -> bool:
 
 
 def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
-    """Rename a file over another; also if the reply is lost, and the repeated request finds no source."""
+    """Rename a file over another; it succeeds also if the reply is lost and the retry finds no source."""
     identity = retried(lambda: _identity(source), patience_s)
 
     def rename() -> None:
@@ -307,7 +307,7 @@ def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
 
 
 def link_first(partial: Path, target: Path, patience_s: float = PATIENCE_S) -> bool:
-    """Make a file appear at `target` as well; False if one was there already, since the first one stays."""
+    """Make a file appear at `target` as well; False if `target` exists already: the first file stays."""
     return retried(lambda: _link(partial, target), patience_s)
 
 
@@ -320,8 +320,8 @@ def _link(partial: Path, target: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Without hard links, two tasks that do so at the same moment may both be told they were first. The file is
-        # whole in any case.
+        # Without hard links, two tasks that do this at the same moment may both get True. The file is whole in any
+        # case.
         if exists(target):
             return False
         replace(partial, target)
@@ -329,7 +329,7 @@ def _link(partial: Path, target: Path) -> bool:
 
 
 def move(source: Path, target: Path) -> None:
-    """Put a file at `target`, also on another file system, and fsync it; the reply to its renaming may be lost."""
+    """Move a file to `target`, also on another file system, and fsync it; succeeds also if the reply is lost."""
 
     def put() -> None:
         try:
@@ -339,7 +339,7 @@ def move(source: Path, target: Path) -> None:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error.filename, error.filename2 = str(target), None  # of a copy both are named, the source first
+                error.filename, error.filename2 = str(target), None  # an error of a copy names both, the source first
             raise
         with open(target, "rb") as moved:  # a copy, if it comes from another file system
             os.fsync(moved.fileno())
@@ -353,7 +353,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def exists(path: Path, patience_s: float = PATIENCE_S) -> bool:
-    """Whether there is a file of that name. Unlike pathlib's it raises an error that does not pass.
+    """Whether there is a file of that name. Unlike pathlib's it raises errors that persist.
 
     The file is opened if possible: an NFS client answers `stat` from a cache, but asks the server to open a file.
     """
@@ -374,7 +374,7 @@ def exists(path: Path, patience_s: float = PATIENCE_S) -> bool:
 
 @contextlib.contextmanager
 def naming(path: os.PathLike[str] | str) -> Iterator[None]:
-    """Add `path` to an OSError of the block that names no file, as those of reads by descriptor."""
+    """Add `path` to an OSError of the block that names no file, such as one of a read by descriptor."""
     try:
         yield
     except OSError as error:

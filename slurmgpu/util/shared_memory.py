@@ -1,4 +1,4 @@
-"""The shared memory of a tree of processes, which stays on the node if they are killed."""
+"""Find and remove the shared memory of a process tree, which stays on the node if the processes are killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIXES = ("psm_", "vllm_", "sem.mp-")
 
 
 def used_by(root: int) -> set[str]:
-    """The names of the shared memory that a process and those below it use."""
+    """The names of the shared memory that a process and its descendants use."""
     inodes: set[int] = set()
     for pid in living(root):
         try:
@@ -32,7 +32,7 @@ def used_by(root: int) -> set[str]:
 
 
 def remove(names: Iterable[str]) -> None:
-    """Remove shared memory by name, as far as it is still there."""
+    """Remove shared memory by name; names that are gone are ignored."""
     for name in names:
         if name.startswith(PREFIXES) and "/" not in name:
             with contextlib.suppress(OSError):  # the process has removed it itself, or it is another user's by now

@@ -1,4 +1,4 @@
-"""The signals by which processes have ended, and which of them are their own doing."""
+"""The signals that have ended processes, and whether a process caused its signal itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGTRAP is __builtin_trap of C on ARM, which is SIGILL on x86.
 
 
 def signal_of(code: int) -> int:
-    """The signal that a process died of by its exit code, 0 for none; shells report one as 128 + its number."""
+    """The signal that ended a process, from its exit code; 0 for none. Shells report 128 + the signal's number."""
     return -code if code < 0 else code - 128 if 128 < code < 192 else 0
 
 

@@ -6,7 +6,7 @@ import os
 
 
 def open_missing() -> None:
-    """Open /dev/null in place of those that are closed, before a file gets the number of one, and is taken for it."""
+    """Open /dev/null for each stream that is closed, before another file gets its number and is taken for it."""
     for number in range(3):
         try:
             os.fstat(number)

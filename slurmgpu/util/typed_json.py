@@ -11,7 +11,7 @@ ANY = frozenset({object})
 
 
 def check_objects(where: str, objects: Sequence[Any], wanted: Any) -> None:
-    """ValueError if an object lacks a key that the TypedDict `wanted` requires, or has a value of another type.
+    """Raise ValueError if an object lacks a key that the TypedDict `wanted` requires, or has a value of another type.
 
     Checks key by key, which is quick: there may be a million objects.
     """
@@ -25,9 +25,9 @@ def check_objects(where: str, objects: Sequence[Any], wanted: Any) -> None:
 
 
 def check_kinds(value: Mapping[str, Any], wanted: type, required: Collection[str]) -> None:
-    """ValueError if one of the keys `required` is missing, or a value is of another kind than the class `wanted` says.
+    """Raise ValueError if a key in `required` is missing, or a value has another type than the class `wanted` says.
 
-    What is in lists is checked as well, and what is in objects is not. A key that is not required may be null.
+    Elements of lists are checked, values in objects are not. A key that is not required may be null.
     """
     if lacks := [name for name in required if name not in value]:
         raise ValueError(f"it lacks {lacks[0]}")
@@ -40,7 +40,7 @@ def check_kinds(value: Mapping[str, Any], wanted: type, required: Collection[str
 
 @functools.cache
 def _kinds_of(wanted: type) -> dict[str, tuple[frozenset[type], frozenset[type]]]:
-    """The types of each key that may not be any, and those of what is in it if it may be a list; empty for any."""
+    """For each key with a restricted type: its types, and the types of the elements if it may be a list."""
     found = {}
     for name, hint in get_type_hints(wanted).items():
         hints = _hints_in(hint)

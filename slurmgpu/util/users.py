@@ -26,7 +26,7 @@ def groups_of(uid: int) -> list[int]:
 
 
 def name_in_words(uid: int) -> str:
-    """The name of a user for messages, also of one without a name here."""
+    """The name of a user for messages; its number if it has no name here."""
     return name_of(uid) or f"the user with the number {uid}"
 
 
@@ -36,9 +36,9 @@ def own_name() -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the home of a user in place of its `~` or `~NAME`; as it is where there is no such user, or home.
+    """The path with `~` or `~NAME` replaced by that user's home; unchanged if there is no such user or home.
 
-    Path.expanduser raises a RuntimeError there, also for a folder whose name begins with ~.
+    Path.expanduser raises a RuntimeError then, also for a folder whose name begins with ~.
     """
     return Path(os.path.expanduser(path))  # noqa: PTH111
 

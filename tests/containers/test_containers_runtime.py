@@ -114,7 +114,7 @@ def test_what_is_no_runtime_is_a_sentence(project, slurmgpu, bare, monkeypatch):
     said = "[container] runtime: should be 'apptainer', 'singularity', 'bare' or 'none'; found 'bear'."
     assert said in done.stderr
     entries = next(Path(bare.parent).glob("site/*.dist-info")) / "entry_points.txt"
-    for broken, reason in (("bare_runtime:Bear", "cannot be loaded"), ("builtins:dict", "no subclass of")):
+    for broken, reason in (("bare_runtime:Bear", "cannot be loaded"), ("builtins:dict", "expected a subclass of")):
         entries.write_text(f"[slurmgpu.runtimes]\nbare = {broken}\n")
         runtime_named.cache_clear()
         with pytest.raises(SlurmGPUError, match=reason):

@@ -60,7 +60,7 @@ def test_what_json_has_no_words_for_is_the_items_error(value):
     ],
 )
 def test_keys_that_json_makes_one_are_the_items_error(value, keys):
-    with pytest.raises(ValueError, match=f"column 'told': found .* the keys {keys} of a dict are one in JSON"):
+    with pytest.raises(ValueError, match=f"column 'told': found .* the keys {keys} of a dict are the same key in JSON"):
         convert(value)
 
 

@@ -221,13 +221,13 @@ def test_a_run_whose_executor_is_not_installed_is_shown(tmp_path, slurmgpu, monk
 
 def test_what_is_no_executor_is_a_sentence(site):
     entries = next(site.glob("*.dist-info")) / "entry_points.txt"
-    for broken, reason in (("spool:Spoon", "cannot be loaded"), ("builtins:dict", "no subclass of slurmgpu")):
+    for broken, reason in (("spool:Spoon", "cannot be loaded"), ("builtins:dict", "expected a subclass of slurmgpu")):
         entries.write_text(f"[slurmgpu.executors]\nspool = {broken}\n")
         with pytest.raises(SlurmGPUError, match=reason):
             EXECUTORS.make("spool")
     entries.write_text("[slurmgpu.executors]\nreel = spool:Spool\n")
-    with pytest.raises(SlurmGPUError, match=r"spool:Spool is the executor 'spool'; its entry point is named 'reel'\."):
+    with pytest.raises(SlurmGPUError, match=r"spool:Spool is named 'spool', but its entry point 'reel'\."):
         EXECUTORS.make("reel")
     entries.write_text("[slurmgpu.executors]\nspool = spool:Spool\n")
-    with pytest.raises(SlurmGPUError, match=r"No executor 'spol' is known .* known are slurm, local, debug, spool\."):
+    with pytest.raises(SlurmGPUError, match=r"No executor 'spol' is installed .* slurm, local, debug, spool\."):
         EXECUTORS.make("spol")

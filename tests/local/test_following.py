@@ -53,7 +53,7 @@ def test_a_fault_that_another_node_finds_names_that_node_and_nothing_is_claimed(
     assert [node.wait(240) for node in nodes] == [1, 0]
     [record] = records(run_folder)
     assert (record["failure"], record["bad_node"]) == ("gpu_fault", "second")
-    assert record["message"] == "second: asked for 1 GPU, CUDA_VISIBLE_DEVICES shows 0 (none)"
+    assert record["message"] == "second: asked for 1 GPU, CUDA_VISIBLE_DEVICES has 0 (none)"
     assert not list((run_folder / "run" / "claims").iterdir())
 
 

@@ -38,11 +38,11 @@ def undisturbed(tmp_path_factory, slurmgpu):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "without a fault. It takes one or several"),
-        ("crash@3,", "there are kill@17, preempt@17, timeout, "),
+        ("", "is empty. Name one or more faults"),
+        ("crash@3,", "The faults are kill@17, preempt@17, timeout, "),
         ("crsh@3", "there is no fault 'crsh'. Did you mean 'crash'?"),
-        ("crash", "crash needs the number of the item that it happens at, counted from 0: crash@17."),
-        ("damage@last", "damage needs the number of the shard that it happens at, counted from 0: damage@2."),
+        ("crash", "crash needs the number of one item, counted from 0, such as crash@17."),
+        ("damage@last", "damage needs the number of one shard, counted from 0, such as damage@2."),
         ("timeout@3", "timeout takes no number. Write timeout alone."),
     ],
 )
@@ -62,10 +62,10 @@ def test_faults_are_kept_once_and_in_the_order_in_which_they_strike():
     [
         ((), "crash@100", "this run has no item 100. Its items are 0 to 99."),
         ((), "damage@13", "this run has no shard 13. Its shards are 0 to 12."),
-        ((), "oom@3,error@3", "an item has one fault."),
+        ((), "oom@3,error@3", "an item can have only one fault."),
         (("--set", "item_s=0"), "oom@99", None),
         (("--executor", "debug"), "kill@3", "which with the executor debug is your own"),
-        (("--executor", "slurm"), "error@3", "On this machine the same code meets the same faults: --executor local."),
+        (("--executor", "slurm"), "error@3", "Inject the same faults on this machine: --executor local."),
     ],
 )
 def test_a_fault_that_could_not_happen_is_refused_before_anything_is_written(project, slurmgpu, argv, faults, said):
@@ -79,7 +79,7 @@ def test_a_fault_that_could_not_happen_is_refused_before_anything_is_written(pro
 def test_a_batch_that_is_too_large_needs_a_batch(project, slurmgpu):
     folder = project(8, batch_size=1)
     said = slurmgpu(*LOCAL, "--inject", "oom@3", cwd=folder, expect=2).stderr
-    assert "An item that never fits is cuda_oom@3." in said
+    assert "For an item that never fits into memory, use cuda_oom@3." in said
 
 
 def test_what_a_run_survives_changes_no_byte_and_what_fails_costs_its_item_alone(project, undisturbed):
@@ -99,11 +99,11 @@ def test_what_a_run_survives_changes_no_byte_and_what_fails_costs_its_item_alone
     assert len(ended["published"]) == 1
     assert ended["started"] < ended["end_time"]
     assert read_directory(folder / "run" / "shards" / "00005.h5").notes["oom_batch"] == 1
-    of_kill = "a worker was killed with item 60 in flight; another one went on, and item 60 has its row"
+    of_kill = "a worker was killed with item 60 in flight; another worker continued, and item 60 has its row"
     assert f"\nkill@60: {of_kill}\n" in output
-    of_end = f"the walltime of {ended['attempt']} ended early (timeout); it published 1 shard, and took no more"
+    of_end = f"the walltime of {ended['attempt']} ended early (timeout); it published 1 shard and claimed no more"
     assert f"\ntimeout: {of_end}\n" in output
-    assert "; shard 5 went on in batches of at most 1, and item 41 has its row\n" in output
+    assert "; shard 5 continued with batches of at most 1, and item 41 has its row\n" in output
     assert "\nevery other item has its row.\n" in output
 
 
@@ -118,16 +118,16 @@ def test_items_that_cannot_be_computed_fail_alone_in_the_class_of_their_fault(pr
     assert classes[77][1].startswith("RuntimeError: error@77 was injected (")
     [record] = records(folder)
     assert [death["items"] for death in record["deaths"]] == [[16, 19], [17]]
-    said = "2 workers died of item 17; it is quarantined, and its row says crash: the worker died by SIGSEGV"
+    said = "item 17 killed 2 workers; it is quarantined, and its row says crash: the worker died by SIGSEGV"
     assert f"crash@17: {said}\n" in done.stderr
     assert "rehearsal: faults were injected: cuda_oom@40, error@77, crash@17" in done.stdout
-    assert done.stderr.endswith("1 more failed by themselves; every other item has its row.\n")
+    assert done.stderr.endswith("1 more failed without an injected fault; every other item has its row.\n")
     # A report lists the first failed items only.
     found = report(folder)
     verdicts = judge(Run.open(folder / "run"), {**found, "errors": found["errors"][:2], "n_errors": 100})
     assert all(verdict.kept for verdict in verdicts)
-    assert "; item 77 is behind the failed items that the report lists" in verdicts[1].text
-    assert verdicts[-1].text.startswith("99 more failed by themselves")
+    assert "; item 77 comes after the last failed item that the report lists" in verdicts[1].text
+    assert verdicts[-1].text.startswith("99 more failed without an injected fault")
 
 
 def test_what_a_fault_leaves_is_computed_by_the_next_submission_which_goes_on_with_the_faults(
@@ -138,16 +138,16 @@ def test_what_a_fault_leaves_is_computed_by_the_next_submission_which_goes_on_wi
     done = slurmgpu(*LOCAL, *faults, cwd=folder, expect=3)
     assert [hole["shard"] for hole in report(folder)["missing"]] == list(range(13))
     assert (
-        "damage@0: a byte of shard 0 was turned over on disk; the merge has found it, and set the shard aside"
+        "damage@0: a byte of shard 0 was flipped on disk; the merge found the damage and set the shard aside"
         in done.stderr
     )
     assert "kill@90: it has not happened so far" in done.stderr
     assert "without a row so far: 100 items. To compute the rest: slurmgpu resubmit " in done.stderr
     done = slurmgpu("resubmit", "run", cwd=folder, expect=3)
-    assert "local2_0.0 got SIGTERM with item 70 in flight (preempted), and gave shard 8 back" in done.stderr
+    assert "local2_0.0 got SIGTERM with item 70 in flight (preempted) and released shard 8" in done.stderr
     done = slurmgpu("resubmit", "run", cwd=folder, expect=0)
     assert datasets(folder) == undisturbed
-    assert "the merge has found it, and local2_0.0 computed the shard again" in done.stderr
+    assert "the merge found the damage, and local2_0.0 recomputed the shard" in done.stderr
     assert "(preempted); local3_0.0 computed shard 8, and item 70 has its row" in done.stderr
     assert [death["class"] for death in records(folder)[-1]["deaths"]] == ["crash"]
     assert [len((folder / "run" / "injected" / name).read_text().splitlines()) for name in ("timeout", "kill@90")] == [
@@ -161,7 +161,7 @@ def test_a_fault_of_a_look_is_lifted_by_the_number_of_its_item(project, slurmgpu
     look = ("submit", "--items", "30:38", "--executor", "debug", "--gpus", "0")
     slurmgpu(*look, "--inject", "error@33", cwd=folder, expect=0)
     done = slurmgpu("resubmit", "run-look", "--failed", cwd=folder, expect=0)
-    assert "error@33: the workload raised for item 33; item 33 has its row from debug2_0.0, into which" in done.stderr
+    assert "error@33: the workload raised for item 33; item 33 has its row from debug2_0.0, which ran" in done.stderr
     assert "not as promised" not in done.stderr
 
 
@@ -175,7 +175,7 @@ def test_resubmissions_of_the_merge_go_on_with_the_faults_and_failed_items_compu
     assert "error@30: the workload raised for item 30; its row says item_error: RuntimeError" in done.stderr
     done = slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
     check_rows(folder, 40)
-    assert "item 30 has its row from debug3_0.0, into which nothing was injected" in done.stderr
+    assert "item 30 has its row from debug3_0.0, which ran without this fault" in done.stderr
 
 
 @pytest.mark.nightly
@@ -187,7 +187,10 @@ def test_several_processes_meet_faults_as_one_does(project, slurmgpu):
     done = slurmgpu("resubmit", "run", cwd=folder, expect=0)
     check_rows(folder, 24)
     assert report(folder)["failures"] == {"preempted": 1}
-    assert "oom@3: memory was short for 4 items, 3 among them; shard 0 went on in batches of at most 1" in done.stderr
+    assert (
+        "oom@3: out of memory with 4 items in the batch, including 3; shard 0 continued with batches of at most 1"
+        in done.stderr
+    )
     assert "local2_0.0 computed shard 1, and item 10 has its row" in done.stderr
 
 
@@ -198,7 +201,8 @@ def test_an_item_whose_progress_is_kept_goes_on_from_there(project, slurmgpu):
     done = slurmgpu("resubmit", "run", cwd=folder, expect=0)
     check_counts(folder, 4, 6)
     assert (
-        "kill@0: a worker was killed with item 0 in flight; another one went on, and item 0 has its row" in done.stderr
+        "kill@0: a worker was killed with item 0 in flight; another worker continued, and item 0 has its row"
+        in done.stderr
     )
     assert "local2_0.0 computed shard 1, and item 1 has its row" in done.stderr
 
@@ -243,5 +247,5 @@ def test_a_promise_that_was_not_kept_is_told(rehearsed, fault):
 def test_a_run_that_did_not_keep_its_promise_or_met_no_fault_ends_with_code_1(project, slurmgpu):
     folder = project(13)  # the last one is left over when batches of four are cut
     done = slurmgpu("submit", "--executor", "debug", "--gpus", "0", "--inject", "oom@12", cwd=folder, expect=1)
-    assert "oom@12: it did not happen: the workload was never called with it" in done.stderr
+    assert "oom@12: it did not happen: the workload was never called with this item" in done.stderr
     check_rows(folder, 13)

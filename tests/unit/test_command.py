@@ -1651,7 +1651,7 @@ def test_serve_answers_by_a_function(tmp_path, monkeypatch, capfd):
     assert first == {"n": 1, "seed": asked[0].seed % 1000, "v": [1, 2]}
     assert str(second) == "ValueError: too bad"
     assert third["n"] == 3
-    assert str(fourth) == "ValueError: the keys 1 and '1' of a dict are one in JSON; make them differ"
+    assert str(fourth) == "ValueError: the keys 1 and '1' of a dict are the same key in JSON; make them differ"
     said = capfd.readouterr().err
     assert "items 0..3 | scoring ccc\n" in said
     assert "items 0..3 | Traceback" in said
