@@ -1,4 +1,4 @@
-"""Language models: engines, prompts and answers, and sizes and placement of models without loading them.
+"""Language models: engines, prompts, answers, and the size and placement of models without loading them.
 
 `engines` opens one, `settings` checks what workloads set. May import: its folders and util; torch and transformers.
 """

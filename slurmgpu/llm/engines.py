@@ -6,7 +6,7 @@ from slurmgpu.llm.interface.engine import Engine, EngineOptions, Place
 
 
 def open_engine(options: EngineOptions, place: Place) -> Engine:
-    """The engine of the options, with its model loaded."""
+    """The engine named in the options, with its model loaded."""
     if options.engine == "vllm":
         from slurmgpu.llm.vllm_engine.engine import VllmEngine
 

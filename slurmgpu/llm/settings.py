@@ -24,7 +24,7 @@ EngineName = Literal["transformers", "vllm", "server"]
 
 
 class TextSettings(TypedDict, total=False):
-    """The settings of prompts of text that workloads with a `prompt` share."""
+    """The settings of text prompts that workloads with a `prompt` share."""
 
     template_format: TemplateFormat
     fewshot: str | list[dict[str, Any]]
@@ -35,7 +35,7 @@ class TextSettings(TypedDict, total=False):
 
 
 class PromptSettings(TextSettings, total=False):
-    """The settings of prompts, with those of images beside text."""
+    """The settings of prompts, including images with text."""
 
     images: str
     image_folder: str
@@ -92,9 +92,10 @@ def prompts_of(
     given: Mapping[str, Any] = NO_VALUES,
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Prompts:
-    """The prompts of the settings; SlurmGPUError for a wrong one.
+    """The prompts from the settings; SlurmGPUError for a wrong one.
 
-    `given` are values in templates beside the items', and `named` renames the fields of an example, as those of items.
+    `given` are values for templates in addition to the items' fields; `named` renames the fields of examples like those
+    of items.
     """
     fewshot = fewshot_of(
         settings.get("fewshot"),
@@ -142,7 +143,7 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
 
 
 def check_engine(settings: Mapping[str, Any]) -> None:
-    """Refuse wrong settings of the engine, whatever the model."""
+    """Refuse wrong settings of the engine, independently of the model."""
     check_choice("engine", settings.get("engine", "transformers"), EngineName)
     check_choice("precision", settings.get("precision", "bf16"), Precision)
     check_choice("batching", settings.get("batching", "auto"), Batching)
@@ -150,16 +151,16 @@ def check_engine(settings: Mapping[str, Any]) -> None:
         raise SlurmGPUError(f'cuda_graphs is {graphs!r}; expected true, false or "auto".')
     if settings.get("compile") and graphs is False:
         raise SlurmGPUError(
-            "compile is true, which compiles what CUDA graphs replay, and cuda_graphs is false. Remove one."
+            "compile is true, which only compiles steps for CUDA graphs, and cuda_graphs is false. Remove one of them."
         )
     if choice_of(settings) is not None and settings.get("batching") == "continuous":
         raise SlurmGPUError(
-            'batching is "continuous", whose batches share what prompts have in common, and adapters by field compute '
-            "that differently. Remove batching."
+            'batching is "continuous", which shares prefixes between requests, but each adapter computes a prefix '
+            "differently. Remove batching."
         )
     if settings.get("adapter") is not None and settings.get("engine", "transformers") not in ("transformers", "vllm"):
         raise SlurmGPUError(
-            f"adapter is set, and engine is {settings['engine']!r}; adapters are added by transformers and vLLM. "
+            f"adapter is set, and engine is {settings['engine']!r}; only transformers and vLLM load adapters. "
             f"Remove engine, or merge the adapter into its model with peft, and set model to the result."
         )
     check_server(settings)
@@ -170,23 +171,25 @@ def check_engine(settings: Mapping[str, Any]) -> None:
 
 
 def _check_images(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that do not go with `images`."""
+    """Refuse settings that contradict `images`."""
     if "images" not in settings:
         if "image_folder" in settings:
-            raise SlurmGPUError("image_folder is set, and images is not: the field of the items that holds images.")
+            raise SlurmGPUError("image_folder is set, and images is not. Set images to the item field with images.")
         return
     if not settings["images"]:
-        raise SlurmGPUError('images is empty; expected the field of the items that holds images, such as "path".')
+        raise SlurmGPUError('images is empty; expected the name of the item field with images, such as "path".')
     if settings.get("batching") == "continuous":
-        raise SlurmGPUError('batching is "continuous", whose batches take no images. Remove batching.')
+        raise SlurmGPUError('batching is "continuous", which does not support images. Remove batching.')
     if settings.get("chat") is False:
-        raise SlurmGPUError("chat is false, and only a chat template gives images their place. Remove chat.")
+        raise SlurmGPUError(
+            "chat is false, and images is set: only a chat template has a place for images. Remove chat."
+        )
     if wrong := next((name for name in ("adapter", "truncation_side") if name in settings), None):
         raise SlurmGPUError(f"{wrong} is set, which is for prompts without images. Remove it, or images.")
 
 
 def check_temperature(name: str, value: float, settings: Mapping[str, Any]) -> None:
-    """Refuse a temperature that the engine of the settings does not compute with."""
+    """Refuse a temperature that the engine in the settings does not support."""
     if settings.get("engine") == "vllm" and (problem := vllm_refuses(value)) is not None:
         raise SlurmGPUError(problem.replace("temperature", name, 1) + ".")
 
@@ -197,7 +200,7 @@ def check_max_tokens(max_tokens: int, options: EngineOptions) -> None:
     if context is not None and max_tokens >= context:
         whose = "max_context" if options.max_context == context else "the model's context"
         raise SlurmGPUError(
-            f"max_tokens is {max_tokens}, and {whose} of {context} tokens must hold prompt and answer; expected less."
+            f"max_tokens is {max_tokens}, and prompt and answer must fit {whose} of {context} tokens; expected less."
         )
 
 
@@ -207,7 +210,7 @@ def sampling_names() -> set[str]:
 
 
 def check_scored(settings: SamplingSettings, others: Collection[str]) -> None:
-    """Refuse settings of free answers with method = "score": those of sampling, and the set ones in `others`."""
+    """Refuse settings for free answers with method = "score": sampling settings, and the set ones in `others`."""
     if wrong := [*others, *sorted(sampling_names() & settings.keys())]:
         raise SlurmGPUError(
             f"{wrong[0]} is set, and method is 'score', which generates no text; it needs method = \"parse\". Remove "
@@ -231,7 +234,7 @@ def sampling(settings: SamplingSettings, **defaults: Any) -> Sampling:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's."""
+    """Refuse a value that is not one of a Literal's."""
     if value not in get_args(choices):
         raise SlurmGPUError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}.")
 

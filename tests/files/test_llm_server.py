@@ -131,7 +131,7 @@ def test_the_ends_and_the_parts_of_answers_are_those_of_all_servers(opened, monk
     *found, refused, parts, shapes = answers(opened(), *(f"ends by {word}" for word in words), "in parts", "in shapes")
     assert [output.finish_reason for output in found] == ["stop"] * 4 + ["length"]
     assert [output.text for output in found] == [f"ends by {word}" for word in words[:-1]]
-    assert refused.error == "the server ended the answer by 'tool_calls'"
+    assert refused.error == "the server ended the answer with 'tool_calls'"
     assert parts.text == "in parts"
     assert shapes.error.startswith("the server failed, with status 200: {")
 
@@ -150,7 +150,7 @@ def test_items_that_end_the_server_fail_alone(opened, counts, monkeypatch):
     for number, output in enumerate(found):
         if number in (7, 21):
             assert "ended with exit code 3" in output.error or "does not answer" in output.error
-            assert output.error.endswith("each of 3 times that it computed this item")
+            assert output.error.endswith("in each of 3 tries to compute this item")
         else:
             assert (output.text, output.error) == (texts[number], None)
     assert counts().count("started") <= 7
@@ -172,7 +172,7 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(opened, co
 
 def test_a_server_that_ends_whatever_it_is_asked_ends_the_worker(opened):
     engine = opened(concurrency=1)
-    with pytest.raises(WorkerBrokenError, match="7 times without an answer between"):
+    with pytest.raises(WorkerBrokenError, match="7 times without an answer in between"):
         list(engine.generate(asked(*["deadly"] * 9)))
 
 
@@ -207,7 +207,7 @@ def test_a_server_that_is_stopped_does_not_answer_and_one_that_computes_has_time
         with pytest.raises(server_process.ServerEndedError, match=r"has not answered for 0\.3 s"):
             engine._server.settle(engine._client, 0.3)
         there = engine_options("small", {"engine": "server", "url": engine._client.url})
-        with pytest.raises(SlurmGPUError, match=r"no server can be used there: .* does not answer: timed out"):
+        with pytest.raises(SlurmGPUError, match=r"the server there cannot be used: .* does not answer: timed out"):
             open_engine(there, Place("cpu"))
     finally:
         os.kill(engine._server._process.pid, signal.SIGCONT)
@@ -267,7 +267,7 @@ def test_a_running_server_is_asked_by_its_url_with_the_key_and_the_one_models_na
     other.close()
     engine._server.check()
     nowhere = engine_options("small", {"engine": "server", "url": "http://127.0.0.1:9"})
-    with pytest.raises(SlurmGPUError, match=r"no server can be used there: .*127.0.0.1:9 does not answer"):
+    with pytest.raises(SlurmGPUError, match=r"the server there cannot be used: .*127.0.0.1:9 does not answer"):
         open_engine(nowhere, Place("cpu"))
 
 
@@ -308,10 +308,10 @@ def test_a_running_server_that_does_not_come_back_or_stays_unhealthy_ends_the_wo
     settings = {"engine": "server", "url": server._client.url}
     engine = open_engine(engine_options("small", settings), Place("cpu"))
     (tmp_path / "unhealthy").touch()
-    with pytest.raises(WorkerBrokenError, match=r"http://127.* is not healthy, for 0\.05 s"):
+    with pytest.raises(WorkerBrokenError, match=r"http://127.* is not healthy, for more than 0\.05 s"):
         answers(engine, "drops")
     server.close()
-    with pytest.raises(WorkerBrokenError, match=r"http://127.* does not answer: .*, for 0\.05 s"):
+    with pytest.raises(WorkerBrokenError, match=r"http://127.* does not answer: .*, for more than 0\.05 s"):
         answers(engine, "one")
 
 
@@ -330,7 +330,7 @@ def test_a_server_that_a_proxy_says_is_away_is_waited_for(opened, counts, monkey
 
 @pytest.mark.parametrize("key", ["SECRET\nx", "SECRET\x00x", "SECRET\u20acx"])
 def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key):
-    with pytest.raises(SlurmGPUError, match="a character in place 7 that a header cannot have") as found:
+    with pytest.raises(SlurmGPUError, match="a character at position 7 that an HTTP header cannot hold") as found:
         http_client.Client("http://a", key)
     assert "SECRET" not in str(found.value)
 
@@ -363,7 +363,7 @@ def test_images_go_as_data_urls_and_a_bad_one_is_its_items_error(opened, tmp_pat
 
 def test_log_probabilities_are_given_where_the_server_tells_them(opened, monkeypatch):
     [output] = answers(opened(), "one", logprobs=True)
-    assert output.error == "the server gave no log-probabilities; set logprobs = false, or use another server"
+    assert output.error == "the server returned no log-probabilities; set logprobs = false, or use another server"
     monkeypatch.setenv("TELLS", "1")
     for chat in (True, False):
         [output] = answers(opened(chat=chat), "one", logprobs=True)
@@ -402,8 +402,8 @@ def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, o
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "needs one of two: serve, .* Neither is set"),
-        ({"serve": BY_PORT, "url": "http://a"}, "Both are set"),
+        ({}, "needs serve or url, and neither is set"),
+        ({"serve": BY_PORT, "url": "http://a"}, "both are set"),
         ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT"),
         ({"url": "http://host:abc"}, "url is 'http://host:abc'; expected http://HOST:PORT"),
         ({"url": "http://host:70000"}, "url is 'http://host:70000'; expected http://HOST:PORT"),
@@ -412,10 +412,10 @@ def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, o
         ({"url": "https://host/v1?key=secret"}, "^url is 'https://host/v1?...'; .*the plan would show"),
         ({"url": "https://host#secret"}, "^url is 'https://host?...'; .*SLURMGPU_SERVER_KEY"),
         ({"serve": []}, "serve is empty"),
-        ({"serve": ["a", "{model}"]}, "serve needs one of {port} and {socket}"),
-        ({"serve": ["a", "{port}", "{socket}"]}, "serve needs one of {port} and {socket}"),
+        ({"serve": ["a", "{model}"]}, "serve needs {port} or {socket}"),
+        ({"serve": ["a", "{port}", "{socket}"]}, "serve needs {port} or {socket}"),
         ({"serve": ["a", "{port}", "{modle}"]}, "serve has {modle}. Did you mean 'model'?"),
-        ({"serve": BY_PORT, "precision": "fp32"}, "precision is set, and .* the server decides that"),
+        ({"serve": BY_PORT, "precision": "fp32"}, "precision is set, but .* the server decides that"),
         ({"url": "http://a", "revision": "main"}, "revision is set"),
         ({"url": "http://a", "truncation_side": "left"}, "truncation_side is set"),
         ({"serve": BY_PORT, "concurrency": 0}, "concurrency is 0; expected at least 1"),
@@ -455,7 +455,7 @@ def test_examples_are_turns_of_a_chat_or_in_the_text_and_a_grammar_is_refused(op
     turns = [(turn["role"][0], turn["content"]) for turn in chat["messages"]]
     assert turns == [("s", "S"), ("u", "Q1"), ("a", " A1"), ("u", "Q2"), ("a", " A2"), ("u", "Q3")]
     with pytest.raises(
-        SlurmGPUError, match="grammar is set, which engine = 'server' cannot follow; expected engine = 'tr"
+        SlurmGPUError, match="grammar is set, and engine = 'server' does not support it; expected engine = 'tr"
     ):
         Generate(model=folder, prompt="{text}", engine="server", serve=BY_PORT, grammar="a").place(Share(0))
 
@@ -476,9 +476,7 @@ def test_a_server_is_asked_for_a_form_and_one_that_ignores_it_is_seen(opened, fo
     found = {each.id: each for each in engine.generate([good, bad])}
     assert (found[0].text, found[0].error) == ("yes", None)
     kind = next(iter(form))
-    assert (
-        found[1].error == f"the answer is {'maybe' * 9!r}, which {kind} does not allow: the server does not follow it"
-    )
+    assert found[1].error == f"the answer is {'maybe' * 9!r}, which {kind} does not allow: the server ignores {kind}"
 
 
 def test_a_schema_goes_as_the_response_format_and_answers_of_other_types_are_errors(opened, folder):

@@ -79,7 +79,7 @@ def test_each_item_has_the_adapter_that_its_field_names_whatever_is_in_the_batch
     rows = generate([*items, Item(99, {"text": "a", "lang": "es"}), Item(100, {"text": "a"})])
     assert [row["text"] for row in rows[:-2]] == [expected[name or "", text][0] for name, text in asked]
     assert [str(row) for row in rows[-2:]] == [
-        "field 'lang' holds 'es', which is no name of adapters: de, fr",
+        "field 'lang' holds 'es'; expected a name in adapters: de, fr",
         "no field 'lang', which names the adapter. Known: text.",
     ]
     again = generate(items[::-1])
@@ -100,7 +100,7 @@ def test_each_item_has_the_adapter_that_its_field_names_whatever_is_in_the_batch
     ("settings", "said"),
     [
         ({"adapter": "{lang}"}, "a field of items, and adapters is not set"),
-        ({"adapters": {"de": "x"}}, "adapters has 1 adapters by name, and adapter is None"),
+        ({"adapters": {"de": "x"}}, "adapters has 1 names, and adapter is None"),
         ({"adapter": "{lang}", "adapters": {"de": "x"}, "batching": "continuous"}, "Remove batching"),
     ],
 )
@@ -126,7 +126,7 @@ def test_what_is_no_lora_adapter_is_refused_when_it_is_planned(folders, tmp_path
     for adapter, said in (
         (tmp_path / "nowhere", "there is no folder"),
         (model, "it is a whole model: set model to it, without adapter"),
-        (prefix, "is of the kind PREFIX_TUNING; expected LORA"),
+        (prefix, "has the type PREFIX_TUNING; expected LORA"),
         (bare, "lacks adapter_model.safetensors"),
     ):
         with pytest.raises(SlurmGPUError) as raised:
@@ -138,9 +138,7 @@ def test_an_adapters_folder_that_is_given_as_model_is_explained(folders):
     model, adapters = folders
     with pytest.raises(SlurmGPUError) as raised:
         find_model(str(adapters["de"]))
-    assert f"is a LoRA adapter, which changes a model and is none; expected model = '{model}' and adapter" in str(
-        raised.value
-    )
+    assert f"is a LoRA adapter, not a whole model; expected model = '{model}' and adapter" in str(raised.value)
 
 
 def test_an_adapter_of_another_model_is_refused_with_the_one_that_it_was_trained_on(folders, tmp_path):
@@ -157,7 +155,7 @@ def test_an_adapter_of_another_model_is_refused_with_the_one_that_it_was_trained
 def test_an_adapted_model_is_in_one_process_and_not_quantised(folders):
     model, adapters = folders
     adapted = Generate(model=str(model), prompt="{text}", max_tokens=4, adapter=str(adapters["de"]))
-    with pytest.raises(SlurmGPUError, match="adapters are added to a model in one process"):
+    with pytest.raises(SlurmGPUError, match="a model with adapters runs in one process"):
         adapted.place(Share(2, processes="per-gpu"))
     quantised = Generate(model=f"{model}-8bit", prompt="{text}", max_tokens=4, adapter=str(adapters["de"]))
     with pytest.raises(SlurmGPUError, match=r"is quantised; expected a model in bf16"):

@@ -32,7 +32,7 @@ def nothing(tmp_path_factory):
         ({"labels": ["hate"]}, "labels has 1: ['hate']; expected at least 2."),
         ({"labels": ["ok", "ok"]}, "labels holds 'ok' twice"),
         ({"labels": {"ok": "fine", "": "?"}}, "labels holds ''; expected a text to choose."),
-        ({"prompt": None}, "neither is set, expected one of them"),
+        ({"prompt": None}, "neither is set"),
         ({"prompt": "Which of {labels}?"}, "has no field"),
         ({"choices": ["A"]}, "choices has 1 texts for 2 labels; expected one for each."),
         ({"choices": ["A", "A"]}, "choices holds 'A' twice"),

@@ -113,8 +113,8 @@ BERT = {"model_type": "bert", "hidden_size": 384, "max_position_embeddings": 512
         ({"model": ""}, "there is no folder ''"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
         ({"model": "package:no_such_package"}, "there is no package 'no_such_package' here"),
-        ({"model": "package:not-a-name"}, "use the name for `import`"),
-        ({"model": "package:json"}, "package 'json' has 0 folders of models: none; expected one"),
+        ({"model": "package:not-a-name"}, "correct the name, which is for `import`"),
+        ({"model": "package:json"}, "package 'json' has 0 model folders: none; expected one"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(tmp_path, settings, sentence):
@@ -269,7 +269,9 @@ def test_a_hub_model_is_described_by_the_hubs_cache_when_there_is_no_network(tmp
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     assert run_python(code.replace("NAME", "encoder"), **offline) == "(384,)"
     refused = run_python(code.replace("NAME", "nothing"), **offline)
-    assert refused.startswith("SlurmGPUError embed: model 'lab/nothing' is no folder here, and neither on the hub")
+    assert refused.startswith(
+        "SlurmGPUError embed: model 'lab/nothing' is neither a folder here nor in the hub's cache"
+    )
 
 
 # Rows, on tiny encoders.

@@ -44,7 +44,7 @@ def sums(n, seed=0):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"prompt": None}, "neither is set, expected one of them"),
+        ({"prompt": None}, "neither is set"),
         ({"prompt": "{a}+{"}, "prompt: found '{' in line 1; expected a field"),
         ({"n": 0}, "n is 0; expected at least 1 answer for each item."),
         ({"n": 4}, "n = 4 answers with temperature = 0 would all be the same"),
@@ -56,9 +56,12 @@ def sums(n, seed=0):
         ({"max_tokens": 0}, "max_tokens is 0; expected at least 1."),
         (
             {"max_tokens": 2048},
-            "max_tokens is 2048, and the model's context of 2048 tokens must hold prompt and answer",
+            "max_tokens is 2048, and prompt and answer must fit the model's context of 2048 tokens",
         ),
-        ({"max_tokens": 80, "max_context": 64}, "max_tokens is 80, and max_context of 64 tokens must hold"),
+        (
+            {"max_tokens": 80, "max_context": 64},
+            "max_tokens is 80, and prompt and answer must fit max_context of 64 tokens",
+        ),
         ({"stop": [""]}, "stop holds an empty text"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of 'bf16', 'fp16', 'fp32'."),
         ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm', 'server'."),

@@ -268,11 +268,11 @@ def test_a_bad_image_is_its_items_error_and_its_neighbours_are_computed(engines,
         "nowhere.png": "cannot be read: No such file or directory",
         ".": "cannot be read: Is a directory",
         "empty.png": "is empty: it has 0 bytes",
-        "text.png": "cannot be read: it has no format that Pillow knows",
+        "text.png": "cannot be read: Pillow does not know its format",
         "cut.jpg": "cannot be read: image file is truncated",
         "thin.png": "has 40 × 2 pixels; expected at least 4 in each direction",
         "bomb.png": "cannot be read: Image size (10000000000 pixels) exceeds limit",
-        "grey.png": "has greys of more than 8 bits (I;16)",
+        "grey.png": "has more than 8 bits of grey (I;16)",
     }
     sources = [good, *(str(tmp_path / name) for name in cases), good]
     first, *bad, last = answers(engines["llava"], requests_of([Prompt("?", images=(source,)) for source in sources]))
@@ -327,14 +327,14 @@ def test_a_field_holds_paths_or_bytes_as_hugging_face_has_them():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"images": ""}, "images is empty; expected the field"),
+        ({"images": ""}, "images is empty; expected the name of the item field"),
         ({"images": None, "prompt": "What?"}, "prompt is 'What?', which has no field"),
         ({"images": None, "image_folder": "x"}, "image_folder is set, and images is not"),
         ({"image_folder": "/nowhere"}, "image_folder: there is no folder /nowhere"),
-        ({"chat": False}, "chat is false, and only a chat template gives images their place"),
+        ({"chat": False}, "chat is false, and images is set: only a chat template has a place for images"),
         ({"truncation_side": "left"}, "truncation_side is set, which is for prompts without images"),
         ({"adapter": "/nowhere"}, "adapter is set, which is for prompts without images"),
-        ({"batching": "continuous"}, 'batching is "continuous", whose batches take no images'),
+        ({"batching": "continuous"}, 'batching is "continuous", which does not support images'),
         ({"engine": "server", "url": "http://h:1", "image_folder": "/nowhere"}, "there is no folder /nowhere"),
     ],
 )
@@ -347,11 +347,9 @@ def test_a_setting_that_does_not_go_with_images_is_refused_in_a_sentence(folders
 
 def test_a_model_without_images_and_images_without_a_model_for_them_are_refused(folders, tmp_path):
     text_only = str(make_llama(tmp_path / "model"))
-    with pytest.raises(SlurmGPUError, match=r"takes no images: .* has neither of preprocessor_config.json"):
+    with pytest.raises(SlurmGPUError, match=r"takes no images: .* has neither preprocessor_config.json"):
         Generate(model=text_only, prompt="What?", images="image").place(Share(0))
-    with pytest.raises(
-        SlurmGPUError, match="has the type llava, which transformers loads for images beside text alone"
-    ):
+    with pytest.raises(SlurmGPUError, match="has the type llava, which transformers loads only for images with text"):
         Generate(model=str(folders["llava"]), prompt="{text}").place(Share(0))
     with pytest.raises(SlurmGPUError, match="has the type llava, which AutoModelForCausalLM of transformers does not"):
         engine(folders["llava"], images=False)

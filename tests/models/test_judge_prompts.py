@@ -164,7 +164,7 @@ def test_a_judge_that_must_choose_gives_a_verdict_on_every_item(llama):
         ),
         ({"rubric": "yes-no", "choices": ["Yes", "No"]}, "choices is set, and method is 'score'"),
         ({"choices": ["Y"], "regex": "Y"}, "choices and regex are both set"),
-        ({"regex": "Y", "stop": ["N"]}, "stop is set, and regex says where an answer ends"),
+        ({"regex": "Y", "stop": ["N"]}, "stop is set, but regex already defines where an answer ends"),
     ],
 )
 def test_a_form_that_no_verdict_could_have_is_refused(llama, settings, said):

@@ -102,9 +102,9 @@ def test_a_template_without_system_messages_is_told_of_once(tmp_path, caplog):
         for _ in range(2):
             assert made.render(Prompt("1", system="be")) == ("be\n\n1", True)
     assert [record.getMessage() for record in caplog.records if "takes no system message" in record.getMessage()] == [
-        "the chat template takes no system message (no); it goes before the user's first"
+        "the chat template takes no system message (no); putting it before the user's first message"
     ]
-    with pytest.raises(PromptError, match="refuses the messages: no"):
+    with pytest.raises(PromptError, match="rejects the messages: no"):
         made.render(Prompt(messages=({"role": "assistant", "content": "1"},)))
 
 
@@ -218,12 +218,14 @@ def test_an_answer_with_tokens_that_its_text_lacks_goes_on_with_them_or_is_refus
     found, encoded = going_on(made, tokenizer, "[THINK]3\n3[/THINK]\n6\n7</s>", "3\n3\n6\n")
     assert found == "[THINK]3\n3[/THINK]\n6\n"
     assert encoded.request.prompt.generated.hidden  # no other path shares its steps
-    with pytest.raises(PromptError, match=r"go on behind '3\\n' as it did: it generated '\[THINK\]', which the text"):
+    with pytest.raises(
+        PromptError, match=r"continued after '3\\n': the model generated '\[THINK\]' there, which the answer's"
+    ):
         going_on(made, tokenizer, "[THINK]3\n4[/THINK]\n6", "3\n")
 
 
 def test_an_answer_of_two_messages_is_not_gone_on_with(tmp_path):
     made, tokenizer = codec(tmp_path, special=HARMONY, template=HARMONY_TEMPLATE)
     said = f"{ANALYSIS}<|channel|>final<|message|>4\n<|end|><|start|>assistant<|channel|>final<|message|>6\n7"
-    with pytest.raises(PromptError, match="the text of its answer does not show"):
+    with pytest.raises(PromptError, match="the answer's text does not show"):
         going_on(made, tokenizer, said, "4\n6\n")

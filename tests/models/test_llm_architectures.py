@@ -106,7 +106,7 @@ def test_a_model_whose_cache_has_another_name_goes_on_from_its_state(tmp_path, n
 
 def test_a_model_without_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "openai-gpt"}))
-    with pytest.raises(SlurmGPUError, match=r"has the type openai-gpt, whose cache the engine .* \"vllm\" may"):
+    with pytest.raises(SlurmGPUError, match=r"has the type openai-gpt, and the engine .* \"vllm\" may"):
         engine(tmp_path)
     folder = make_llama(tmp_path / "llama")
     from transformers import LlamaForCausalLM
@@ -144,7 +144,7 @@ def test_a_cache_among_the_keywords_of_a_forward_pass_is_used_or_the_model_refus
     monkeypatch.setattr(
         LlamaForCausalLM, "forward", lambda self, input_ids=None, **more: ignoring(self, input_ids, **more)
     )
-    with pytest.raises(SlurmGPUError, match="LlamaForCausalLM says something else of a token behind its cache"):
+    with pytest.raises(SlurmGPUError, match="LlamaForCausalLM computes other logits for a token after its cache"):
         engine(folder)
 
 
@@ -161,14 +161,14 @@ def test_a_model_that_fails_with_a_cache_is_refused_with_a_sentence(tmp_path, mo
 
     folder = make_llama(tmp_path)
     monkeypatch.setattr(LlamaForCausalLM, "forward", with_states)
-    with pytest.raises(SlurmGPUError, match=r"fails with a cache of transformers 5\..* 'conv_cache'. Use a later"):
+    with pytest.raises(SlurmGPUError, match=r"fails with the cache of transformers 5\..* 'conv_cache'. Use a later"):
         engine(folder)
 
 
 def test_a_model_that_is_wrong_behind_its_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):
     folder = make("mamba", tmp_path, **MAMBA)
     monkeypatch.setattr(caches, "keyword_of", lambda model: "other")  # which it ignores
-    with pytest.raises(SlurmGPUError, match=r"MambaForCausalLM says something else of a token behind its cache"):
+    with pytest.raises(SlurmGPUError, match=r"MambaForCausalLM computes other logits for a token after its cache"):
         engine(folder)
 
 
@@ -197,7 +197,9 @@ def test_texts_of_equal_length_alone_share_a_batch_where_padding_changes_values(
     seen = with_seen_shapes(ours, monkeypatch)
     list(ours.generate([Request(i, Prompt(text), Sampling(max_tokens=1)) for i, text in enumerate(EQUAL)]))
     assert [n_rows for n_rows, _ in seen] == [2, 2, 1]
-    with pytest.raises(SlurmGPUError, match=r"impossible .* (other layers|not the same beside a longer one)"):
+    with pytest.raises(
+        SlurmGPUError, match=r"impossible .* (layers other|padding a text to the length of a longer one)"
+    ):
         engine(tmp_path, batching="continuous")
 
 

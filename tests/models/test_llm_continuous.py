@@ -257,7 +257,7 @@ def test_a_comparison_that_fails_costs_no_answer_and_had_the_caches_memory(folde
     monkeypatch.setattr(selfcheck, "_worst_miss", compare)
     assert answers(engine, requests()) == answers(opened("llama", "static"), requests())
     assert managers == [None]
-    assert "it could not be compared: OutOfMemoryError: no memory left" in caplog.text
+    assert "the comparison with static batches failed: OutOfMemoryError: no memory left" in caplog.text
     assert engine.notes == {"static_batches": 1}
     engine.close()
 
@@ -344,8 +344,8 @@ def test_on_a_cpu_static_batches_are_chosen_and_a_reason_is_logged(folders, capl
     ("attribute", "value", "reason"),
     [
         ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "layers are on 2 devices"),
-        ("layer_types", ["full_attention", "linear_attention"], "other layers than attention: linear_attention"),
-        ("attn_logit_softcapping", 50.0, "its attention caps its scores"),
+        ("layer_types", ["full_attention", "linear_attention"], "layers other than attention: linear_attention"),
+        ("attn_logit_softcapping", 50.0, "transformers ignores attn_logit_softcapping"),
     ],
 )
 def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(
@@ -415,7 +415,7 @@ def test_flash_attention_alone_caps_scores_in_continuous_batches(monkeypatch, ca
     for each in (model, without):
         capped = SimpleNamespace(model_type="x", attn_logit_softcapping=50.0)
         each.config.get_text_config = lambda capped=capped: capped
-    reason = "its attention caps its scores (attn_logit_softcapping), which transformers leaves out there"
+    reason = "transformers ignores attn_logit_softcapping of its attention there"
     assert continuous.available(SimpleNamespace(model=model)) == (None if caps else reason)
     assert continuous.available(SimpleNamespace(model=without)) == reason
 

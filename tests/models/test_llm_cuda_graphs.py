@@ -333,7 +333,7 @@ def test_steps_that_are_wrong_or_fail_are_refused_and_hold_no_memory(folder, cap
     )
     ours = in_slots(folder(), lambda: Wrong(at, wrong))
     assert reason in ours.verdict.reason
-    assert f"no CUDA graphs, tokens are computed eagerly: {ours.verdict.reason}" in caplog.text
+    assert f"no CUDA graphs, computing tokens eagerly: {ours.verdict.reason}" in caplog.text
     assert ours.notes == {"cuda_graphs": 0}
     gc.collect()
     assert [each() for each in held] == [None]
@@ -349,7 +349,7 @@ def test_a_replay_is_held_to_what_a_call_gives_in_the_same_memory(folder):
         frame.logits[0, wanted.argmin()] += 0.004 * (wanted.max() - wanted.mean())
 
     verdict = in_slots(folder(), lambda: Wrong(4, slightly_wrong), precision="bf16").verdict
-    assert "of their range from those of the same step when it is called" in verdict.reason
+    assert "of their range from the same step when it is called" in verdict.reason
     assert in_slots(folder(), precision="bf16").verdict.reason is None
 
 
@@ -439,7 +439,7 @@ def test_slots_are_held_to_the_noise_between_batches_of_the_same_rows(folder, mo
     assert all(0.05 < each.bound <= 0.2 for each in verdict.trials)
     monkeypatch.setattr(graph_check._Halves, "miss", lambda *_: 0.0)
     reason = ours._decodings.use(lambda _: EagerRunner()).reason
-    assert "of their range from those of rows in a cache that grows, and rounding makes up for 0.01" in reason
+    assert "of their range from rows in a cache that grows, and rounding explains at most 0.01" in reason
     assert [selfcheck.bound_of(noise, 0.01) for noise in (0.0, 0.02, torch.inf)] == [0.01, 0.05, 0.2]
 
 
@@ -481,7 +481,7 @@ def test_steps_that_take_longer_are_refused_unless_they_are_asked_for(folder, mo
     seconds |= {"SlotRows": 0.05}
     assert in_slots(folder(), cuda_graphs="auto").verdict.reason is None
     now[0], seconds["SlotRows"] = 0.0, 10.0
-    assert in_slots(folder()).verdict.reason == "the self-check takes longer than 30 s"
+    assert in_slots(folder()).verdict.reason == "the self-check took longer than 30 s"
 
 
 def test_the_check_fits_small_batches_and_short_contexts(folder):
@@ -532,7 +532,7 @@ def test_steps_that_fail_later_cost_no_answer(folder, caplog, wrong, at):
 
     ours, asked = in_slots(folder(), make_runner), requests(temperature=1.0)
     assert answers(ours, asked) == answers(engine(folder()), asked)
-    assert "CUDA graphs failed, tokens are computed eagerly from now on: " in caplog.text
+    assert "CUDA graphs failed, computing tokens eagerly from now on: " in caplog.text
     assert "out of memory with a batch" not in caplog.text  # the batch had its memory without the slots
     assert ours.notes == {"cuda_graphs": 0}
     assert ours._decodings.slots is None
@@ -555,7 +555,7 @@ def test_memory_that_runs_out_beside_the_slots_costs_them_first(folder, caplog, 
         patch.setattr(kind, method, work)
         found = answers(ours, asked)
     assert found == answers(engine(folder()), asked)
-    assert "CUDA graphs failed, tokens are computed eagerly from now on: out of memory" in caplog.text
+    assert "CUDA graphs failed, computing tokens eagerly from now on: out of memory" in caplog.text
     assert ours._static._budget.tokens == 2500
 
 
@@ -600,8 +600,8 @@ def test_a_mark_holds_while_its_process_has_ended_and_for_an_hour(tmp_path, monk
     with marks.trying():
         assert marks.found() is None  # this process lives
     assert marks.found() is None
-    marks.leave("they have broken CUDA")
-    assert marks.found() == "they have broken CUDA"
+    marks.leave("they broke CUDA's context")
+    assert marks.found() == "they broke CUDA's context"
     assert Marks("another model", "versions").found() is None
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert Marks("model", "versions").found() is None
@@ -621,7 +621,7 @@ def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, caplog):
     assert marks.found() is None
     with marks.trying():
         pass
-    assert "is not a folder that you alone may write" in caplog.text
+    assert "is not a folder that only you may write" in caplog.text
 
 
 @pytest.fixture
@@ -653,7 +653,7 @@ def test_broken_cuda_ends_the_worker_and_the_next_does_without(folder, broken, i
         answers(in_slots(folder(), make_runner), requests(8))
     broken.clear()
     ours = in_slots(folder())
-    assert "they have broken CUDA: " in ours.verdict.reason
+    assert "they broke CUDA's context: " in ours.verdict.reason
     assert "RuntimeError: operation not permitted" in ours.verdict.reason
     assert answers(ours, requests(8)) == answers(engine(folder()), requests(8))
 
@@ -677,7 +677,7 @@ def test_a_fault_of_a_replay_that_shows_only_later_is_remembered_as_well(folder,
     with pytest.raises(RuntimeError, match="CUDA error"):
         answers(in_slots(folder()), requests(8))
     broken.clear()
-    reason = "they have broken CUDA: RuntimeError: CUDA error: an illegal memory access was encountered"
+    reason = "they broke CUDA's context: RuntimeError: CUDA error: an illegal memory access was encountered"
     assert in_slots(folder()).verdict.reason == reason
 
 
@@ -710,12 +710,15 @@ CARD = SimpleNamespace(type="cuda")
     [
         ({"device": SimpleNamespace(type="cpu")}, "the model is on the CPU"),
         ({"switch": object()}, "its adapters change from item to item"),
-        ({"kind": "gpt_oss"}, "its cache has other layers than those of full attention: GrowingSlidingLayer"),
+        ({"kind": "gpt_oss"}, "its cache has layers other than full attention: GrowingSlidingLayer"),
         ({"hf_device_map": {"a": 0, "b": 1}}, "its layers are on 2 devices"),
-        ({"is_loaded_in_8bit": True}, "8-bit weights of bitsandbytes wait for the GPU in each layer"),
-        ({"attention": "flash_attention_2"}, "its attention (flash_attention_2) takes no padding of a fixed size"),
+        ({"is_loaded_in_8bit": True}, "8-bit weights of bitsandbytes synchronise with the GPU in each layer"),
+        (
+            {"attention": "flash_attention_2"},
+            "its attention (flash_attention_2) does not support padding to a fixed size",
+        ),
         ({"world_size": 2}, "it is split over 2 processes"),
-        ({"has_other": True}, "another model computes beside it, and needs the memory that they keep"),
+        ({"has_other": True}, "another model on the same GPU needs the memory that graphs keep"),
         ({}, None),
     ],
 )
@@ -735,7 +738,7 @@ def test_a_model_is_tried_if_all_of_its_cache_is_full_attention_on_one_gpu(folde
     [
         ("auto", logging.INFO, "no CUDA graphs: the model is on the CPU"),
         (True, logging.WARNING, "no CUDA graphs: the model is on the CPU"),
-        (False, logging.INFO, "no CUDA graphs: the settings exclude them"),
+        (False, logging.INFO, "no CUDA graphs: cuda_graphs = false"),
     ],
 )
 def test_on_a_cpu_they_are_off_with_a_line_in_the_log(folder, caplog, cuda_graphs, level, said):
@@ -898,7 +901,7 @@ def test_a_graph_that_gives_something_else_is_not_used(cuda, monkeypatch):
     cuda.work = lambda: frame.logits.copy_(torch.arange(10.0).view(2, 5))
     monkeypatch.setattr(Graph, "wrong", staticmethod(lambda: frame.logits[1, 2].add_(0.1)))
     with pytest.raises(
-        ArithmeticError, match=r"the graph of 2 rows misses the scores by 0\.05 of their range, at times by 0\.05"
+        ArithmeticError, match=r"the graph of 2 rows is off by 0\.05 of the range of scores, at most by 0\.05"
     ):
         runner.run(frame, cuda.work)
     assert runner.n_graphs == 0
@@ -911,7 +914,7 @@ def test_a_graph_that_is_far_off_now_and_then_is_not_used(cuda, monkeypatch):
     frame, replays = frame_of(2), itertools.count()
     cuda.work = lambda: frame.logits.copy_(torch.arange(10.0).view(2, 5))
     monkeypatch.setattr(Graph, "wrong", staticmethod(lambda: next(replays) or frame.logits[1, 2].add_(9.0)))
-    with pytest.raises(ArithmeticError, match=r"misses the scores by 0 of their range, at times by 4\.5, and these"):
+    with pytest.raises(ArithmeticError, match=r"is off by 0 of the range of scores, at most by 4\.5; eager"):
         cuda_graphs.GraphRunner(CARD, 1e-3, 0.2).run(frame, cuda.work)
 
 
@@ -957,7 +960,7 @@ def test_a_model_that_waits_for_the_gpu_is_never_captured(cuda):
             raise RuntimeError("called a synchronizing CUDA operation")
 
     cuda.end = refuse_capture
-    with pytest.raises(RuntimeError, match=r"the model waits for the GPU in work \(.*, line \d+\): called a"):
+    with pytest.raises(RuntimeError, match=r"the model synchronises with the GPU in work \(.*, line \d+\): called a"):
         cuda_graphs.GraphRunner(CARD, 1e-4, 2e-3).run(frame_of(2), work)
     assert cuda.sync == [0]
     assert cuda.here[0].name == "main"
@@ -1040,7 +1043,7 @@ def test_a_step_is_compiled_as_a_whole_for_all_sizes_at_once_and_gives_the_same_
     assert ours.compiled[1].reason is None
     assert ours._decodings.slots.runner._compiled is ours.compiled[1]
     assert ours.notes == {"cuda_graphs": 1, "compiled": 1}
-    assert "steps are compiled: 1 x 40 tokens" in caplog.text
+    assert "compiling steps: 1 x 40 tokens" in caplog.text
 
 
 def backend_that(wrong):
@@ -1071,7 +1074,7 @@ def no_compiler(found):
 def test_steps_that_cannot_be_compiled_or_are_wrong_then_are_graphs_of_plain_ones(folder, cuda, caplog, wrong, reason):
     ours, asked = compiled_engine(folder(), backend_that(wrong)), requests(8)
     assert ours.verdict.reason is None
-    assert f"CUDA graphs are not compiled: {reason}" in caplog.text
+    assert f"not compiling steps for CUDA graphs: {reason}" in caplog.text
     assert answers(ours, asked) == answers(engine(folder()), asked)
     assert ours._decodings.slots.runner._compiled is None
     assert ours.notes == {"cuda_graphs": 1, "compiled": 0}
@@ -1123,12 +1126,12 @@ def test_compiling_ends_after_its_time_and_fails_for_one_size_alone(folder, monk
         monkeypatch.setattr(compiled_step, "LIMIT_S", made.seconds)
         assert made.instead_of(forward, frame, expected) is made._function
         assert made.instead_of(forward, frame, expected) is forward
-    assert "steps of further sizes are not compiled: compiling has taken" in caplog.text
+    assert "not compiling further step sizes: compiling has taken" in caplog.text
 
 
 def test_compiling_goes_with_graphs_alone(folder):
     assert engine_options(str(folder()), {"compile": True}).compile
-    with pytest.raises(SlurmGPUError, match="compile is true, which compiles what CUDA graphs replay"):
+    with pytest.raises(SlurmGPUError, match="compile is true, which only compiles steps for CUDA graphs"):
         engine_options(str(folder()), {"compile": True, "cuda_graphs": False})
 
 

@@ -256,10 +256,15 @@ def test_a_choice_that_grows_together_with_the_prompt_is_compared_from_before_it
     assert scores.n_tokens.tolist() == [1, 2]
     assert scores.n_prompt_tokens == 2
     [scores, _] = ours.score([Question(i, Prompt(text), ("bc", "cc")) for i, text in enumerate(("a", "xa"))])
-    assert scores.error == "the prompt's only token merges with a choice, so that none stands before it; expected more"
+    assert (
+        scores.error
+        == "the prompt's only token merges with a choice, so no token is before it; expected a longer prompt"
+    )
     passages = [Passage(i, Prompt(text, answer="bc")) for i, text in enumerate(("a", "xa", "x"))]
     lone, merged, plain = sorted(ours.likelihoods(passages), key=lambda each: each.id)
-    assert lone.error == "the prompt's only token merges with the text, so that none stands before it; expected more"
+    assert (
+        lone.error == "the prompt's only token merges with the text, so no token is before it; expected a longer prompt"
+    )
     assert [each.tokens.tolist() for each in (lone, merged, plain)] == [[], [6, 5], [4, 5]]
 
 

@@ -75,9 +75,12 @@ def test_a_model_whose_last_layer_mixes_tokens_computes_all_of_it_and_is_refused
     own = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x.cumsum(1)))
     # A cache does not have what it mixes.
-    with caplog.at_level("INFO"), pytest.raises(SlurmGPUError, match="says something else of a token behind its cache"):
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(SlurmGPUError, match="computes other logits for a token after its cache"),
+    ):
         engine(llama)
-    assert "LlamaForCausalLM: its last layer is computed for all tokens: logits are off by" in caplog.text
+    assert "LlamaForCausalLM: computing its last layer for all tokens: logits are off by" in caplog.text
 
 
 def test_a_model_that_reads_other_tokens_behind_its_last_layer_computes_all_of_it(llama, monkeypatch, caplog):
@@ -86,10 +89,10 @@ def test_a_model_that_reads_other_tokens_behind_its_last_layer_computes_all_of_i
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: own(self, x + 1e-9 * x.roll(1, 1)))
     with caplog.at_level("INFO"):
         assert engine(llama)._prefill._last_layer is None
-    assert "its last layer is computed for all tokens: logits are off by nan" in caplog.text
+    assert "computing its last layer for all tokens: logits are off by nan" in caplog.text
 
 
 def test_a_model_whose_last_layer_gives_something_else_computes_all_of_it(tmp_path, caplog):
     with caplog.at_level("INFO"):
         assert engine(make_gpt_oss(tmp_path))._prefill._last_layer is None
-    assert "GptOssForCausalLM: its last layer is computed for all tokens: AttributeError" in caplog.text
+    assert "GptOssForCausalLM: computing its last layer for all tokens: AttributeError" in caplog.text

@@ -76,7 +76,7 @@ def test_an_encoder_without_a_head_is_refused_though_its_config_says_otherwise(t
 
 def test_a_model_with_a_cache_of_another_kind_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax"}))
-    with pytest.raises(SlurmGPUError, match=r"has the type minimax, whose cache the engine .* \"vllm\" may"):
+    with pytest.raises(SlurmGPUError, match=r"has the type minimax, and the engine .* \"vllm\" may"):
         load(tmp_path)
 
 

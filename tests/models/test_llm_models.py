@@ -117,9 +117,9 @@ def test_a_packages_model_takes_a_suffix_and_is_not_bound_into_an_image(tmp_path
         ("a/b/c", "there is no folder 'a/b/c'"),
         ("https://huggingface.co/lab/model", "is a URL; expected the model's name on the hub, here 'lab/model'."),
         ("https://huggingface.co/lab/model/tree/main", "expected the model's name on the hub, here 'lab/model'."),
-        ("empty", "has no config.json; expected a model's folder"),
+        ("empty", "has no config.json; expected a model folder"),
         ("quantised-8bit", "is already quantised (quantization_config in its config.json: awq). Remove the suffix."),
-        ("own", "has its own code, which is not run without permission"),
+        ("own", "has its own code, which does not run without your permission"),
     ],
 )
 def test_a_name_that_is_no_model_is_refused_with_what_was_expected(tmp_path, name, sentence):
@@ -238,8 +238,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 def test_without_network_the_sentence_says_how_to_download(tmp_path):
     [said] = ask(ASK.format(names=[("lab/model", None)]), "http://127.0.0.1:1", tmp_path, HF_HUB_OFFLINE="1")
-    assert "neither on the hub nor in its cache" in said
-    assert "`slurmgpu check --fetch` on a machine with network downloads it" in said
+    assert "is neither a folder here nor in the hub's cache" in said
+    assert "Download it with `slurmgpu check --fetch` on a machine with network" in said
 
 
 def test_fetching_takes_safetensors_alone_where_there_are_any(tmp_path):
@@ -251,7 +251,7 @@ def test_fetching_takes_safetensors_alone_where_there_are_any(tmp_path):
     assert said[0].startswith(f"lab/model at {COMMIT[:12]} is in {source.folder}, ")
     assert {path.name for path in source.folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     folder = make(tmp_path / "local")
-    assert fetch(find_model("local")) == f"the model is in {folder}, 0.0 MB: there is nothing to download"
+    assert fetch(find_model("local")) == f"the model is in {folder}, 0.0 MB: nothing to download"
 
 
 def test_fetching_without_network_is_content_with_a_cache_that_is_whole(tmp_path):
@@ -264,7 +264,7 @@ def test_fetching_without_network_is_content_with_a_cache_that_is_whole(tmp_path
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
         [said] = ask(code, **away, **more)
         assert said.startswith(f"lab/model at {COMMIT[:12]} (main) is in the cache, {tmp_path}/cache/")
-        assert said.endswith("; the hub was not reached")
+        assert said.endswith("; the hub could not be reached")
     source = find_model("lab/model")
     (source.folder / "model.safetensors").unlink()
     code = code.replace("print(fetch(", "\n    try: print(fetch(") + "\n    except SlurmGPUError as error: print(error)"
@@ -317,7 +317,7 @@ def test_a_check_without_network_says_that_once(files, call):
     with serving({"lab/llama": files}) as there:
         call("check", "--fetch", address=there.address, expect=None)
     said = call("check", "--fetch", address="http://127.0.0.1:1", expect=None)
-    assert "; the hub was not reached" in said.stdout
+    assert "; the hub could not be reached" in said.stdout
     assert "Retrying" not in said.stderr + said.stdout
 
 
@@ -411,15 +411,15 @@ def test_weights_are_read_ahead_once_and_nothing_fails(tmp_path, caplog, monkeyp
     read_ahead(folder)
     assert caplog.messages[-1].startswith("read 0.00 GB of weights in ")
     read_ahead(folder)
-    assert caplog.messages[-1] == "the weights were read ahead by another process of this node"
+    assert caplog.messages[-1] == "another process on this node has read the weights ahead"
     (folder / "a.safetensors").write_bytes(b"y" * 1001)
     read_ahead(folder)
     assert caplog.messages[-1].startswith("read 0.00 GB of weights in ")
     with open(folder / "huge.safetensors", "wb") as file:
         file.truncate(10**14 // 16)
     read_ahead(folder)
-    assert "are not read ahead" in caplog.messages[-1]
+    assert "of weights ahead" in caplog.messages[-1]
     (folder / "huge.safetensors").unlink()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     read_ahead(folder)
-    assert "are not read ahead: " in caplog.messages[-1]
+    assert "ahead: " in caplog.messages[-1]

@@ -211,7 +211,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             None,
             "does not fit 4 GPUs of 40.0 GB: on each, 37.0 GB of weights and 2.8 GB",
         ),
-        ("-4bit", 4, 40, {"processes": "per-gpu"}, None, "bitsandbytes have no split form. Remove processes"),
+        ("-4bit", 4, 40, {"processes": "per-gpu"}, None, "bitsandbytes cannot be split. Remove processes"),
         ("-4bit", 4, 80, {}, "one", "One GPU suffices: --array makes 4 replicas"),
         ("", 3, 80, {}, "one", "its 64 heads and 8 key-value heads do not divide by 3"),
         (
@@ -241,7 +241,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             None,
             "What fits: --gpus 8 (gpus_per_task = 8 with --array); or model = .*-8bit.*; or GPUs of 48 GB",
         ),
-        ("", 2, 80, {}, None, "or batch_tokens = 2048 in place of 32768"),
+        ("", 2, 80, {}, None, "or batch_tokens = 2048 instead of 32768"),
         ("-4bit", 1, 48, {}, "one", "for a batch of 9,216 tokens.*fewer than 8 rows, which is slow"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_70b_in_bf16_is_planned_on_four_a100_of_40_gb_with_fewer_rows(llama_70
     assert "for a batch of 7,168 tokens" in lines[0]
     assert "Split over 4 GPUs of 42.4 GB: 36.9 GB of weights" in lines[1]
     assert "fewer than 8 rows, which is slow" in lines[-1]
-    with pytest.raises(SlurmGPUError, match="or batch_tokens = 7168 in place of 32768"):
+    with pytest.raises(SlurmGPUError, match="or batch_tokens = 7168 instead of 32768"):
         place(replace(options(llama_70b), batch_tokens=32768), offer)  # what the user set is not made smaller
 
 
@@ -277,7 +277,7 @@ SUGGESTIONS = {
     "processes": "no processes",
     "suffix": r"-(.bit)\" on the same",
     "card": r"GPUs of (\d+) GB[;.]",
-    "tokens": r"batch_tokens = (\d+) in place of (\d+)",
+    "tokens": r"batch_tokens = (\d+) instead of (\d+)",
 }
 
 
@@ -339,7 +339,7 @@ def test_vllm_starts_its_own_processes(llama_70b):
     ("suffix", "gpus", "sentence"),
     [
         ("", 3, "64 heads and 8 key-value heads do not divide by 3. Give each task 1 or 2 or 4 or 8 of them."),
-        ("-4bit", 1, "vLLM makes no 4bit variant while it loads. Use a suffix -fp8 or -8bit"),
+        ("-4bit", 1, "vLLM cannot quantise to 4bit while loading. Use a suffix -fp8 or -8bit"),
     ],
 )
 def test_what_vllm_would_refuse_is_refused_before_anything_is_queued(llama_70b, suffix, gpus, sentence):
@@ -399,8 +399,8 @@ def test_a_cache_that_the_config_does_not_tell_is_no_reason_to_refuse(tmp_path):
         file.truncate(16 * 10**9)
     lines = place(options(folder, precision="fp16"), share(1, 24))[1]
     assert lines[0].endswith(
-        "about 8.0 billion parameters, about 16.0 GB of weights, without the KV cache, whose size its config.json does "
-        "not tell."
+        "about 8.0 billion parameters, about 16.0 GB of weights, without the KV cache: config.json does not "
+        "give its size."
     )
     assert "That does not fit one GPU" in refusal(options(folder), share(1, 16))
     assert place(options(folder), share(4, 16))[0] == "one"
@@ -446,7 +446,7 @@ def test_mxfp4_is_said_to_become_bf16_in_images_that_cannot_compute_with_it(tmp_
 @pytest.mark.parametrize(
     ("config", "obstacle"),
     [
-        ({"model_type": "starfish"}, "no.* known to have a tensor-parallel plan for models of type starfish"),
+        ({"model_type": "starfish"}, "has no known tensor-parallel plan for models of type starfish"),
         ({"quantization_config": {"quant_method": "awq"}}, "weights stored as awq are not known to split"),
     ],
 )
@@ -603,7 +603,7 @@ def test_a_model_that_does_not_fit_is_refused_at_submission(judging, slurmgpu):
     folder = judging(gpus=4, gpu_type="v100")
     said = slurmgpu("submit", "--executor", "local", cwd=folder, expect=2).stderr
     assert "does not fit 4 GPUs of 34.0 GB" in said
-    assert '"v100" is assumed to have 34.0 GB, the most that is sold under that name; set gpu_memory under' in said
+    assert '"v100" is assumed to have 34.0 GB, the most that is sold under that name; set gpu_memory in' in said
     assert not (folder / "runs").exists()
 
 
@@ -621,7 +621,7 @@ def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(ju
     assert not any("sold" in line for line in lines(gpu_type="h100", gpus=2))
     run_file, settings = judging(gpu_type="a100") / "slurmgpu.toml", {"settings": {"max_tokens": 200_000}}
     with (
-        pytest.raises(SlurmGPUError, match="must hold prompt and answer") as raised,
+        pytest.raises(SlurmGPUError, match="prompt and answer must fit") as raised,
         draft_run(run_file, settings),
     ):
         pass

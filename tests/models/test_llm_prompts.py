@@ -51,8 +51,8 @@ def test_a_text_that_is_no_template_is_refused(template):
     ("template", "sentence"),
     [
         ("{txt}", "no field 'txt'. Did you mean 'text'?"),
-        ("{choices[2]}", "field 'choices' is a list of 2, which has no [2]"),
-        ("{choices[x]}", "field 'choices' is a list of 2, which has no [x]"),
+        ("{choices[2]}", "field 'choices' is a list of 2 entries, so it has no [2]"),
+        ("{choices[x]}", "field 'choices' is a list of 2 entries, so it has no [x]"),
         ("{meta[tittle]}", "field 'meta' has no [tittle]. Did you mean 'title'?"),
         ("{text[0]}", "field 'text' holds 'cats'; expected a list or a table with [0]"),
         ("{no}", "field 'no' is null"),
@@ -88,7 +88,7 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "it is"}]
 
 
 def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
-    with pytest.raises(ItemError, match=r"'chat' ends with a turn of the assistant.* last = \"drop\".* \"continue\""):
+    with pytest.raises(ItemError, match=r"'chat' ends with an assistant turn.* last = \"drop\".* \"continue\""):
         Prompts(messages="chat").of({"chat": ANSWERED})
     dropped = Prompts(messages="chat", last="drop").of({"chat": ANSWERED})
     assert (dropped.messages, dropped.answer) == (tuple(CHAT), "")
@@ -98,7 +98,7 @@ def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
     assert continues.length({"chat": ANSWERED}) == 12
     for last in ("drop", "continue"):
         assert Prompts(messages="chat", last=last).of({"chat": CHAT}).messages == tuple(CHAT)
-        with pytest.raises(ItemError, match="has only a turn of the assistant"):
+        with pytest.raises(ItemError, match="has only an assistant turn"):
             Prompts(messages="chat", last=last).of({"chat": ANSWERED[-1:]})
 
 
@@ -110,7 +110,7 @@ def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
         (["hi"], "message 0 of field 'chat' is 'hi'; expected \"role\" and \"content\""),
         ([CHAT[0], {"role": "bot", "content": ""}], "message 1 of field 'chat' has the role 'bot'; expected one of"),
         ([{"role": "user", "content": 3}], "message 0 of field 'chat' has 3; expected a text"),
-        ([{"role": "system", "content": ""}], "begins with a system message, and system is set"),
+        ([{"role": "system", "content": ""}], "begins with a system message, and system is also set"),
     ],
 )
 def test_messages_that_are_no_chat_are_an_error_of_that_item(chat, sentence):
@@ -122,11 +122,11 @@ def test_messages_that_are_no_chat_are_an_error_of_that_item(chat, sentence):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, "neither is set, expected one of them"),
-        ({"prompt": "{a}", "messages": "m"}, "both are set, expected one of them"),
+        ({}, "neither is set"),
+        ({"prompt": "{a}", "messages": "m"}, "both are set"),
         ({"messages": "m", "last": "cut"}, "last is 'cut'; expected 'drop'"),
-        ({"prompt": "{a}", "last": "drop"}, "last = 'drop' is about the end of a chat, and messages is not set"),
-        ({"prompt": "Say something."}, "has no field, and so is the same for all items"),
+        ({"prompt": "{a}", "last": "drop"}, "last = 'drop' needs messages, which is not set"),
+        ({"prompt": "Say something."}, "has no field, so it is the same for all items"),
         ({"prompt": "Which of {labels}?", "given": ["labels"]}, "has no field"),
     ],
 )

@@ -174,7 +174,7 @@ def test_the_scores_of_a_step_leave_the_token_that_kernels_draw(kernels, monkeyp
 def test_kernels_are_used_if_their_tokens_are_right(kernels, caplog):
     caplog.set_level(logging.INFO)
     assert sampling._checked(lambda device: kernels, CPU) is kernels
-    assert "sampling by two kernels" in caplog.text
+    assert "sampling uses two kernels" in caplog.text
 
 
 class Other:
@@ -202,7 +202,7 @@ def no_library(device):
 def test_without_right_kernels_pytorchs_operations_draw(kernels, caplog, make, reason):
     assert sampling._checked(make(kernels), CPU) is None
     [record] = caplog.records
-    assert record.message.startswith("sampling takes many kernels: ")
+    assert record.message.startswith("sampling uses PyTorch's many kernels: ")
     assert reason in record.message
 
 

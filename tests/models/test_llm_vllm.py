@@ -67,8 +67,8 @@ def test_on_cpus_its_cache_has_the_size_that_was_planned_and_not_most_of_the_mem
 @pytest.mark.parametrize(
     ("suffix", "place", "reason"),
     [
-        ("-4bit", Place("cuda:0", 1), "vLLM makes no 4bit variant"),
-        ("", Place("cuda:0", 1, 0, 2), 'set .* processes = "one"'),
+        ("-4bit", Place("cuda:0", 1), "vLLM cannot quantise to 4bit"),
+        ("", Place("cuda:0", 1, 0, 2), 'Set .* processes = "one"'),
     ],
 )
 def test_what_it_cannot_do_is_a_sentence(llama, suffix, place, reason):
@@ -78,7 +78,7 @@ def test_what_it_cannot_do_is_a_sentence(llama, suffix, place, reason):
 
 @pytest.mark.parametrize("name", ["temperature", "retry_temperature"])
 def test_a_temperature_that_vllm_would_change_is_refused_at_planning(name):
-    said = f"{name} is 0.005; vLLM computes with 0, or with 0.01 to 2."
+    said = f"{name} is 0.005; expected 0, or 0.01 to 2, for vLLM."
     with pytest.raises(SlurmGPUError, match=f"^{said}$"):
         Judge(model="any", engine="vllm", method="parse", **{name: 0.005})
     Judge(model="any", method="parse", **{name: 0.005})
@@ -199,7 +199,7 @@ def test_a_folder_that_others_may_write_is_not_used(environ, tmp_path):
     folder = tmp_path / f"slurmgpu-vllm-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(SlurmGPUError, match="is not a folder that you alone may write; remove it, or set TMPDIR"):
+    with pytest.raises(SlurmGPUError, match=r"is not a folder that only you may write\. Remove it, or set TMPDIR"):
         NodePlace()
 
 

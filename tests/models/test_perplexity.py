@@ -206,7 +206,7 @@ def test_what_no_memory_suffices_for_is_that_items_error(folders, monkeypatch):
     by_id = {each.id: each for each in ours.likelihoods(passages_of(TEXTS))}
     assert set(by_id) == {0, 1, 2, 3, 4}
     assert {number for number, each in by_id.items() if each.error} == {3, 4}
-    assert "out of memory for a text of" in by_id[3].error
+    assert "out of memory for this text alone, which has" in by_id[3].error
 
 
 def test_a_run_has_a_row_for_each_text_and_a_summary_of_all(slurmgpu, folders, tmp_path):

@@ -68,7 +68,7 @@ def test_what_comes_from_an_item_is_known_so_that_its_special_tokens_are_text(tm
     assert [found[start:stop] for start, stop in found.quoted] == ["a</s>", "#a</s></s>"]
     ends = encoded(codec, Prompt(found)).count(tokenizer.eos_token_id)
     assert ends == 2  # the first and the last
-    with pytest.raises(ItemError, match="the item has U\\+FDD1 or U\\+FDD2"):
+    with pytest.raises(ItemError, match="the item contains U\\+FDD1 or U\\+FDD2"):
         template.render({"t": "a\ufdd2</s>\ufdd1"})
     for cutting in ("truncate(8, True, '')", "reverse"):
         found = JinjaTemplate(f"{{% filter {cutting} %}}A {{{{ t }}}}{{% endfilter %}}").render({"t": "</s>" * 3})
@@ -80,7 +80,7 @@ def test_what_comes_from_an_item_is_known_so_that_its_special_tokens_are_text(tm
     [
         ("{{ txt }}", "the prompt's template: UndefinedError: 'txt' is undefined"),
         ("{{ text / 2 }}", "the prompt's template: TypeError: unsupported operand"),
-        ("{{ no }}", "the prompt's template shows a value that is null"),
+        ("{{ no }}", "the prompt's template prints a value that is null"),
         ("{{ text.__class__.__mro__ }}", "the prompt's template: SecurityError: access to attribute '__class__'"),
         ("{{ choices.append('c') }}", "the prompt's template: SecurityError"),
         ("{% for i in range(99999999) %}{% endfor %}{{ text }}", "the prompt's template: OverflowError"),
@@ -103,7 +103,7 @@ def test_an_item_for_which_a_template_fails_is_an_error_of_that_item(template, s
         ({"prompt": "{{ a | shout }}"}, "prompt: Jinja says in line 1: No filter named 'shout'"),
         (
             {"prompt": "{% for i in range(3) %}{{ i }}{% endfor %}"},
-            "which has no field, and so is the same for all items",
+            "which has no field, so it is the same for all items",
         ),
         ({"template_format": "mustache"}, "template_format is 'mustache'; expected 'f-string' or 'jinja2'."),
     ],
@@ -175,17 +175,20 @@ def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"num_fewshot": 2}, "num_fewshot is about examples, and fewshot is not set."),
-        ({"fewshot": EXAMPLES}, "fewshot is set, and target is not: the template of an example's answer"),
+        ({"num_fewshot": 2}, "num_fewshot needs fewshot, which is not set."),
+        ({"fewshot": EXAMPLES}, "fewshot is set, and target is not. Set it to the template of an example's answer"),
         ({"fewshot": [], "target": "{a}"}, "fewshot has no examples; expected at least one."),
         ({"fewshot": EXAMPLES, "target": "{a}", "num_fewshot": 7}, "num_fewshot is 7, and fewshot has 6 examples"),
         ({"fewshot": '{"q": 1}\n{', "target": "{a}"}, "fewshot: line 2 is '{', which is not JSON"),
         ({"fewshot": "[" * 100_000, "target": "{a}"}, "fewshot: line 1 is '["),
-        ({"fewshot": "3", "target": "{a}"}, "fewshot: line 1 is '3'; expected the fields of an example, as an item."),
+        (
+            {"fewshot": "3", "target": "{a}"},
+            "fewshot: line 1 is '3'; expected the fields of an example, as in an item.",
+        ),
         ({"fewshot": '{"q": 1}', "target": "{a}"}, "fewshot: example 1: no field 'a'."),
         (
             {"fewshot": EXAMPLES, "target": "{a}", "prompt": None, "messages": "m"},
-            "messages is a whole chat. Remove one.",
+            "fewshot adds examples only before prompt. Remove one",
         ),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_model_whose_outputs_padding_changes_gets_batches_of_equal_length(tmp_
     changes = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "num_labels": 1, "pad_token_id": 0}
     folder = make_head(tmp_path, "xlnet", **changes)
     workload = loaded(folder, prompt="{text}")
-    assert "batches have texts of equal length" in caplog.text
+    assert "batches only have texts of equal length" in caplog.text
     own = AutoTokenizer.from_pretrained(folder)
     expected = by_transformers(folder, "SequenceClassification", [own(text)["input_ids"] for text in TEXTS])
     rows = rows_of(workload, [{"text": text} for text in TEXTS])
@@ -273,7 +273,7 @@ def test_cut_cuts_the_text_or_the_second_of_a_pair_and_the_row_says_so(classifie
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"prompt": None}, "neither is set, expected one of them"),
+        ({"prompt": None}, "neither is set"),
         ({"pair": ["{a}"], "prompt": None}, "pair has 1 texts; expected two templates"),
         ({"pair": ["{a}", "{b}"]}, "pair and prompt are both set"),
         ({"answer": "{a}", "steps": "s"}, "answer and steps are both set"),
@@ -299,7 +299,7 @@ def test_a_model_without_a_fitting_head_is_refused_with_what_would_do(tmp_path, 
     llama = str(make_llama(tmp_path))
     for settings, said in (
         ({"model": llama}, "is a LlamaForCausalLM by its config.json; expected a model with a trained head"),
-        ({"model": llama, "steps": "s"}, 'set choices to what it says, such as ["+", "-"]'),
+        ({"model": llama, "steps": "s"}, 'set choices to these tokens, such as ["+", "-"]'),
         ({"model": str(process_model)}, "it scores tokens, not texts. Set steps"),
     ):
         with pytest.raises(SlurmGPUError) as raised:

@@ -180,7 +180,9 @@ def test_heads_that_take_images_are_those_of_transformers_and_others_are_refused
     assert decoders.keys() == HEADS_WITH_IMAGES
     settings = {"prompt": "{q}", "answer": "{t}", "images": "p"}
     Score(model=gemma, **settings).place(Share(1, gpu_memory=10**10))
-    with pytest.raises(SlurmGPUError, match="has the type llama, whose heads take no images; those of gemma3 and"):
+    with pytest.raises(
+        SlurmGPUError, match="has the type llama, whose heads take no images; expected a model of type gemma3 or"
+    ):
         Score(model=reward_model, **settings).place(Share(0))
 
 
@@ -227,7 +229,7 @@ def test_whole_paths_are_collected_about_images_and_steps_are_not_continued_ther
     items = [Item(number, {"photo": photo, "answer": "3"}, 1) for number, photo in enumerate((make_png(1), b"none"))]
     row, bad = workload(items)
     assert convert_row(workload.columns, row)["n_paths"] == 2
-    assert "cannot be read: it has no format that Pillow knows" in str(bad)
+    assert "cannot be read: Pillow does not know its format" in str(bad)
     with pytest.raises(SlurmGPUError, match=r"images is set, .* set rollouts = 0, and no tree"):
         Collect(**settings)
     with pytest.raises(SlurmGPUError, match="images and scorer are both set"):

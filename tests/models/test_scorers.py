@@ -311,7 +311,7 @@ def test_both_models_must_fit_the_gpus_that_they_share(adder, process_model):
     lines = both.place(Share(1, gpu_memory=10**10)).lines
     assert any(f"of {process_model}, of the" in line for line in lines)
     assert any("scores steps on the same GPUs, in the same process" in line for line in lines)
-    with pytest.raises(SlurmGPUError, match=f"{process_model} computes beside it, in the same process"):
+    with pytest.raises(SlurmGPUError, match=f"{process_model} runs in the same process"):
         both.place(Share(2, gpu_memory=10**10, processes="per-gpu"))
     assert both.place(Share(2, gpu_memory=10**10)).processes == "one"
 
@@ -386,7 +386,7 @@ def test_a_scorer_computes_beside_any_engine_and_leaves_transformers_the_memory_
 
 
 def test_a_model_with_a_head_that_is_set_as_the_judges_model_is_told_scorer(reward_model, tmp_path):
-    said = "does not generate text; .* by judge with scorer in place of model"
+    said = "does not generate text; .* or judge with scorer instead of model"
     with pytest.raises(SlurmGPUError, match=said):
         Judge(model=reward_model).place(Share(0))
     (tmp_path / "config.json").write_text(

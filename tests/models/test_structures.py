@@ -71,16 +71,16 @@ def loaded(model, **settings):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"regex": "a", "choices": ["a"]}, "choices and regex are both set; an answer has one form."),
+        ({"regex": "a", "choices": ["a"]}, "choices and regex are both set; an answer can have only one form."),
         ({"schema": "{"}, "schema is '{', which is not JSON (Expecting"),
         ({"schema": "[1]"}, "schema is [1]; expected a JSON schema, which is a table."),
         ({"choices": []}, "choices is []; expected different texts, none of them empty."),
         ({"choices": ["a", "a"]}, "choices is ['a', 'a']; expected different texts"),
-        ({"regex": "a("}, 'regex cannot be followed; llguidance says: invalid regex "a("'),
-        ({"schema": {"not": {}}}, "schema cannot be followed; llguidance says: failed to compile JSON schema: Unimpl"),
-        ({"grammar": "start: b"}, 'grammar cannot be followed; llguidance says: at 1(8): unknown name: "b"'),
+        ({"regex": "a("}, 'regex cannot be used; llguidance says: invalid regex "a("'),
+        ({"schema": {"not": {}}}, "schema cannot be used; llguidance says: failed to compile JSON schema: Unimpl"),
+        ({"grammar": "start: b"}, 'grammar cannot be used; llguidance says: at 1(8): unknown name: "b"'),
         ({"grammar": "any words"}, "grammar is neither Lark nor GBNF; llguidance says: Expected ::="),
-        ({"regex": "a", "stop": ["\n"]}, "stop is set, and regex says where an answer ends"),
+        ({"regex": "a", "stop": ["\n"]}, "stop is set, but regex already defines where an answer ends"),
         ({"schema": {"properties": {"text": {}}}}, "schema has the property 'text', but there is already a"),
         ({"schema": {"properties": {"id": {}}}, "keep": ["id"]}, "schema has the property 'id', but there is already"),
     ],
@@ -94,7 +94,7 @@ def test_what_no_answer_could_be_kept_to_is_refused_at_planning(bytewise, settin
 
 def test_an_engine_or_a_machine_that_lacks_it_is_named(bytewise, monkeypatch):
     with pytest.raises(
-        SlurmGPUError, match="regex is set, which engine = 'abacus' cannot follow; expected engine = 'tr"
+        SlurmGPUError, match="regex is set, and engine = 'abacus' does not support it; expected engine = 'tr"
     ):
         check_structure(structure_of(regex="a"), "abacus", ())
     monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -342,7 +342,7 @@ def test_a_row_that_the_library_cannot_follow_is_that_rows_error(bytewise, monke
         assert {output.finish_reason for output in with_engine(requests_of([good], n=4))} == {"stop"}
         found = with_engine(requests_of([bad, good], n=4))
         assert [output.finish_reason for output in found] == ["error", "stop", "error", "stop"]
-        assert found[0].error.startswith("its structure can be followed no further; llguidance says:")
+        assert found[0].error.startswith("its structure cannot be followed further; llguidance says:")
         assert re.fullmatch("[cd]{3}", found[1].text)
 
 

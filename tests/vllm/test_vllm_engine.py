@@ -140,8 +140,8 @@ def test_what_fails_is_the_error_of_its_request(vllm):
     found = {output.id: output.error for output in vllm.generate(asked)}
     assert "exceeds the context of 2048 tokens" in found[0]
     assert "half of a surrogate pair" in found[1]
-    assert found[2] == "temperature is 2.5; vLLM computes with 0, or with 0.01 to 2"
-    assert found[3] == "temperature is 0.005; vLLM computes with 0, or with 0.01 to 2"
+    assert found[2] == "temperature is 2.5; expected 0, or 0.01 to 2, for vLLM"
+    assert found[3] == "temperature is 0.005; expected 0, or 0.01 to 2, for vLLM"
     assert found[4] is None
     scores = by_id(vllm.score([Question(0, Prompt("1" * 2100), ("a", "b")), Question(1, Prompt("1"), ("a", "b"))]))
     assert "exceeds" in scores[0].error
@@ -426,5 +426,5 @@ def test_a_step_that_fails_ends_the_worker_as_vllm_would_never_end_another_call(
         text=True,
         timeout=400,
     )
-    said = "vLLM failed, and can compute no more: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+    said = "vLLM failed, and cannot continue: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
     assert said in done.stdout, done.stderr[-4000:]

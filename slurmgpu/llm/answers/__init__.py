@@ -1,4 +1,4 @@
-"""Labels, numbers, steps and final answers in the text of answers, and metrics of them.
+"""Find labels, numbers, steps and final answers in answers, and compute their metrics.
 
 May import: interface and util.
 """

@@ -1,4 +1,4 @@
-"""Find the final answer in a text, and its number, also in LaTeX.
+"""Find the final answer in a text and its number, also in LaTeX.
 
 All patterns take time in proportion to the text: models also write 100,000 blanks.
 """
@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LONGEST = 400
-"""The most characters of a number; longer ones are no answers, and slow."""
+"""The most characters of a number; longer ones are not answers, and slow to parse."""
 
 _SCALES = {
     "hundred": Fraction(100),
@@ -85,7 +85,7 @@ _BECAUSE = re.compile(r"(?:\s[A-Za-z]{1,20})?[,;]?\s(?:since|because)\b", re.IGN
 
 
 class Number(NamedTuple):
-    """A number as written, and its value, which is `face` times the `scale` of a percent sign or a word as million."""
+    """A number as written, and its value: `face` times the `scale` of a percent sign or of a word such as million."""
 
     text: str
     value: Fraction
@@ -93,7 +93,7 @@ class Number(NamedTuple):
 
     @property
     def face(self) -> Fraction:
-        """The value without the percent sign or the word."""
+        """The value without the percent sign or the word for its scale."""
         return self.value / self.scale
 
     @property
@@ -115,11 +115,11 @@ def marked(text: str) -> tuple[str | None, bool]:
 
 
 def number_in(text: str) -> Number | None:
-    r"""The number that a text gives as its answer; None without one, or if it is part of a formula as `3\sqrt{2}`.
+    r"""The number that a text gives as its answer; None without one, or if it is part of a formula such as `3\sqrt{2}`.
 
-    It is the last number in `\boxed{}`, else the first after the last `####` or `#`, else the last of all before a
-    reason in brackets that ends the text. Thousands separators, fractions, also in LaTeX, mixed numbers, powers of ten,
-    `minus` and `negative`, words up to twenty, and hundred to trillion behind digits are understood.
+    It is the last number in `\boxed{}`, else the first after the last `####` or `#`, else the last number of the text,
+    without a reason in brackets at its end. Parses thousands separators, fractions (also in LaTeX), mixed numbers,
+    powers of ten, `minus` and `negative`, words up to twenty, and hundred to trillion after digits.
     """
     answer, is_boxed = marked(text)
     plain = _without_reason(_plain(text if answer is None else answer))
@@ -155,7 +155,7 @@ def reference_number(text: str) -> Number | None:
 
 
 def number_of(text: str) -> Number | None:
-    """The number that a text is, as in `1.0`, `1,000` or `eight`; None for other texts."""
+    """The number in a text that is only a number, such as `1.0`, `1,000` or `eight`; None for other texts."""
     plain = _plain(text.strip())
     found = _NUMBER.fullmatch(plain)
     return _number(found) if found else _name(_NAMED.fullmatch(plain))
@@ -169,7 +169,7 @@ def _plain(text: str) -> str:
 
 
 def _without_reason(plain: str) -> str:
-    """The text without a reason behind its final number: `8 (since 5+3=8, step 2)`, or `8, because 5+3=8`."""
+    """The text without a reason after its final number: `8 (since 5+3=8, step 2)`, or `8, because 5+3=8`."""
     text = plain.rstrip(" \t\r\n.*_")
     start = text.rfind("\n") + 1
     number = _NUMBER.match(text, start) or _NAMED.match(text, start)
@@ -188,7 +188,7 @@ def _without_reason(plain: str) -> str:
 
 
 def _named(plain: str, numbers: Sequence[re.Match[str]]) -> Number | None:
-    """The number in words that a text ends on; with digits before it only where the last line states just that."""
+    """The number in words at the end of a text; after earlier digits only if the last line states just that number."""
     text = plain.rstrip()
     start = text.rfind("\n") + 1 if numbers else 0
     if numbers and numbers[-1].end() > start:

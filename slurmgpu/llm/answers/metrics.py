@@ -1,6 +1,6 @@
-"""Metrics of labels and verdicts, from exact counts; None if undefined, as the precision of an unused label.
+"""Metrics of labels and verdicts, from exact counts; None if undefined, such as the precision of an unused label.
 
-A matrix is counts[truth, predicted] over the labels; more columns may follow for predictions that are no label.
+A matrix is counts[truth, predicted] over the labels; more columns may follow for predictions that are not labels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def wilson_interval(n_right: int, n: int) -> list[float] | None:
     """
     if n == 0:
         return None
-    z = 1.959963984540054  # the quantile of 97.5 %
+    z = 1.959963984540054  # the 97.5 % quantile
     share, spread = n_right / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
@@ -37,20 +37,20 @@ def ratio(part: float, whole: int) -> float | None:
 
 
 def accuracy(n_right: int, n: int, of: str = "") -> dict[str, Any]:
-    """The share that is right, and its interval, for JSON; their names begin with `of`."""
+    """The share of right answers and its interval, for JSON; the names begin with `of`."""
     return {f"{of}accuracy": ratio(n_right, n), f"{of}accuracy_interval": wilson_interval(n_right, n)}
 
 
 def best_of(scores: Sequence[float]) -> int:
-    """The place of the highest score, of equals the first; -1 if all are NaN."""
+    """The index of the first highest score; -1 if all are NaN."""
     known = [place for place, score in enumerate(scores) if not math.isnan(score)]
     return max(known, key=scores.__getitem__, default=-1)
 
 
 def vote(answers: Sequence[str | None], weights: Sequence[Fraction | float]) -> int:
-    """The first place of the answer with the largest weight, of equals the first; -1 without an answer.
+    """The index where the answer with the largest weight first appears (the first among equals); -1 without answers.
 
-    With equal weights it is the answer that most samples come to (Wang et al. 2023, arXiv:2203.11171).
+    With equal weights it is the majority answer of the samples (Wang et al. 2023, arXiv:2203.11171).
     """
     votes: dict[str, Fraction | float] = {}
     for answer, weight in zip(answers, weights, strict=True):
@@ -60,16 +60,16 @@ def vote(answers: Sequence[str | None], weights: Sequence[Fraction | float]) -> 
 
 
 def vote_weights(scores: Sequence[float], *, is_raw: bool) -> list[float]:
-    """The weights of texts in a vote, from their scores: 0 for NaN; for raw scores their exponentials, at most 1."""
+    """The weights of texts in a vote, from their scores: 0 for NaN, and exponentials, at most 1, for raw scores."""
     highest = max((score for score in scores if not math.isnan(score)), default=0.0)
     weights = [math.exp(score - highest) if is_raw else score for score in scores]
     return [0.0 if math.isnan(weight) else weight for weight in weights]
 
 
 def count_matrix(pairs: Mapping[tuple[str, str], int], labels: Sequence[str]) -> Counts:
-    """counts[truth, predicted] of (truth, predicted) pairs; the last column counts predictions that are no label.
+    """counts[truth, predicted] of (truth, predicted) pairs; the last column counts predictions that are not labels.
 
-    Pairs whose truth is no label are left out.
+    Pairs with a truth that is not a label are left out.
     """
     place = {label: number for number, label in enumerate(labels)}
     counts = np.zeros((len(labels), len(labels) + 1), np.int64)
@@ -98,7 +98,7 @@ def macro_f1(counts: Counts) -> float | None:
 
 
 def cohen_kappa(counts: Counts) -> float | None:
-    """Agreement of two raters beyond chance (Cohen 1960), from a square matrix; None if chance alone agrees fully."""
+    """Agreement of two raters beyond chance (Cohen 1960), from a square matrix; None if chance agreement is 1."""
     n = int(counts.sum())
     if n == 0:
         return None
@@ -108,7 +108,7 @@ def cohen_kappa(counts: Counts) -> float | None:
 
 
 def label_rates(counts: Counts, label: int) -> dict[str, float | None]:
-    """One label against all others: how often it is predicted, if it is true, and if it is not."""
+    """One label against all others: how often it is predicted when it is true, and when it is not."""
     given, true, n = int(counts[:, label].sum()), int(counts[label].sum()), int(counts.sum())
     right = int(counts[label, label])
     return {

@@ -1,4 +1,4 @@
-"""Parse a model's free answer by a regular expression, as JSON, or for labels."""
+"""Parse a model's free answer with a regular expression, as JSON, or for labels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.final_answers import Number, number_of
 
 TIME_LIMIT_S = 10.0
-"""The most time of one search: some patterns need exponential time."""
+"""The time limit of one search: some patterns need exponential time."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A setting's regular expression, with one group or none; `name` is the setting's."""
+    """A setting's regular expression, with at most one group; `name` is the setting's name."""
 
     text: str
     name: str
@@ -26,7 +26,7 @@ class Pattern:
 
 
 def compile_pattern(pattern: str, name: str = "pattern") -> Pattern:
-    """A setting's regular expression, with `^` and `$` for lines; SlurmGPUError for more than one group."""
+    """A setting's regular expression; `^` and `$` match at lines. SlurmGPUError for more than one group."""
     try:
         n_groups = re.compile(pattern, re.MULTILINE).groups
     except re.error as error:
@@ -34,7 +34,7 @@ def compile_pattern(pattern: str, name: str = "pattern") -> Pattern:
     if n_groups > 1:
         raise SlurmGPUError(
             f"{name} is {pattern!r}, which has {n_groups} groups; expected one, around the answer. Write (?:…) for the "
-            f"others."
+            f"other groups."
         )
     return Pattern(pattern, name, n_groups)
 
@@ -77,7 +77,7 @@ _SPACED, _WORD_BEFORE = re.compile(r"-\s"), re.compile(r"\w ")
 
 
 class Labels:
-    """Finds a label in a text, ignoring case unless labels differ only in case; numbers by their value: 1.0 is 1."""
+    """Finds a label in a text, ignoring case unless labels differ only in case. Numbers match by value: 1.0 is 1."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -88,28 +88,28 @@ class Labels:
         for name in self.names:
             if number := number_of(name):
                 self._by_number.setdefault(_value(number), []).append(name)
-        # Dashes before digits are minus signs, as for `exactly`; not where a label such as 1–2 is no number.
+        # Dashes before digits are minus signs, as in `exactly`, unless a label such as 1–2 is not a number.
         dashed = [name for name in self.names if _DASH.search(name)]
         self._has_signs = bool(self._by_number) and all(number_of(name) for name in dashed)
         signed = any(value < 0 for value, _ in self._by_number)
-        # Behind a word an en dash may be a dash where no label is negative, and none has a hyphen there, as "A-1" has.
+        # After a word an en dash may be a dash if no label is negative, and none has a hyphen there, such as "A-1".
         self._sign = _DASH if signed or any(map(_HYPHENED.search, self.names)) else _SURE_SIGN
-        # The longest first: "hate speech" before "hate".
+        # The longest labels first: "hate speech" before "hate".
         longest_first = sorted(map(self._signs, self.names), key=lambda name: -len(name))
         names = "|".join(map(re.escape, longest_first))
-        # Numbers as a whole, so that neither 1.5 nor minus 1 is read as a 1; "negative 1" may be a word and a label.
+        # Whole numbers, so that neither 1.5 nor minus 1 is read as 1; "negative 1" may be a word and a label.
         sign = r"(?:-\s{0,8}|(?i:minus|negative)\s{1,8})" if signed else r"(?i:minus)\s{1,8}"
         numbers = rf"|{sign}\d+(?:[.,]\d+)*|\d+(?:[.,]\d+)+" if self._by_number else ""
         end = r"(?![\w-]|[.,]\d)" if self._by_number else r"(?![\w-])"
         self._pattern = re.compile(rf"(?<![\w-])(?:{names}{numbers}){end}", re.IGNORECASE if self._folds else 0)
 
     def exactly(self, text: str) -> str | None:
-        """The label that a text is, without white space and punctuation at its ends; else None."""
+        """The label that equals a text without white space and punctuation at its ends; else None."""
         for stripped in (text.strip(), text.strip(" \t\r\n.,;:!?\"'`*()[]{}<>")):
             found = self._known.get(stripped.casefold() if self._folds else stripped)
             if found is not None:
                 return found
-            # 5/5 is a rating of 5, and not a 1.
+            # 5/5 is a rating of 5, not 1.
             number = number_of(stripped) if self._by_number and "/" not in stripped else None
             named = self._by_number.get(_value(number), []) if number else []
             if len(named) == 1:
@@ -117,7 +117,7 @@ class Labels:
         return None
 
     def within(self, text: str) -> str | None:
-        """The label that is a text or its last line, or the only one named in these; None if it is ambiguous."""
+        """The label that equals a text or its last line, or the only label named in it; None if ambiguous."""
         lines = [line for line in text.splitlines() if line.strip()]
         for part in (text, *lines[-1:]):
             found = self.exactly(part)
@@ -133,13 +133,13 @@ class Labels:
         return self._sign.sub("-", text) if self._has_signs else text
 
     def _named(self, text: str) -> set[str | None]:
-        """The labels named in a text, and None for a number that is none."""
+        """The labels named in a text, and None for a number that is not a label."""
         plain = self._signs(text)
         named = set()
         for found in self._pattern.finditer(plain):
             label = self.exactly(found[0])
             if _SPACED.match(found[0]):
-                # A minus, or behind a word also a dash; if it is no label, the line may be one of a list.
+                # A minus, or after a word also a dash; if it is not a label, the line may be an entry of a list.
                 behind_word = found.start() > 1 and _WORD_BEFORE.match(plain, found.start() - 2)
                 named |= {label, self.exactly(found[0][1:]) if behind_word else None} - {None}
             else:

@@ -1,12 +1,12 @@
-"""Trees of reasoning steps: the sampled paths of one question, which share nodes for equal beginnings.
+"""Trees of reasoning steps: the sampled paths of one question share nodes for equal prefixes.
 
 A node's value estimates the probability of a right answer from there: the share of right answers among completions
 sampled from it, as in Math-Shepherd (Wang et al. 2024, arXiv:2312.08935).
 
-Paths of a tree are not as likely as in independent samples: a node that few samples reached gets as many branches as
-one that many reached. How often a child was drawn from its parent is counted, and undoes that: what samples do below a
-node does not change how many pass through it, so estimates by these counts are unbiased at each node, from the leaves
-to the root.
+Paths of a tree do not have the probabilities of independent samples: a node that few samples reached gets as many
+branches as one that many reached. Counting how often a child was drawn from its parent corrects this: samples below a
+node do not change how many pass through it, so estimates weighted by these counts are unbiased at each node, from the
+leaves to the root.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ROOT = 0
 class Node:
     """A step after the steps above it. A `leaf` is the last step of a path, without children.
 
-    `prefix` is the text down to here, unique but for hidden tokens such as those of the `reasoning`, and `generated`
-    the tokens of the first path that came here. `drawn` counts samples that passed through each child; `visits` and
-    `hits` count completions, and right ones, that were sampled from here for the node's value.
+    `prefix` is the text down to here, unique except for hidden tokens such as those of the `reasoning`; `generated` are
+    the tokens of the first path to this node. `drawn` counts samples that passed through each child; `visits` and
+    `hits` count completions and right completions that were sampled from here for the node's value.
     """
 
     parent: int
@@ -60,7 +60,7 @@ class Path:
 class Tree:
     """The nodes and paths of one question; node 0 is the question itself.
 
-    A path has at most `max_steps` nodes; the last one of a longer path, which `is_long`, has all the rest.
+    A path has at most `max_steps` nodes; in a longer path, which `is_long`, the last node has all the rest.
     """
 
     def __init__(self, delimiter: str, max_steps: int) -> None:
@@ -70,7 +70,7 @@ class Tree:
         self.paths: list[Path] = []
 
     def whole_text(self, node: int, completion: str) -> str:
-        """The answer of a completion from `node`."""
+        """The whole answer of a completion from `node`."""
         return self.nodes[node].prefix + completion
 
     def add(
@@ -84,12 +84,12 @@ class Tree:
         reasoning: str = "",
         generated: Generated = NOTHING_GENERATED,
     ) -> None:
-        """Add the path of a completion from the node `start`; `generated` has its tokens from the question on.
+        """Add the path of a completion from the node `start`; `generated` has all tokens after the question.
 
-        Steps behind different reasoning, or other hidden tokens, are different nodes. Below the question, `reasoning`
-        is that of the node.
-        The whole text is split into steps, not the completion: a blank first step extends the step before it, so that
-        the path belongs below another node, which may exist.
+        Steps after different reasoning or other hidden tokens are different nodes. Below the question, `reasoning` is
+        the node's.
+        The whole text is split into steps, not only the completion: a blank first step extends the step before it, so
+        the path then belongs below another node, which may already exist.
         """
         whole = self.whole_text(start, completion)
         steps = split_steps(whole, self.delimiter)
@@ -111,7 +111,7 @@ class Tree:
         self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long, reasoning))
 
     def open_nodes(self, depth: int | None = None) -> list[int]:
-        """The nodes that can be continued, without the question; at one depth if given."""
+        """The nodes that can be continued, except the question; at one depth if given."""
         return [
             number
             for number, node in enumerate(self.nodes)
@@ -123,10 +123,10 @@ class Tree:
         return sum(self.nodes[node].drawn.values())
 
     def values(self) -> list[tuple[float, int]]:
-        """Each node's value, and the number of completions behind it.
+        """Each node's value, and the number of completions that it is based on.
 
-        It is the share of right ones among completions sampled for it. Without these it is the mean of the children's
-        values, weighted by how often they were drawn, from all paths below.
+        The value is the share of right answers among completions sampled for the node. Without these it is the mean of
+        the children's values, weighted by how often they were drawn, over all paths below.
         """
         found = [(0.0, 0)] * len(self.nodes)
         for number in range(len(self.nodes) - 1, -1, -1):  # children come after their parent
@@ -139,11 +139,11 @@ class Tree:
         return found
 
     def weights(self) -> list[Fraction]:
-        """The part of all independent samples that each path stands for; they add up to 1.
+        """Each path's share of the independent samples; the shares add up to 1.
 
-        Independent paths have equal parts. In a tree, a node's part goes to its children by how often each was
-        drawn from it, and a leaf's to its paths; so for any property of paths, the sum of the weights of those that
-        have it is unbiased. A path whose step turned out longer than that of the node it was drawn from has 0.
+        Independent paths have equal shares. In a tree, a node's share is divided among its children by how often each
+        was drawn from it, and a leaf's among its paths; so for any property, the total weight of the paths that have it
+        is an unbiased estimate. A path has weight 0 if its step became longer than the step it was drawn from.
         """
         parts = [Fraction(number == ROOT) for number in range(len(self.nodes))]
         for number, node in enumerate(self.nodes):
@@ -153,7 +153,7 @@ class Tree:
         return [parts[path.nodes[-1]] / ends[path.nodes[-1]] for path in self.paths]
 
     def draws(self) -> list[int]:
-        """How often each node was drawn from its parent; 0 for the question, and for a step that grew from another."""
+        """How often each node was drawn from its parent; 0 for the question, and for a step that extends another."""
         found = [0] * len(self.nodes)
         for node in self.nodes:
             for child, count in node.drawn.items():
@@ -161,7 +161,7 @@ class Tree:
         return found
 
     def _down_to(self, node: int) -> list[int]:
-        """The nodes from a first step to that node; none for the question."""
+        """The nodes from a first step to this node; [] for the question."""
         found: list[int] = []
         while node != ROOT:
             found.append(node)
@@ -169,7 +169,7 @@ class Tree:
         return found[::-1]
 
     def _child(self, parent: int, generated: Generated, reasoning: str, text: str, leaf: bool) -> int:
-        # A server gives no tokens: there the text of the reasoning alone tells paths apart.
+        # A server returns no tokens: only the text of the reasoning distinguishes paths then.
         above, key = self.nodes[parent], (generated.hidden, reasoning, text, leaf)
         number = above.children.get(key)
         if number is None:
@@ -180,7 +180,7 @@ class Tree:
 
 
 def split_steps(text: str, delimiter: str) -> list[str]:
-    """The steps of a text, which `delimiter.join` restores; a blank piece belongs to the step before it."""
+    """The steps of a text; `delimiter.join` restores it. A blank piece belongs to the step before it."""
     steps: list[str] = []
     for piece in text.split(delimiter):
         if steps and (not piece.strip() or not steps[-1].strip()):
@@ -191,6 +191,6 @@ def split_steps(text: str, delimiter: str) -> list[str]:
 
 
 def prefix_key(prefix: str, hidden: Sequence[int]) -> int:
-    """A hash of 63 bits of the beginning of an answer and its hidden tokens, for the keys of its samples."""
+    """A 63-bit hash of an answer's prefix and its hidden tokens, for the keys of its samples."""
     begun = b"".join(token.to_bytes(4, "little") for token in hidden) + prefix.encode()
     return int.from_bytes(hashlib.blake2b(begun, digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
 """Models with a trained head: classifiers, reward models, rerankers.
 
-May import: transformers_engine, for loading, and what that may.
+May import: transformers_engine, for loading, and everything that it may import.
 """

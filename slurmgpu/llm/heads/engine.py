@@ -1,4 +1,4 @@
-"""The outputs of a trained head for texts, in batches of like length."""
+"""Outputs of a trained head for texts, in batches of similar length."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBES = ("It was not so at all, they said, and went on.", "It is so.")
-"""Texts of two lengths: when a model is loaded, their outputs alone are compared with those in one batch."""
+"""Texts of two lengths, whose outputs alone and in one batch are compared when a model is loaded."""
 
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The head's outputs for an input, float64: (label,), or (step, label) of an answer in steps."""
+    """The head's outputs for an input, float64: (label,), or (step, label) for an answer in steps."""
 
     id: int
     logits: npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ class HeadScores:
 
 
 class HeadEngine:
-    """A loaded model with a head; `step_end` and `cut` are those of `HeadCodec`."""
+    """A loaded model with a head; `step_end` and `cut` are passed to `HeadCodec`."""
 
     def __init__(
         self, options: EngineOptions, place: Place, head: Head, *, step_end: str = "\n", cut: bool = False
@@ -71,7 +71,7 @@ class HeadEngine:
         log.info("batches of at most %d tokens%s", self._budget.tokens, "" if self._padding else ", without padding")
 
     def score(self, inputs: Sequence[HeadInput]) -> Iterator[HeadScores]:
-        """Each input's outputs or error, long ones first; those with images one by one."""
+        """Each input's outputs or error, long inputs first; inputs with images one by one."""
         encoded: list[EncodedInput] = []
         for asked in inputs:
             if self._shows is not None:
@@ -81,7 +81,7 @@ class HeadEngine:
                 encoded.append(self._codec.encode(asked))
             except PromptError as error:
                 yield HeadScores(asked.id, np.empty(0), error=str(error))
-        encoded.sort(key=lambda each: each.tokens)  # of equal length, those that begin alike are neighbours
+        encoded.sort(key=lambda each: each.tokens)  # among equal lengths, common prefixes are neighbours
         for batch, found in self._budget.batches(
             encoded, lambda each: (len(each.tokens), 0), self._read, self._n_alike
         ):
@@ -106,7 +106,7 @@ class HeadEngine:
             return HeadScores(asked.id, np.empty(0), error=str(error))
         n_tokens = len(shown.tokens)
         if n_tokens > self._loaded.context:
-            said = f"the text has {n_tokens} tokens with its images, and the model takes {self._loaded.context}"
+            said = f"the text has {n_tokens} tokens with its images; the model takes at most {self._loaded.context}"
             return HeadScores(asked.id, np.empty(0), n_tokens, error=said)
         found = self._budget.attempt(self._read_shown, shown)
         if found is None:
@@ -135,10 +135,10 @@ class HeadEngine:
             if self._head.kind == "sequence":
                 logits = self._loaded.model(input_ids=ids, attention_mask=mask, **more).logits
                 return list(logits.double().cpu().numpy())
-            # A decoder computes only the columns that end a step in any row: a vocabulary of logits for each is large.
+            # A decoder computes only columns that end a step in some row: logits over the vocabulary are large.
             columns = sorted({end for each in batch for end in each.ends})
             if self._head.kind == "choices":
-                # On the CPU, since the hidden states may be on another GPU than the tokens.
+                # On the CPU, since hidden states and tokens may be on different GPUs.
                 more["logits_to_keep"] = torch.tensor(columns)
             logits = self._loaded.model(input_ids=ids, attention_mask=mask, **more).logits
             logits = logits[..., self._choices] if self._head.kind == "choices" else logits[:, columns]
@@ -146,10 +146,10 @@ class HeadEngine:
             return [found[row, [places[end] for end in each.ends]] for row, each in enumerate(batch)]
 
     def _pad(self, batch: Sequence[EncodedInput]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Token ids padded at the right, their mask, and the segments of pairs if there are any.
+        """Token ids padded on the right, their mask, and the segments of pairs if there are any.
 
-        A classifier finds the end of a text by the padding token. If the model has none, it is one that no text of the
-        batch has.
+        A classifier finds the end of a text by the padding token. If the model has none, a token is used that no text
+        of the batch has.
         """
         import torch
 
@@ -168,7 +168,7 @@ class HeadEngine:
         return ids, mask, torch.tensor(types, device=device)
 
     def _takes_padding(self, tolerance: float) -> bool:
-        """Whether the model's outputs are the same in a batch with padding as alone, but for rounding."""
+        """Whether the model's outputs in a batch with padding are the same as alone, except for rounding."""
         tokenizer, context = self._loaded.tokenizer, self._loaded.context
         rows = [tuple(tokenizer(text)["input_ids"][:context]) for text in PROBES]
         probes = [EncodedInput(number, row, ends=(len(row) - 1,)) for number, row in enumerate(rows) if row]
@@ -179,24 +179,24 @@ class HeadEngine:
             [alone] = self._read([probe])
             if np.abs(found - alone).max() > tolerance * max(1.0, float(np.abs(alone).max())):
                 log.warning(
-                    "%s: outputs of a text are not the same beside a longer one, whose length it is padded to; batches "
-                    "have texts of equal length, which is slower",
+                    "%s: padding a text to the length of a longer one changes its outputs; batches only have texts of "
+                    "equal length, which is slower",
                     type(self._loaded.model).__name__,
                 )
                 return False
         return True
 
     def _choice_tokens(self) -> list[int]:
-        """The token of each choice; SlurmGPUError for a choice of several."""
+        """The token of each choice; SlurmGPUError for a choice of several tokens."""
         found = []
         for choice in self._head.labels:
             tokens = self._loaded.tokenizer(choice, add_special_tokens=False)["input_ids"]
-            # Tokenizers of words put a mark of the beginning before a text, perhaps as a token of its own.
+            # Some tokenizers put a mark for the beginning of a word before a text, perhaps as a separate token.
             known = self._loaded.tokenizer.convert_tokens_to_ids(choice)
             one = tokens[0] if len(tokens) == 1 else known
             if one is None or one == self._loaded.tokenizer.unk_token_id:
                 raise SlurmGPUError(
-                    f"choices has {choice!r}, which is {len(tokens)} tokens of the model; expected one."
+                    f"choices has {choice!r}, which is {len(tokens)} tokens of the model; expected one token."
                 )
             found.append(int(one))
         return found
@@ -210,12 +210,12 @@ def load_head(options: EngineOptions, place: Place, head: Head) -> Loaded:
     started = time.monotonic()
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
     own = next(filter(None, map(own_class, options.model.config.get("architectures") or ())), None)
-    # A class of ours takes transformers' own configuration.
+    # Our own classes take transformers' configuration.
     is_trusted = options.trust_remote_code and own is None
     source |= {"revision": options.model.revision, "trust_remote_code": is_trusted}
     config = AutoConfig.from_pretrained(**source)
     prepare(options, place)
-    # Absolute positions are counted from the left.
+    # Pad on the right: absolute positions are counted from the left.
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="right")
     kinds = {
         "sequence": transformers.AutoModelForSequenceClassification,

@@ -1,4 +1,4 @@
-"""The classes of a trained head by config.json, and its place on GPUs; without torch."""
+"""The class of a trained head, from config.json, and its placement on GPUs; without torch."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ HeadKind = Literal["sequence", "token", "choices"]
 Activation = Literal["none", "sigmoid", "softmax"]
 
 CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
-"""The end of the name of the class with a head of each kind."""
+"""The end of the class name for each kind of head."""
 
 OWN: Mapping[HeadKind, str] = {"sequence": REWARD, "token": PROCESS_REWARD}
-"""The class of each kind that is not transformers'."""
+"""Classes that transformers lacks, for each kind of head."""
 
 HEADS_WITH_IMAGES = frozenset({"gemma3", "qwen3_5"})
 """Model types whose ForSequenceClassification takes images, in transformers 5.23; a test compares."""
 
 STEP_END = "\n"
-"""The text behind a step unless the model's class has another: the separator of TRL's PRMTrainer."""
+"""The default text after a step: the separator of TRL's PRMTrainer. A model's class may have another."""
 
 USUAL_WIDTH = 4096
-"""The hidden size of a model whose config.json does not tell."""
+"""The assumed hidden size if config.json does not have it."""
 
 N_GPUS = (2, 4, 8)
-"""GPUs of a task that are proposed."""
+"""Numbers of GPUs that errors propose."""
 
 
 @dataclass(frozen=True)
 class Head:
     """A head's outputs.
 
-    `kind` says of what: one for each text ("sequence"), one for each step ("token"), or the logits of given texts as
-    the token behind each step ("choices"). `activation` is what the model was trained with, and `step_end` the text
-    behind a step.
+    `kind`: one output for each text ("sequence"), one for each step ("token"), or the logits of given tokens after each
+    step ("choices"). `activation` is the activation from training, and `step_end` the text after a step.
     """
 
     kind: HeadKind
@@ -56,10 +55,10 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadInput:
-    """A `prompt` that is scored, with the text that follows it.
+    """A scored `prompt`, with the text that follows it.
 
-    `answer` is the assistant's turn, `second` the second text of a pair, `steps` are those of an answer; each is None
-    if there is none. `chat` says whether the prompt goes into the chat template.
+    `answer` is the assistant's turn, `second` the second text of a pair, `steps` the steps of an answer; each may be
+    None. `chat` says whether the prompt goes into the chat template.
     """
 
     id: int
@@ -77,14 +76,14 @@ class HeadInput:
 
 
 def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) -> Head:
-    """The head of a model, from its config.json; SlurmGPUError for a model that has none of the kind that is needed."""
+    """The head of a model, from its config.json; SlurmGPUError for a model without the needed kind of head."""
     config = source.config
     named = [str(name) for name in config.get("architectures") or ()]
     if choices:
         if not any(GENERATES.search(name) for name in named):
             raise SlurmGPUError(
                 f"choices is set, and model {source.name!r} is a {_said(source)} by its config.json; expected a "
-                f"decoder, which says one of the choices behind each step. Remove choices."
+                f"decoder that rates each step with one of the choices as the next token. Remove choices."
             )
         return Head("choices", tuple(choices), "softmax")
     kind: HeadKind = "token" if steps else "sequence"
@@ -96,7 +95,7 @@ def read_head(source: ModelSource, *, steps: bool, choices: Sequence[str] = ()) 
     elif isinstance(labels, Mapping):
         names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     else:
-        # Two are transformers' default, and not written.
+        # transformers does not write its default of two labels.
         names = tuple(f"LABEL_{number}" for number in range(int(config.get("num_labels") or 2)))
     step_end = next((STEP_ENDS[name] for name in named if name in STEP_ENDS), STEP_END)
     if len(names) == 1:
@@ -115,8 +114,8 @@ def check_head_takes_images(source: ModelSource) -> None:
     kind = str(source.config.get("model_type"))
     if kind not in HEADS_WITH_IMAGES:
         raise SlurmGPUError(
-            f"images is set, and model {source.name!r} has the type {kind}, whose heads take no images; those of "
-            f"{' and '.join(sorted(HEADS_WITH_IMAGES))} do. Remove images, or judge by a rubric."
+            f"images is set, and model {source.name!r} has the type {kind}, whose heads take no images; expected a "
+            f"model of type {' or '.join(sorted(HEADS_WITH_IMAGES))}. Remove images, or judge with a rubric."
         )
     check_takes_images(source)
 
@@ -132,12 +131,12 @@ def _expected(kind: HeadKind, named: Sequence[str]) -> str:
         return "; it scores texts, not steps. Remove steps, and set answer to score an answer as a whole."
     if kind == "token" and any(GENERATES.search(name) for name in named):
         return (
-            '. If it says how good a step is by the token behind it, set choices to what it says, such as ["+", "-"]; '
-            "else expected a model with ForTokenClassification."
+            '. If it rates a step with the token after it, set choices to these tokens, such as ["+", "-"]; '
+            "otherwise expected a model with ForTokenClassification."
         )
     return (
         f"; expected a model with a trained head ({CLASSES[kind]}): a classifier, a reward model or a reranker. "
-        f"A model that generates text classifies with the workload classify, and judges with judge."
+        f"For a model that generates text, use the workloads classify or judge."
     )
 
 
@@ -150,18 +149,18 @@ def has_chat_template(source: ModelSource) -> bool | None:
 
 
 def head_memory(options: EngineOptions) -> HeadMemory:
-    """The memory of a model; SlurmGPUError for a quantised variant, and where weights or the tokenizer are missing."""
+    """The memory of a model; SlurmGPUError for a quantised variant, and if weights or the tokenizer are missing."""
     if options.model.quantization is not None:
         raise SlurmGPUError(
             f"model {options.model.name!r}: the suffix -{options.model.quantization} quantises decoders while they are "
-            f"loaded, and a trained head is not known to bear it. Remove the suffix, or name a quantised checkpoint."
+            f"loaded, and is untested with a trained head. Remove the suffix, or name a quantised checkpoint."
         )
     model = look_at(options)
     refuse_missing(model)
     check_tokenizer(options.model)
     config = text_config(options.model.config)
     hidden = int(config.get("hidden_size") or config.get("dim") or config.get("d_model") or USUAL_WIDTH)
-    # As `batching.default_tokens` counts a token, without keys and values.
+    # Counts a token like `batching.default_tokens`, without keys and values.
     widths = 6 * hidden + 3 * inner_size(config, hidden)
     activations = math.ceil(_n_tokens(options) * widths * ITEM_BYTES[options.precision])
     return HeadMemory(options.model.name, model.memory.weights, float(activations), model.memory.layers)
@@ -198,5 +197,5 @@ def place_head(options: EngineOptions, gpus: int, gpu_memory: int | None) -> tup
 
 
 def _n_tokens(options: EngineOptions) -> int:
-    """The tokens of the batch that is planned."""
+    """The tokens of the planned batch."""
     return options.batch_tokens or row_tokens(options)

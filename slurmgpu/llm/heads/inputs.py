@@ -1,4 +1,4 @@
-"""Tokens of what a trained head scores: texts, pairs, chats, and answers in steps."""
+"""Tokens of the inputs of a trained head: texts, pairs, chats, and answers in steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STEP, END = "\ufdd1", "\ufdd2"
 
 @dataclass(frozen=True)
 class EncodedInput:
-    """An input's `tokens`, the number of those that were cut off, and the places of tokens that end steps.
+    """An input's `tokens`, the number of truncated tokens, and the positions of tokens that end steps.
 
-    `types` are the segments of a pair, for models that tell them apart; else empty.
+    `types` are the segments of a pair, for models that distinguish them; else empty.
     """
 
     id: int
@@ -33,8 +33,8 @@ class EncodedInput:
 class HeadCodec:
     """Converts inputs to tokens.
 
-    `cut` cuts texts that exceed the `context`, at their end; else they are errors. `step_end` is put behind each step.
-    Also texts of `marks` in what comes from an item are text.
+    `cut` truncates texts that exceed the `context` at their end; otherwise they are errors. `step_end` is put after
+    each step. `marks` that occur in an item's text are plain text.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HeadCodec:
         self._before, self._after = self.codec.own_tokens
 
     def encode(self, asked: HeadInput) -> EncodedInput:
-        """The input's tokens; PromptError for one that the model cannot take."""
+        """The input's tokens; PromptError for an input that the model cannot take."""
         found = self._encode(asked)
         n_whole = len(found.tokens)
         if n_whole > self._context and asked.prompt.truncation_side is not None:
@@ -60,11 +60,11 @@ class HeadCodec:
             found = self._encode(replace(asked, prompt=shorter))
             found = replace(found, n_cut=n_whole - len(found.tokens))
         if len(found.tokens) > self._context:
-            raise PromptError(f"the text has {len(found.tokens)} tokens, and the model takes {self._context}")
+            raise PromptError(f"the text has {len(found.tokens)} tokens; the model takes at most {self._context}")
         return found
 
     def parts(self, asked: HeadInput) -> list[str]:
-        """The texts between marks of a chat with images, which a model's processor gives their tokens."""
+        """The texts between the marks of a chat with images; the model's processor tokenises them."""
         prompt = asked.prompt
         text = self.codec.render_chat(
             _messages(asked, asked.answer), len(prompt.images), behind_examples=not prompt.messages
@@ -92,7 +92,7 @@ class HeadCodec:
         return EncodedInput(asked.id, (*self._before, *body, *self._after), n_cut)
 
     def _pair(self, asked: HeadInput, second: str) -> EncodedInput:
-        # Both texts are plain, also where they look like special tokens.
+        # Both texts are plain text, even if they look like special tokens.
         first = asked.prompt.plain
         refuse_surrogates(first + second)
         whole = self._tokenizer(first, second, split_special_tokens=True, return_token_type_ids=True)
@@ -102,7 +102,7 @@ class HeadCodec:
             if n_cut >= room:
                 raise PromptError(
                     f"the first text of the pair leaves no room for the second: both have {len(whole['input_ids'])} "
-                    f"tokens, and the model takes {self._context}"
+                    f"tokens, and the model takes at most {self._context}"
                 )
             whole = self._tokenizer(
                 first,
@@ -116,7 +116,7 @@ class HeadCodec:
         return EncodedInput(asked.id, tuple(whole["input_ids"]), n_cut, types=tuple(types))
 
     def _steps(self, asked: HeadInput, steps: Sequence[str]) -> EncodedInput:
-        """Tokens of an answer in steps; without a chat template as TRL's PRMTrainer has them (5.x, `tokenize_row`)."""
+        """Tokens of an answer in steps; without a chat template as in TRL's PRMTrainer (5.x, `tokenize_row`)."""
         if asked.chat:
             end_mark = Composed(f"{STEP}{self._step_end}{END}")
             answer = Composed.joined(part for step in steps for part in (step, end_mark))

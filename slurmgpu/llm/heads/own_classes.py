@@ -1,9 +1,9 @@
-"""Models with heads that transformers has no class for, and whose own class is code on the hub, which is not run here.
+"""Classes for heads that transformers lacks; the models' own classes are code on the hub, which is not run here.
 
-They are Qwen2 with a head of two layers. Qwen's process reward models (Qwen2.5-Math-PRM-7B and -72B) say behind each
-step, at the token `<extra_0>`, that it is wrong or right. Its reward model (Qwen2.5-Math-RM-72B) has one number, at the
-last token: SGLang's class of it reads that one (python/sglang/srt/models/qwen2_rm.py), and the README of Qwen2.5-Math
-gives it a chat in the model's template, without the beginning of another answer.
+They are Qwen2 with a head of two layers. Qwen's process reward models (Qwen2.5-Math-PRM-7B and -72B) classify each step
+as wrong or right at the token `<extra_0>` after it. Its reward model (Qwen2.5-Math-RM-72B) has one number, at the last
+token: SGLang's class reads it there (python/sglang/srt/models/qwen2_rm.py), and the README of Qwen2.5-Math gives the
+model a chat in its template, without the beginning of another answer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PROCESS_REWARD, REWARD = "Qwen2ForProcessRewardModel", "Qwen2ForRewardModel"
 """Their names in config.json."""
 
 STEP_ENDS: Mapping[str, str] = {PROCESS_REWARD: "<extra_0>"}
-"""The text behind a step, for the classes that score steps."""
+"""The text after a step, for the classes that score steps."""
 
 
 def own_class(name: str) -> Any:
-    """The class of such a model, with the methods of an Auto class; None for another."""
+    """The class of such a model, with the methods of an Auto class; None for any other name."""
     if name not in (PROCESS_REWARD, REWARD):
         return None
     import torch
@@ -30,7 +30,7 @@ def own_class(name: str) -> Any:
     class WithTwoLayers(kind):  # type: ignore[misc]  # torch is not followed
         def __init__(self, config: Any) -> None:
             if name == REWARD:
-                config.num_labels = 1  # which its config.json does not say
+                config.num_labels = 1  # missing in its config.json
             super().__init__(config)
             width = config.hidden_size
             self.score = torch.nn.Sequential(

@@ -1,4 +1,4 @@
-"""Questions to an engine and its answers, and the code that all engines share: batches by tokens, and sampling.
+"""Requests to an engine and its answers, and code that all engines share: batches by tokens, and sampling.
 
 May import: models and util.
 """

@@ -15,19 +15,19 @@ from slurmgpu.util.out_of_memory import free_memory, is_out_of_memory
 log = logging.getLogger(__name__)
 
 CPU_TOKENS, MOST_CPU_TOKENS, CPU_CACHE = 8192, 16384, 2**29
-"""The default batch on CPUs: twice as many tokens as long as their keys and values take at most so many bytes."""
+"""The default batch on CPUs is doubled while its keys and values take at most this many bytes."""
 MOST_TOKENS = 65536
 """The largest default batch on GPUs."""
 MOST_ROWS = 256
 CPU_PADDING, GPU_PADDING = 128, 2048
-"""The most padding tokens in a forward pass over prompts; with more, another pass is faster."""
+"""The most padding tokens in a forward pass over prompts; beyond that, another pass is faster."""
 PACK_TOKENS = 2048
-"""The most tokens of texts that are read one after the other, without padding: more are hardly faster."""
+"""The most tokens of texts packed one after the other, without padding: more are hardly faster."""
 SHARE_OF_FREE = 0.8
 PATIENCE = 20
-"""Successful batches before a larger one is tried again."""
+"""The number of successful batches before a larger one is tried again."""
 LEAST_PREFIX, LEAST_SHARE = 32, 0.25
-"""The tokens, and the share of the prompts, from which on a prefix is computed once."""
+"""The least tokens, and the least share of the prompts, for computing a common prefix once."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 class Budget:
-    """The most tokens of a batch: rows times the longest prompt and answer; less where memory runs out."""
+    """The most tokens of a batch: rows times the longest prompt and answer; reduced when memory runs out."""
 
     def __init__(self, tokens: int, place: Place) -> None:
         self.tokens = tokens
@@ -48,7 +48,7 @@ class Budget:
         """Reduce the budget after a batch of `used` tokens ran out of memory."""
         self.tokens = max(1, min(self.tokens, used) // 2)
         self._n_clean, self._grown = 0, False
-        log.warning("out of memory with a batch of %d tokens; going on with %d", used, self.tokens)
+        log.warning("out of memory with a batch of %d tokens; continuing with %d", used, self.tokens)
 
     def succeed(self) -> None:
         """Count a successful batch; after many of them raise the budget once."""
@@ -60,16 +60,16 @@ class Budget:
             self.tokens, self._grown = min(self._whole, self.tokens * 5 // 4), True
 
     def attempt(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The result of `work`; None if it ran out of memory, when nothing refers to its tensors any more.
+        """The result of `work`; None if it ran out of memory, after all references to its tensors are gone.
 
-        In a group, whose processes must all do the same, the exception is raised.
+        In a process group, where all processes must do the same, the exception is raised.
         """
         try:
             return work(*args, **kwargs)
         except Exception as error:
             if self._place.world_size > 1 or not is_out_of_memory(error):
                 raise
-        # After the except block: its traceback referred to the tensors.
+        # After the except block: the traceback refers to the tensors.
         return None
 
     def batches(
@@ -81,8 +81,8 @@ class Budget:
     ) -> Iterator[tuple[list[Item], T | None]]:
         """Batches within the budget, long items first, with the result of `work`; None for an item too large alone.
 
-        `lengths_of` are an item's tokens of prompt and of answer, and `n_alike` says how many of the next items may be
-        in a batch. A batch that lacks memory is made again, smaller.
+        `lengths_of` returns the tokens of an item's prompt and answer, and `n_alike` how many of the next items may
+        share a batch. After running out of memory, a batch is retried with fewer items.
         """
         waiting = deque(sorted(items, key=lambda each: [-length for length in lengths_of(each)]))
         while waiting:
@@ -103,15 +103,15 @@ class Budget:
 
 
 def cpu_tokens(kv_bytes: int) -> int:
-    """The default batch on CPUs, for a cache of so many bytes a token.
+    """The default batch on CPUs, for a cache of `kv_bytes` a token.
 
-    A step reads all weights, however few rows it has: more rows are fewer steps.
+    A step reads all weights for any number of rows, so more rows need fewer steps.
     """
     return max(CPU_TOKENS, min(MOST_CPU_TOKENS, CPU_CACHE // max(1, kv_bytes)))
 
 
 def default_tokens(loaded: Any, place: Place) -> int:
-    """A budget for the memory that is free after loading the model; the same on all ranks of a group."""
+    """A budget from the free memory after loading the model; the same on all ranks of a group."""
     if place.device == "cpu":
         return cpu_tokens(loaded.kv_bytes)
     import torch
@@ -124,20 +124,20 @@ def default_tokens(loaded: Any, place: Place) -> int:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
         free = int(shared)
     config = loaded.model.config.get_text_config()
-    # Activations of a token in a prompt, beside its keys and values; the growing cache copies a layer.
+    # Activations of a prompt token in addition to its keys and values; the growing cache copies a layer.
     widths = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     token_bytes = 1.25 * loaded.kv_bytes + widths * loaded.model.dtype.itemsize
     return int(min(MOST_TOKENS, max(256, SHARE_OF_FREE * free / token_bytes)))
 
 
 def budget_of(options: EngineOptions, loaded: Any, place: Place) -> Budget:
-    """The budget that the settings say, else one for the memory that is free after loading the model."""
+    """The budget from the settings, or else from the free memory after loading the model."""
     return Budget(options.batch_tokens or default_tokens(loaded, place), place)
 
 
 @dataclass(frozen=True)
 class Load:
-    """The size of a batch: `n_rows`, the `columns` now, and at most so many `more`."""
+    """The size of a batch: `n_rows`, the current `columns`, and at most `more` further columns."""
 
     n_rows: int = 0
     columns: int = 0
@@ -156,9 +156,9 @@ class Load:
 def n_that_fit(
     load: Load, lengths: Sequence[tuple[int, int]], budget: int, size: Callable[[Load], int] = lambda load: load.tokens
 ) -> tuple[int, Load]:
-    """How many of the next rows (tokens of prompt and of answer) fit beside a load, and the load with them.
+    """How many of the next rows (tokens of prompt and of answer) can be added to a load, and the load with them.
 
-    At least one row fits into an empty batch. `size` gives the tokens that a load takes.
+    An empty batch takes at least one row. `size` returns the tokens of a load.
     """
     taken = 0
     for prompt, answer in lengths:
@@ -181,18 +181,18 @@ def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:
 
 
 def n_in_pack(lengths: Iterable[int], most: int = PACK_TOKENS) -> int:
-    """How many texts of so many tokens are read one after the other, at least one; `most` bounds their tokens."""
+    """How many texts with these lengths are packed one after the other, at least one; `most` bounds their tokens."""
     return max(1, sum(1 for total in accumulate(lengths) if total <= min(most, PACK_TOKENS)))
 
 
 def n_common(rows: Sequence[tuple[int, ...]]) -> int:
     """The number of tokens that all rows begin with."""
-    # All rows between the least and the greatest begin as both do.
+    # All rows between the least and the greatest share the common prefix of both.
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(rows), max(rows), strict=False)))
 
 
 def common_prefix(rows: Sequence[tuple[int, ...]]) -> int:
-    """The number of tokens that all rows begin with, less than the shortest row has."""
+    """The number of tokens that all rows begin with, below the length of the shortest row."""
     return min(n_common(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0
 
 

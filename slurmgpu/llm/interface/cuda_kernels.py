@@ -1,6 +1,6 @@
-"""Kernels in CUDA C++, compiled by NVRTC: that is part of PyTorch with CUDA, so that no compiler is needed.
+"""CUDA C++ kernels, compiled with NVRTC, which is part of PyTorch with CUDA, so no compiler is needed.
 
-The functions are those of NVRTC and of the CUDA driver API: https://docs.nvidia.com/cuda/nvrtc/ and
+Uses functions of NVRTC and of the CUDA driver API: https://docs.nvidia.com/cuda/nvrtc/ and
 https://docs.nvidia.com/cuda/cuda-driver-api/.
 """
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kernel = Callable[..., None]
-"""A kernel, called with its blocks (x, y), the threads of a block, and its arguments: tensors and ints of 32 bits."""
+"""A kernel, called with its blocks (x, y), the threads of a block, and its arguments: tensors and 32-bit ints."""
 
 
 def compile_kernels(source: str, names: Sequence[str], options: Sequence[str], device: Any) -> list[Kernel]:
-    """The kernels of these names in the source, for a device; RuntimeError, or OSError without NVRTC."""
+    """The kernels with these names in the source, for a device; RuntimeError, or OSError without NVRTC."""
     import torch
 
-    # By this library PyTorch itself finds NVRTC, wherever that is installed.
+    # PyTorch itself finds NVRTC through this library, wherever NVRTC is installed.
     nvrtc = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
     driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # so that there is a context
+        torch.cuda.synchronize()  # creates a context
         major, minor = torch.cuda.get_device_capability()
         image = _compile(nvrtc, source, [f"--gpu-architecture=sm_{major}{minor}", *options])
         module = ctypes.c_void_p()
@@ -43,7 +43,7 @@ def _compile(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> ctypes.
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), given):
             said = _bytes_of(nvrtc, program, "ProgramLog").value.decode(errors="replace")
-            raise RuntimeError(f"NVRTC compiles no kernel: {said.strip()}")
+            raise RuntimeError(f"NVRTC cannot compile the kernels: {said.strip()}")
         return _bytes_of(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
@@ -86,5 +86,5 @@ def _check_driver(driver: ctypes.CDLL, code: int) -> None:
     if code:
         said = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(said))
-        # As PyTorch says it, so that a lost context is known as one.
+        # Worded like PyTorch's errors, so that a lost context is recognised.
         raise RuntimeError(f"CUDA error: {(said.value or str(code).encode()).decode()}")

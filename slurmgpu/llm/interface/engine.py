@@ -36,11 +36,11 @@ STRUCTURE_ENGINES: dict[str, tuple[StructureKind, ...]] = {
     "vllm": ("schema", "choices", "regex", "grammar"),
     "server": ("schema", "choices", "regex"),
 }
-"""The engines that keep answers to a `Structure`, and the kinds that each knows."""
+"""The engines that can constrain answers to a `Structure`, and the kinds that each supports."""
 
 
 class Composed(str):
-    """A template's text; `quoted` are the (start, stop) of the parts that come from the item."""
+    """Text from a template; `quoted` has the (start, stop) of the parts that come from the item."""
 
     quoted: tuple[tuple[int, int], ...]
 
@@ -52,7 +52,7 @@ class Composed(str):
 
     @classmethod
     def joined(cls, parts: Iterable[str]) -> Composed:
-        """The parts joined, with their quotes; a part that is no `Composed` is the item's."""
+        """The joined parts, with their quotes; a part that is not a `Composed` comes from the item."""
         quoted: list[tuple[int, int]] = []
         length = 0
         for part in (parts := [*parts]):
@@ -62,7 +62,7 @@ class Composed(str):
 
 
 def quoted_in(text: str) -> tuple[tuple[int, int], ...]:
-    """The (start, stop) of the parts of a text that come from an item: all of it, unless it is a template's."""
+    """The (start, stop) of the parts of a text that come from an item: the whole text, unless it is a `Composed`."""
     return text.quoted if isinstance(text, Composed) else ((0, len(text)),)
 
 
@@ -70,7 +70,7 @@ def quoted_in(text: str) -> tuple[tuple[int, int], ...]:
 class Generated:
     """The tokens of an answer that a model generated: its `thoughts`, with the marks around them, then its `answer`.
 
-    `mark` is a special token among the answer, whose text does not show it.
+    `mark` is a special token in the answer that its text does not show.
     """
 
     thoughts: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Generated:
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """Tokens in which answers of the same text may differ, and by which the model goes on in another way."""
+        """Tokens that may differ between answers with the same text, and that change how the model continues."""
         return (*self.thoughts, *self.answer) if self.mark else self.thoughts
 
 
@@ -90,20 +90,20 @@ NOTHING_GENERATED = Generated()
 class Prompt:
     """Chat `messages`, or plain `text`, and perhaps the beginning of the `answer`.
 
-    If that beginning is given, the model goes on from there without reasoning. It goes on from an answer of its own,
-    reasoning included, if that is given as `generated`, at the end of `so_far`, with which that answer's text begins.
-    `adapter` is the name of one of the model's adapters; "" is its only one, or the model itself if it has several.
+    If that beginning is given, the model continues from it without reasoning. It continues its own answer, including
+    its reasoning, if the answer's tokens are given as `generated`; `so_far` is the part of that answer's text to keep.
+    `adapter` is the name of one of the model's adapters; "" is its only adapter, or the model itself if it has several.
 
     `shots` are examples before a plain text, each a question and its answer: turns of a chat if the model has a chat
-    template, else texts with `between` behind each. With a `truncation_side` a prompt that is too long is shortened
-    there, in what comes from the item.
+    template, else texts with `between` after each. With a `truncation_side`, a prompt that is too long is truncated on
+    that side, within the text from the item.
 
-    `images` are paths, or bytes of files, and stand before the text of a plain prompt, or of a chat's first turn of the
-    user. They need a chat template.
+    `images` are paths or bytes of files. They come before the text of a plain prompt or of a chat's first user turn,
+    and need a chat template.
 
     The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
-    message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
-    all of these, except in the unquoted parts of a `Composed`.
+    message if the model has a chat template, else before the text and a blank line. Special tokens count as plain text
+    everywhere except in the unquoted parts of a `Composed`.
     """
 
     text: str = ""
@@ -142,10 +142,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Structure:
-    """The form of an answer, without its reasoning: JSON of a schema, a choice, or a match of a regex or grammar.
+    """The form that an answer must have, without its reasoning: JSON of a schema, a choice, a regex or a grammar.
 
-    `text` is the schema or the list of choices as JSON, else the regex or the grammar itself. An engine that supports
-    structures is one of `STRUCTURE_ENGINES`.
+    `text` is the schema or the list of choices as JSON, else the regex or the grammar itself. `STRUCTURE_ENGINES` lists
+    the engines that support structures.
     """
 
     kind: StructureKind
@@ -154,11 +154,11 @@ class Structure:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 exclude no token.
+    """How tokens are sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 exclude no token.
 
     A text of `stop` ends an answer and is not part of it. `logprobs` asks for each token's log-probability. If the
     context has no room for the answer, that is an error; with `fit` the answer is cut instead. With a `structure`, only
-    tokens that it allows are chosen, and the log-probabilities are still the model's own over all tokens.
+    allowed tokens are sampled; log-probabilities are still the model's own over all tokens.
     """
 
     max_tokens: int = 512
@@ -174,7 +174,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A wanted completion. `id` is the caller's; random numbers depend on `key` (63 bits) alone."""
+    """A request for a completion. `id` is the caller's number; random numbers depend only on `key` (63 bits)."""
 
     id: int
     prompt: Prompt
@@ -184,13 +184,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """A completion: `text` is the answer, `reasoning` the text before it if the model marks that.
+    """A completion: `text` is the answer, `reasoning` the text before it if the model marks its reasoning.
 
-    `generated` has the tokens of both, behind those that the prompt gave, to go on from a beginning of the answer.
+    `generated` has the tokens of both, after those given in the prompt, to continue from a prefix of the answer.
     `tokens` (int32) are all generated tokens with the end-of-sequence token. `logprobs` (float32, one for each token)
     are the model's own, before temperature and filters; None unless requested. `finish_reason` is "stop" (the model
     ended, or a stop text came), "length", or "error" with a sentence in `error`. An engine that does not know the
-    tokens gives their `count`. `n_truncated` tokens of the prompt were cut off.
+    tokens sets `count`. `n_truncated` is the number of truncated prompt tokens.
     """
 
     id: int
@@ -213,9 +213,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with the answers to choose from.
+    """A prompt with the possible answers.
 
-    Each group of `n_ways` choices are spellings of one answer. Choices of different answers must not have the same
+    Each group of `n_ways` choices are spellings of one answer. Choices for different answers must not have the same
     tokens; spellings of one answer may.
     """
 
@@ -229,8 +229,8 @@ class Question:
 class Scores:
     """log p(choice | prompt) (natural logarithm) and the token count of each choice of a question.
 
-    The choices exclude each other: answers that continue as a longer choice count for that one only, so that "1" means
-    1 but not 10. A spelling with the tokens of an earlier one gets -inf.
+    The choices exclude each other: an answer that continues as a longer choice counts only for the longer one, so "1"
+    means 1 but not 10. A spelling with the same tokens as an earlier one gets -inf.
     """
 
     id: int
@@ -243,10 +243,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of which each token's probability is wanted: the prompt's `answer` behind the prompt.
+    """A request for the probabilities of a text's tokens: of the prompt's `answer` after the prompt.
 
-    Without an answer it is the prompt's plain `text`, in no chat template. If that is longer than the model's context,
-    it is read in windows, which score `stride` tokens each after the first; None means as many as a window has.
+    Without an answer it is the prompt's plain `text`, without a chat template. A text longer than the model's context
+    is read in windows; each window after the first scores `stride` tokens, None for as many as a window has.
     """
 
     id: int
@@ -256,9 +256,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """ln p of each token of a passage, given all before it in its window (float32), and the tokens themselves (int32).
+    """ln p of each token of a passage, given all tokens before it in its window (float32), and the tokens (int32).
 
-    `n_prompt_tokens` come before, those of a tokenizer's beginning included.
+    `n_prompt_tokens` come before them, including the tokenizer's beginning tokens.
     """
 
     id: int
@@ -271,7 +271,7 @@ class Likelihood:
 class Engine(Protocol):
     """A loaded model. A failed request or question has an `error`; an exception concerns all of them.
 
-    One thread calls it. It may begin a call before it has taken all that another one gives.
+    Only one thread calls it, but that thread may start a call before it has consumed all results of another.
     """
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
@@ -289,7 +289,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """The memory of a model with a head: the bytes of its weights, in so many layers, and of a batch's activations."""
+    """The memory of a model with a head: bytes of its weights, its number of layers, bytes of a batch's activations."""
 
     name: str
     weights: float
@@ -297,7 +297,7 @@ class HeadMemory:
     layers: int
 
     def on_each(self, n_gpus: int) -> float:
-        """Bytes on the fullest of `n_gpus`, over which its layers are spread; a batch is on one of them at a time."""
+        """Bytes on the fullest of `n_gpus` with its layers spread over them; a batch is on one GPU at a time."""
         share = 1.0 if n_gpus < 2 else min(1.0, 1 / n_gpus + 1 / max(1, self.layers))
         return self.weights * share + self.batch
 
@@ -307,15 +307,15 @@ class EngineOptions:
     """The model and the settings of an engine.
 
     `batch_tokens` is the most tokens (prompt and answer) of a static batch; None lets the engine choose. `max_context`
-    reduces the model's context. `cuda_graphs` says whether steps are CUDA graphs: False never, True if a self-check
-    finds them right, "auto" if it finds them faster as well; with `compile` they are compiled before. `chat` says
-    whether plain prompts are put into the chat template; None if there is one. `chat_options` go to the template:
-    enable_thinking, reasoning_effort …
+    reduces the model's context. `cuda_graphs` says whether steps use CUDA graphs: False never, True if a self-check
+    passes, "auto" if they are also faster; with `compile` steps are compiled first. `chat` says whether plain prompts
+    go into the chat template; None: if there is one. `chat_options` go to the template: enable_thinking,
+    reasoning_effort …
 
-    With `images` the model takes images beside text. `beside` is another model, which computes in the same process.
+    With `images` the model takes images with text. `beside` is another model in the same process.
 
-    For the engine "server" either `serve` is the command that starts one, or `url` that of one that runs;
-    `concurrency` is the most requests that it has at a time.
+    For the engine "server", either `serve` is the command that starts a server, or `url` is the address of a running
+    one; `concurrency` is the most requests at a time.
     """
 
     model: ModelSource
@@ -339,7 +339,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """The `device` in PyTorch on which an engine computes, the GPUs that this process sees, and its rank in a group.
+    """The PyTorch `device` of an engine, the GPUs that this process sees, and its rank in a group.
 
     `note(name, value)` records changes of batching in the shard.
     """

@@ -20,17 +20,17 @@ def to_json(found: Any) -> dict[str, Any]:
 
 
 def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
-    """The dataclass of which that is the JSON."""
+    """The dataclass `kind` from its JSON."""
     return kind(**{name: _back(each) for name, each in value.items()})
 
 
 def digest_of_request(asked: Any) -> str:
-    """A digest by which two tasks see whether they ask an engine the same."""
+    """A digest of a request; two tasks compare it to check that they make the same request."""
     return hashlib.blake2b(repr(_brief(asked)).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
 def _brief(value: Any) -> Any:
-    """The value, with images by their digests: repr() of bytes takes 90 ms a megabyte."""
+    """The value with images replaced by digests: repr() of bytes takes 90 ms a megabyte."""
     if isinstance(value, bytes):
         return hashlib.blake2b(value, digest_size=16).digest()
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Copies of tensors to the CPU that do not wait for work that the device begins later."""
+"""Copy tensors to the CPU without waiting for work that the device starts later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class HostCopies:
-    """Begins to copy tensors of a device to the CPU; those of the CPU are taken as they are."""
+    """Starts to copy tensors from a device to the CPU; CPU tensors are used as they are."""
 
     def __init__(self, *tensors: Tensor) -> None:
         import torch
@@ -26,7 +26,7 @@ class HostCopies:
             self._are_there.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[Tensor]:
-        """The copies, once they are there."""
+        """Wait for the copies and return them."""
         if self._are_there is not None:
             self._are_there.synchronize()
         return self._copies

@@ -1,6 +1,6 @@
-"""Random numbers that depend only on a sample's key and on a token's place and number.
+"""Random numbers that depend only on a sample's key, a token's position and its id.
 
-The number of token t is a hash of (key, place, t) by SplitMix64 (Steele, Lea and Flood 2014), as standard Gumbel noise.
+The number for token t is a SplitMix64 hash (Steele, Lea and Flood 2014) of (key, position, t) as standard Gumbel noise.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 MASK = 2**64 - 1
 NOISE_BITS = 40
 GREATEST = 1 - 2.0**-24
-"""The largest float32 below 1, where the noise would be infinite."""
+"""The largest float32 below 1; at 1 the noise would be infinite."""
 TILE = 1 << 15
-"""Numbers that a CPU's core computes at a time, 20 bytes each: more would not stay in its cache."""
+"""The count of numbers that a CPU core computes at a time, 20 bytes each: more would not stay in its cache."""
 GPU_TILE = 1 << 22
 
 
 def splitmix(number: int) -> int:
-    """The number that SplitMix64 gives from this state."""
+    """The output of SplitMix64 for this state."""
     z = (number + GOLDEN) & MASK
     z = ((z ^ (z >> 30)) * MIX_1) & MASK
     z = ((z ^ (z >> 27)) * MIX_2) & MASK
@@ -29,16 +29,16 @@ def splitmix(number: int) -> int:
 
 
 def add_noise(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """The logits, (row, token), and an independent standard Gumbel number for each; float32.
+    """The logits, (row, token), plus independent standard Gumbel noise; float32.
 
-    `keys` and `positions` (row,) say which numbers. They are computed in place, as many at a time as a cache holds.
+    `keys` and `positions` (row,) determine the noise. It is computed in place, in blocks that fit the cache.
     """
     import torch
 
     n_rows, n_tokens = logits.shape
     device = logits.device
     streams = _splitmix(_splitmix(keys) + positions * _signed(GOLDEN))
-    # Token t is hashed from the state (t + 1) * GOLDEN behind its stream's, to which SplitMix64 adds another one.
+    # Token t's state is its stream's plus (t + 1) * GOLDEN, to which SplitMix64 adds another GOLDEN.
     steps = torch.arange(2, n_tokens + 2, device=device) * _signed(GOLDEN)
     found = torch.empty(n_rows, n_tokens, device=device)
     size = TILE * torch.get_num_threads() if device.type == "cpu" else GPU_TILE
@@ -58,7 +58,7 @@ def add_noise(logits: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
             # The highest bits of z ^ (z >> 31).
             high = _shift(z, 64 - NOISE_BITS, spare)
             high.bitwise_xor_(torch.bitwise_right_shift(high, 31, out=z))
-            # Small numbers are dense in float32, and numbers near 1 are not: small u wins. It is negative from here on.
+            # float32 is dense near 0 and not near 1, so a small u wins. The value is negative from here on.
             u.copy_(high).add_(0.5).mul_(-(2.0**-NOISE_BITS)).clamp_(min=-GREATEST)
             torch.sub(logits[rows, tokens], u.log1p_().neg_().log_(), out=found[rows, tokens])
     return found
@@ -75,7 +75,7 @@ def _splitmix(numbers: Tensor) -> Tensor:
 
 
 def _shift(numbers: Tensor, n_bits: int, out: Tensor) -> Tensor:
-    """The numbers shifted to the right as unsigned ones, in `out`."""
+    """The numbers shifted to the right as unsigned integers, in `out`."""
     import torch
 
     # PyTorch's >> keeps the sign.

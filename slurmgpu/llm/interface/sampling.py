@@ -1,8 +1,8 @@
-"""Choose tokens by random numbers that depend only on a sample's key and the token's place in its answer.
+"""Sample tokens with random numbers that depend only on a sample's key and the token's position in its answer.
 
-A sample is therefore the same in every batch, on every path and at every attempt. The choice is the Gumbel-max trick
-(Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030): the greatest of logit + noise is distributed as
-softmax(logits), see `noise`. On a GPU the kernels of sampling.cu do the same where they can be compiled.
+A sample is therefore the same in every batch, code path and attempt. It uses the Gumbel-max trick (Gumbel 1954;
+Maddison, Tarlow and Minka 2014, arXiv:1411.0030): the argmax of logit + noise is distributed as softmax(logits), see
+`noise`. On a GPU the kernels of sampling.cu do the same if they can be compiled.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 N_CHECKED, CHECKED_TOKENS = 64, 4097
-"""The rows and tokens of the logits by which kernels are checked; in one row a rounding may change the token."""
+"""The rows and tokens of the logits for checking kernels; in one row rounding may change the token."""
 _kernels: dict[Any, Kernels | None] = {}
 
 
 def mix(key: int, sample: int) -> int:
-    """The key (63 bits) of one of an item's samples, from the item's seed."""
+    """The key (63 bits) of an item's sample, from the item's seed and the sample's number."""
     return splitmix(splitmix(key) + (sample + 1) * GOLDEN) >> 1
 
 
 def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
     """The next token of each row: (row,), from `logits`: (row, token).
 
-    `positions` counts the tokens in the row's answer so far: 0 for the first. `allowed`, of the shape of `logits`,
-    marks the tokens that a structure allows; None allows all. They are the tokens of the greatest scores of `perturb`,
-    found without its sort.
+    `positions` counts the tokens in the row's answer so far: 0 for the first. `allowed`, with the shape of `logits`,
+    marks the tokens that a structure allows; None allows all. The result is the argmax of `perturb`, found without its
+    sort.
     """
     logits = restrict(logits, allowed)
     if not rules.kinds.sampled:
@@ -47,9 +47,10 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor, allowed: Tensor | No
 
 
 def prepare_kernels(device: Any, agree: Callable[[bool], bool] = bool) -> None:
-    """Compile and check the kernels of a device, which no capture of a CUDA graph may do.
+    """Compile and check the kernels of a device; this must not happen during the capture of a CUDA graph.
 
-    `agree(are_right)` returns whether those of all processes are that share a model: they must choose the same tokens.
+    `agree(are_right)` returns whether the kernels are right in all processes that share a model, which must choose the
+    same tokens.
     """
     if device.type == "cuda" and device not in _kernels:
         kernels = _checked(make_kernels, device)
@@ -57,7 +58,7 @@ def prepare_kernels(device: Any, agree: Callable[[bool], bool] = bool) -> None:
 
 
 def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """The logits, -inf where a token is not allowed."""
+    """The logits, with -inf for tokens that are not allowed."""
     import torch
 
     return logits if allowed is None else torch.where(allowed, logits, float("-inf"))
@@ -66,7 +67,7 @@ def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:
 def leave_next(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     """Scores whose greatest is the row's next token; float32: (row, token). Greedy rows keep their logits.
 
-    It is computed without reading any value, for CUDA graphs.
+    Computed without reading any value on the host, for CUDA graphs.
     """
     import torch
 
@@ -81,8 +82,8 @@ def leave_next(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
 def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     """Scores whose greatest is the row's next token; float32: (row, token). Greedy rows keep their logits.
 
-    It is computed without reading any value, and so in the same steps whatever the values are: where a row has top_p
-    alone, by a sort. To halve the range of its least kept logit 32 times would read as much as the sort.
+    Computed without reading any value on the host, so the steps do not depend on values: a row with only top_p needs a
+    sort. Halving the range of its least kept logit 32 times would read as much as the sort.
     """
     import torch
 
@@ -117,7 +118,7 @@ def _kernels_of(device: Any) -> Kernels | None:
 
 
 def _checked(make: Callable[[Any], Kernels], device: Any) -> Kernels | None:
-    """Kernels that give what PyTorch's operations give; None, and a line in the log, if there are none."""
+    """Kernels with the same results as PyTorch's operations; None, and a line in the log, if there are none."""
     import torch
 
     kinds = [
@@ -138,19 +139,23 @@ def _checked(make: Callable[[Any], Kernels], device: Any) -> Kernels | None:
         for each in (logits, logits.bfloat16()):
             tokens = kernels.draw(each, rules, positions), _choose(each, rules, positions)
             n_off = max(n_off, int((tokens[0] != tokens[1]).sum()))
-    except Exception as error:  # NVRTC's, the driver's, or those of a PyTorch with another library
+    except Exception as error:  # from NVRTC, the driver, or a PyTorch with another library
         said = f"{type(error).__name__}: {message_of(error)[-200:].strip()}"
-        log.warning("sampling takes many kernels: %s", said)
+        log.warning("sampling uses PyTorch's many kernels: %s", said)
         return None
     if n_off > 1:
-        log.warning("sampling takes many kernels: of two %d of %d tokens differ", n_off, N_CHECKED)
+        log.warning(
+            "sampling uses PyTorch's many kernels: with our two %d of %d tokens differ",
+            n_off,
+            N_CHECKED,
+        )
         return None
-    log.info("sampling by two kernels: %d of %d tokens differ", n_off, N_CHECKED)
+    log.info("sampling uses two kernels: %d of %d tokens differ from PyTorch's", n_off, N_CHECKED)
     return kernels
 
 
 def _choose(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
-    """The next token of each row, some of which are sampled: (row,)."""
+    """The next token of each row, (row,), if some rows are sampled."""
     if not rules.kinds.greedy:
         return _draw(logits, rules, positions)
     tokens = logits.argmax(-1)
@@ -160,7 +165,7 @@ def _choose(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
-    """The next token of each row, none of which is greedy: (row,)."""
+    """The next token of each row, (row,), if no row is greedy."""
     import torch
 
     kinds, warped = rules.kinds, _warp(logits, rules)
@@ -186,12 +191,12 @@ def _draw(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
 
 
 def _draw_of_nucleus(scores: Tensor, warped: Tensor, top_p: Tensor) -> Tensor:
-    """The token of the greatest score among those that top_p keeps, for each row: (row,).
+    """The token with the greatest score among the tokens that top_p keeps, for each row: (row,).
 
-    A token is kept if the tokens of greater logits have less than top_p of the mass. If the greatest score is not that
-    of a kept token, none of a smaller or equal logit is kept, and the greatest of the others is the next candidate.
-    Where the kept ones have the share m of the mass, at most -ln(m) candidates are refused on average: token i of the
-    others, of the share q, is one with the chance q / (m + all shares between).
+    A token is kept if the tokens with greater logits have less than top_p of the mass. If the token with the greatest
+    score is not kept, no token with a smaller or equal logit is kept, and the greatest score of the others is the next
+    candidate. If the kept tokens have the share m of the mass, at most -ln(m) candidates are rejected on average: a
+    token that is not kept, with the share q, is a candidate with probability q / (m + all shares between).
     """
     import torch
 
@@ -212,7 +217,7 @@ def _draw_of_nucleus(scores: Tensor, warped: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _warp(logits: Tensor, rules: Rules) -> Tensor:
-    """The logits divided by their row's temperature, those of greedy rows by 1; float32."""
+    """The logits divided by their row's temperature, or by 1 in greedy rows; float32."""
     import torch
 
     if not rules.kinds.scaled:
@@ -229,8 +234,8 @@ def _least_of_min_p(warped: Tensor, min_p: Tensor) -> Tensor:
 def _least_of_top(logits: Tensor, rules: Rules, n_greatest: int) -> Tensor:
     """The least logit, divided by the temperature, that top_k and top_p keep in each row: (row, 1).
 
-    It is one of the `n_greatest` greatest. Ties with it are kept, too. The logits themselves are sorted, which have 16
-    bits where the model has: a division keeps their order.
+    It is one of the `n_greatest` greatest. Ties with it are kept, too. Sorts the undivided logits, which have 16 bits
+    if the model has: division keeps their order.
     """
     import torch
 
@@ -243,7 +248,7 @@ def _least_of_top(logits: Tensor, rules: Rules, n_greatest: int) -> Tensor:
     in_top_k = (
         torch.arange(n_greatest, device=logits.device) < torch.where(rules.top_k > 0, rules.top_k, n_tokens)[:, None]
     )
-    # In float64 it makes no difference to a token in which order a device adds.
+    # In float64 the order of additions on a device does not change the token.
     weights = (ordered - ordered[:, :1]).exp_().masked_fill_(~in_top_k, 0)
     before = weights.cumsum(-1, dtype=torch.float64)
     limits = torch.where(rules.top_p < 1, rules.top_p * before[:, -1], torch.inf)[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of sampling.cu, which draw the tokens of `sampling` on a GPU, without waiting for it."""
+"""The kernels of sampling.cu, which draw the tokens of `sampling` on a GPU without waiting for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("sampling.cu")
 NAMES = ("scan", "settle")
 N_PARTS, PART_THREADS = 16, 256
-"""The blocks that look at a row's tokens, and their threads."""
+"""The blocks for each row's tokens, and their threads."""
 ROW_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels by name, for logits of 32 bits, and for those of bfloat16."""
+    """The kernels by name, for logits in float32 and in bfloat16."""
 
     of_32: Mapping[str, Kernel]
     of_16: Mapping[str, Kernel]
@@ -30,7 +30,7 @@ class Kernels:
     row_threads: int = ROW_THREADS
 
     def draw(self, logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
-        """The next token of each row, as `sampling.choose` says: (row,), from `logits`: (row, token)."""
+        """The next token of each row, as in `sampling.choose`: (row,), from `logits`: (row, token)."""
         import torch
 
         is_16 = logits.dtype is torch.bfloat16
@@ -50,7 +50,7 @@ class Kernels:
 
 
 def make_kernels(device: Any) -> Kernels:
-    """The kernels, compiled for a device; RuntimeError or OSError where that is impossible."""
+    """The kernels, compiled for a device; RuntimeError or OSError if that is impossible."""
     source = SOURCE.read_text(encoding="utf-8")
 
     def compiled(n_bits: int) -> dict[str, Kernel]:
@@ -60,5 +60,5 @@ def make_kernels(device: Any) -> Kernels:
 
 
 def options(n_bits: int, part_threads: int = PART_THREADS, row_threads: int = ROW_THREADS) -> list[str]:
-    """The compiler's options for logits of so many bits, and blocks of so many threads."""
+    """The compiler's options for logits of `n_bits`, and blocks of these sizes."""
     return [f"-DLOGIT_BITS={n_bits}", f"-DPART_THREADS={part_threads}", f"-DROW_THREADS={row_threads}"]

@@ -1,4 +1,4 @@
-"""The sampling of each row of a batch, as tensors, and what kinds of it a batch has."""
+"""The sampling settings of each row of a batch, as tensors, and the kinds of sampling in a batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Kinds:
     """The kinds of sampling in a batch, known without reading a tensor.
 
-    A row is `greedy`, or `free` of top_k and top_p, or has a top_k, or has top_p alone (`nucleus`); `top_k` is the
-    greatest of all rows. Rows may also have a min_p, and be `scaled` by a temperature that is not 1.
+    A row is `greedy`, or `free` (no top_k and top_p), or has a top_k, or has only top_p (`nucleus`); `top_k` is the
+    greatest of all rows. Rows may also have a min_p, and be `scaled` by a temperature other than 1.
     """
 
     greedy: bool = False
@@ -52,7 +52,7 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Rules:
-    """The sampling of a batch's rows: tensors with one value for each row, and what their `kinds` are."""
+    """The sampling of a batch's rows: tensors with one value for each row, and their `kinds`."""
 
     kinds: Kinds
     keys: Tensor

@@ -1,4 +1,4 @@
-"""Files of models and adapters: found, downloaded, and measured without loading them.
+"""Find, download and measure the files of models and adapters, without loading them.
 
-May import: util. No torch; huggingface_hub where a model is on the hub.
+May import: util. No torch; huggingface_hub if a model is on the hub.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model, in the format of the library peft: found, checked and pinned without torch."""
+"""Find, check and pin a model's LoRA adapters, in peft's format, without torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PINNED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
 
 @dataclass(frozen=True)
 class AdapterField:
-    """Chooses an item's adapter, by name, out of its `field`."""
+    """Chooses an item's adapter by the name in the item's `field`."""
 
     field: str
     names: tuple[str, ...]
 
     def of(self, data: Mapping[str, Any]) -> str:
-        """The name of the item's adapter; "", which is the model itself, where the field is empty."""
+        """The name of the item's adapter; "", which is the model itself, if the field is empty."""
         if self.field not in data:
             raise ItemError(f"no field {self.field!r}, which names the adapter.{did_you_mean(self.field, data)}")
         name = data[self.field]
@@ -35,7 +35,7 @@ class AdapterField:
             return ""
         if name not in self.names:
             known = ", ".join(self.names)
-            raise ItemError(f"field {self.field!r} holds {name!r:.80}, which is no name of adapters: {known}")
+            raise ItemError(f"field {self.field!r} holds {name!r:.80}; expected a name in adapters: {known}")
         return str(name)
 
 
@@ -48,27 +48,27 @@ class Adapters:
 
 
 def choice_of(settings: Mapping[str, Any]) -> AdapterField | None:
-    """How items choose among the adapters of the settings `adapter` and `adapters`; None if there is one, or none.
+    """How items choose among the adapters in the settings; None if there is at most one.
 
-    SlurmGPUError if the two do not belong together.
+    SlurmGPUError if `adapter` and `adapters` do not belong together.
     """
     adapter, adapters = settings.get("adapter"), settings.get("adapters") or {}
     found = None if adapter is None else _FIELD.fullmatch(adapter)
     if adapters and found is None:
         raise SlurmGPUError(
-            f"adapters has {len(adapters)} adapters by name, and adapter is {adapter!r}; expected the field of items "
-            f'that names one of them, such as adapter = "{{language}}".'
+            f"adapters has {len(adapters)} names, and adapter is {adapter!r}; expected the item field with the name of "
+            f'an adapter, such as adapter = "{{language}}".'
         )
     if found is not None and not adapters:
         raise SlurmGPUError(
-            f"adapter is {adapter!r}, a field of items, and adapters is not set; expected a table of the names that "
-            f'this field has, such as adapters = {{de = "lora/de", fr = "lora/fr"}}.'
+            f"adapter is {adapter!r}, a field of items, and adapters is not set; expected a table with an adapter for "
+            f'each value of this field, such as adapters = {{de = "lora/de", fr = "lora/fr"}}.'
         )
     return None if found is None else AdapterField(found[1], tuple(adapters))
 
 
 def find_adapters(settings: Mapping[str, Any]) -> Adapters:
-    """The adapters of the settings; SlurmGPUError for one that is not there, or is no LoRA adapter."""
+    """The adapters in the settings; SlurmGPUError for one that is missing or not a LoRA adapter."""
     choice = choice_of(settings)
     if settings.get("adapter") is None:
         return Adapters()
@@ -77,18 +77,18 @@ def find_adapters(settings: Mapping[str, Any]) -> Adapters:
 
 
 def pinned(source: ModelSource) -> str:
-    """The name of an adapter with the commit of the hub, if it is from there."""
+    """The name of an adapter, with its commit if it is from the hub."""
     return source.name if source.repository is None else f"{source.repository}@{source.revision}"
 
 
 def check_adapted(model: ModelSource, adapters: Adapters) -> None:
-    """Refuse adapters of a quantised model, and of one that is known to be another."""
+    """Refuse adapters for a quantised model, and adapters trained on a different model."""
     if not adapters.sources:
         return
     if model.quantization is not None or "quantization_config" in model.config:
         raise SlurmGPUError(
-            f"adapter is set, and model {model.name!r} is quantised; expected a model in bf16, fp16 or fp32, to which "
-            f"an adapter is added. Remove the suffix of its name, or merge the adapter into the model beforehand."
+            f"adapter is set, and model {model.name!r} is quantised; expected a model in bf16, fp16 or fp32. Remove "
+            f"the suffix of its name, or merge the adapter into the model beforehand."
         )
 
 
@@ -105,12 +105,12 @@ def _find(where: str) -> ModelSource:
             "; it is a whole model: set model to it, without adapter." if (folder / "config.json").is_file() else "."
         )
         raise SlurmGPUError(
-            f"adapter {where!r}: {folder} has no {ADAPTER_CONFIG}; expected the folder of a LoRA adapter, as peft's "
-            f"`save_pretrained` writes it{advice}"
+            f"adapter {where!r}: {folder} has no {ADAPTER_CONFIG}; expected the folder of a LoRA adapter from peft's "
+            f"`save_pretrained`{advice}"
         )
     if config.get("peft_type") != "LORA":
         raise SlurmGPUError(
-            f"adapter {where!r} is of the kind {config.get('peft_type')}; expected LORA. Merge it into its model with "
+            f"adapter {where!r} has the type {config.get('peft_type')}; expected LORA. Merge it into its model with "
             f"peft, and set model to the result."
         )
     if repository is None and not any((folder / each).is_file() for each in WEIGHTS):
@@ -121,13 +121,13 @@ def _find(where: str) -> ModelSource:
 
 
 def rank_of(source: ModelSource) -> int:
-    """The greatest rank of an adapter's matrices."""
+    """The largest rank of an adapter's matrices."""
     ranks = [source.config.get("r") or 1, *(source.config.get("rank_pattern") or {}).values()]
     return max(map(int, ranks))
 
 
 def digest_of_adapter(source: ModelSource) -> str:
-    """A name for an adapter's content: the hub's commit, or a digest of its files."""
+    """An identifier of an adapter's content: the hub's commit, or a digest of its files."""
     files = digests_of(source)
     told = source.revision if files is None else json.dumps(sorted(files.items()))
     return hashlib.blake2b(f"{source.repository} {told}".encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Check by its small files that a model can generate text: a decoder with a tokenizer."""
+"""Check from its small files that a model can generate text: a decoder with a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slurmgpu.llm.models import hub
 from slurmgpu.llm.models.source import VOCABULARIES, ModelSource, named_in, read_json
 
 GENERATES = re.compile(r"CausalLM|LMHead|ConditionalGeneration|Decoder")
-"""Parts of the names of classes that generate text."""
+"""Parts of class names that mean a model generates text."""
 
 OTHER_HEADS = re.compile(
     "For(MaskedLM|PreTraining|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|"
@@ -22,7 +22,7 @@ ENCODERS = (
     *("nomic_bert", "nystromformer", "roberta", "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta"),
     *("xlm-roberta-xl", "xmod", "yoso"),
 )
-"""Values of model_type of encoders, unless `architectures` has a generating class. From transformers 5.23."""
+"""Values of model_type for encoders, unless `architectures` has a generating class. From transformers 5.23."""
 
 _WITH_IMAGES = """
     apertus1p5 aria aya_vision blip blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni
@@ -38,10 +38,10 @@ _WITH_IMAGES = """
 """
 
 WITH_IMAGES = frozenset(_WITH_IMAGES.split())
-"""Types that transformers 5.24 has for images beside text, and not for text alone; a test compares."""
+"""Model types that transformers 5.24 has only for images with text, not for text alone; a test compares."""
 
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of which a model that takes images has at least one."""
+"""A model that takes images has at least one of these files."""
 
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Tokenizers of bytes and code points."""
@@ -56,19 +56,19 @@ def check_decoder(source: ModelSource) -> None:
     if kind in ENCODERS or (named and all(OTHER_HEADS.search(name) for name in named)):
         raise SlurmGPUError(
             f"model {source.name!r} is a {' and '.join(named) or kind} by its config.json, which does not generate "
-            f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. What "
-            f"a trained head says of texts is computed by score, and by judge with scorer in place of model; vectors "
-            f"of texts by embed."
+            f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. To "
+            f"score texts with a classifier or a reward model, use score, or judge with scorer instead of model; to "
+            f"embed texts, use embed."
         )
 
 
 def check_takes_text_alone(source: ModelSource) -> None:
-    """Refuse a model that transformers loads for images beside text alone."""
+    """Refuse a model that transformers loads only for images with text."""
     kind = source.config.get("model_type")
     if kind in WITH_IMAGES and "auto_map" not in source.config:
         raise SlurmGPUError(
-            f"model {source.name!r} has the type {kind}, which transformers loads for images beside text alone, and "
-            "images is not set: the field of the items that holds images. Set it, or choose a model for text, or "
+            f"model {source.name!r} has the type {kind}, which transformers loads only for images with text, and "
+            "images is not set. Set images to the item field with images, or choose a text-only model, or set "
             'engine = "vllm".'
         )
 
@@ -78,9 +78,9 @@ def check_takes_images(source: ModelSource) -> None:
     if any((source.folder / name).is_file() for name in IMAGE_PROCESSORS):
         return
     raise SlurmGPUError(
-        f"images is set, and model {source.name!r} takes no images: {source.folder} has neither of "
-        f"{' and '.join(IMAGE_PROCESSORS)}. Choose a model that takes images beside text, such as Qwen2.5-VL, LLaVA or "
-        "Gemma 3, or copy the file from where the weights are from."
+        f"images is set, and model {source.name!r} takes no images: {source.folder} has neither "
+        f"{' nor '.join(IMAGE_PROCESSORS)}. Choose a model that takes images with text, such as Qwen2.5-VL, LLaVA or "
+        "Gemma 3, or copy the file from the place of the weights."
     )
 
 
@@ -99,5 +99,5 @@ def check_tokenizer(source: ModelSource) -> None:
     )
     raise SlurmGPUError(
         f"model {source.name!r}: there is no tokenizer in {folder}; expected tokenizer.json, tokenizer.model or "
-        f"vocab.json beside the weights. {advice}"
+        f"vocab.json next to the weights. {advice}"
     )

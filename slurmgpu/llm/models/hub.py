@@ -1,4 +1,4 @@
-"""The Hugging Face hub, and its cache on disk, which is read without the network."""
+"""Access to the Hugging Face hub and its cache on disk, which is read without the network."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SMALL_FILES = [
     *("modules.json", "sentence_bert_config.json", "*/config.json", "adapter_config.json"),
     *("config_sentence_transformers.json", "preprocessor_config.json", "processor_config.json"),
 ]
-"""Files of a model that planning reads; no weights."""
+"""Model files that planning reads; no weights."""
 
 OTHER_FRAMEWORKS = ["*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.tflite", "*.mlmodel", "*.ot"]
-"""Copies of weights that transformers does not load with PyTorch."""
+"""Weight files that transformers does not load with PyTorch."""
 
 PICKLED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "original/*", "metal/*", "consolidated*"]
-"""Copies of weights if there are safetensors."""
+"""Weight files that are redundant if there are safetensors."""
 
 NOT_WRITTEN = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a cache that cannot be written."""
+"""Errors that mean the cache cannot be written."""
 
-FETCH = "`slurmgpu check --fetch` on a machine with network downloads it"
+FETCH = "Download it with `slurmgpu check --fetch` on a machine with network"
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def cache_folder() -> Path:
 
 
 def cached(repository: str, revision: str | None, marker: str = MODEL_CONFIG) -> Path | None:
-    """The snapshot of a repository in the cache; None if there is none with the file `marker`."""
+    """The snapshot of a repository in the cache; None without a snapshot that has the file `marker`."""
     folder = cache_folder() / f"models--{repository.replace('/', '--')}"
     commit = revision or "main"
     with contextlib.suppress(OSError):  # a commit has no ref
@@ -77,8 +77,8 @@ def _ask(repository: str, revision: str | None, question: Callable[[Any], Any]) 
         import huggingface_hub
     except ImportError as error:
         raise SlurmGPUError(
-            f"model {repository!r} is no folder, and not in the hub's cache, {cache_folder()}; to download it, first "
-            f"pip install 'slurmgpu[llm]'."
+            f"model {repository!r} is not a folder, and not in the hub's cache, {cache_folder()}. To download it, "
+            f"first pip install 'slurmgpu[llm]'."
         ) from error
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
@@ -92,7 +92,7 @@ def _ask(repository: str, revision: str | None, question: Callable[[Any], Any]) 
 
 
 class UnknownRepositoryError(SlurmGPUError):
-    """The hub has no repository of this name that the user may see."""
+    """The hub has no repository with this name that the user may see."""
 
 
 class UnreachedError(SlurmGPUError):
@@ -114,7 +114,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
             f"{os.strerror(error.errno)}. Set HF_HOME to a folder that you may write to, on a disk with free space."
         )
     at = f" at revision {revision!r}" if revision else ""
-    beginning = f"model {repository!r}{at} is no folder here, and neither on the hub nor in its cache"
+    beginning = f"model {repository!r}{at} is neither a folder here, nor on the hub, nor in its cache"
     expected = 'expected a folder, a name on the hub, or "package:NAME".'
     if "RepositoryNotFoundError" in kinds:
         return UnknownRepositoryError(
@@ -126,6 +126,6 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
     # Hub errors have paragraphs and URLs.
     said = " ".join(described(error).split())[:300]
     return UnreachedError(
-        f"{beginning}: the cache is {cache_folder()}, and the hub was not reached. {FETCH}; HF_HOME must be the same "
-        f"there and here. ({said})"
+        f"model {repository!r}{at} is neither a folder here nor in the hub's cache, {cache_folder()}, and the hub was "
+        f"not reached. {FETCH}; HF_HOME must be the same there and here. ({said})"
     )

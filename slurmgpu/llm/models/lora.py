@@ -1,4 +1,4 @@
-"""Add LoRA adapters to a loaded model, by the library peft."""
+"""Add LoRA adapters to a loaded model with peft."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from slurmgpu.util.amounts import some_of
 log = logging.getLogger(__name__)
 
 FEW = 3
-"""The number of wrong weights in a message."""
+"""The number of wrong weights that a message names."""
 
 
 class Switch:
-    """Chooses among adapters of one model, all of which it holds."""
+    """Switches between adapters of one model, which holds all of them."""
 
     def __init__(self, wrapped: Any, names: Mapping[str, str]) -> None:
         self._wrapped, self._names = wrapped, names
         self._now: str | None = None
 
     def use(self, name: str) -> bool:
-        """Let the model compute with this adapter, or with none for ""; whether that is a change."""
+        """Use this adapter, or none for ""; returns whether that is a change."""
         if name == self._now:
             return False
         tuner = self._wrapped.base_model
@@ -40,15 +40,15 @@ class Switch:
 
 
 def merge_adapter(model: Any, source: ModelSource) -> Any:
-    """The model with an adapter added to its weights, which costs nothing afterwards."""
+    """The model with an adapter merged into its weights, which costs nothing afterwards."""
     wrapped = _wrap(model, source, "default")
     merged = wrapped.merge_and_unload(safe_merge=True)
-    log.info("the adapter %s, of rank %s, is merged into the model", source.name, source.config.get("r"))
+    log.info("merged the adapter %s, of rank %s, into the model", source.name, source.config.get("r"))
     return merged
 
 
 def hold_adapters(model: Any, adapters: Adapters) -> Switch:
-    """Several adapters beside a model's weights, none of them in use; the model itself is changed in place."""
+    """Load several adapters into a model, in place, without using one yet."""
     names = {name: f"adapter_{number}" for number, name in enumerate(adapters.sources)}
     wrapped = None
     for name, source in adapters.sources.items():
@@ -62,7 +62,7 @@ def hold_adapters(model: Any, adapters: Adapters) -> Switch:
     wrapped.eval()
     switch = Switch(wrapped, names)
     switch.use("")
-    log.info("%d adapters beside the model: %s", len(names), ", ".join(names))
+    log.info("loaded %d adapters: %s", len(names), ", ".join(names))
     return switch
 
 
@@ -71,8 +71,8 @@ def _wrap(model: Any, source: ModelSource, name: str) -> Any:
         from peft import PeftModel
     except ImportError as error:
         raise SlurmGPUError(
-            f"adapter is set, and needs the package peft, which cannot be imported here ({error}). "
-            f"`pip install 'slurmgpu[lora]'` brings it; in an image, add it to the definition."
+            f"adapter is set, which needs the package peft, and that cannot be imported here ({error}). "
+            f"Install it with `pip install 'slurmgpu[lora]'`; for an image, add it to the definition."
         ) from error
     with _misfits(source):
         wrapped = PeftModel.from_pretrained(model, str(source.folder), adapter_name=name)
@@ -83,10 +83,10 @@ def _wrap(model: Any, source: ModelSource, name: str) -> Any:
 
 @contextlib.contextmanager
 def _misfits(source: ModelSource) -> Iterator[None]:
-    """Raise SlurmGPUError if the adapter that is loaded within does not fit the model."""
+    """Raise SlurmGPUError if the adapter that the block loads does not fit the model."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:  # layers that the model lacks, and weights of another size
+    except (ValueError, RuntimeError) as error:  # layers that the model lacks, or weights of another size
         said = " ".join(str(error).split())[:300]
         raise _misfit(source, said) from error
 

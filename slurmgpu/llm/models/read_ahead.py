@@ -1,6 +1,6 @@
-"""Read weights into the page cache by large sequential reads, once per node; loading makes many small ones.
+"""Read weights into the page cache with large sequential reads, once per node; loading makes many small reads.
 
-Processes that load the same model on a node take turns by a lock in the node's temporary folder, so that only the first
+Processes that load the same model on a node take a lock in the node's temporary folder, so that only the first one
 reads from a slow shared file system.
 """
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 16 * 1024 * 1024
 N_READERS = 4
-"""Files that are read at once, to use the bandwidth of a parallel file system."""
+"""The number of files that are read at once, to use the bandwidth of a parallel file system."""
 
 MOST_OF_MEMORY = 0.7
 """The share of free memory that files may fill; larger ones would evict each other."""
@@ -44,13 +44,13 @@ def read_ahead(folder: Path) -> None:
             with _turn(folder) as lock:
                 _read_once(files, lock)
     except OSError as error:
-        log.info("the weights in %s are not read ahead: %s", folder, error)
+        log.info("not reading the weights in %s ahead: %s", folder, error)
 
 
 def _fits(files: list[Path]) -> bool:
     total, left = sum(path.stat().st_size for path in files), memory_left()
     if left is not None and total > MOST_OF_MEMORY * left:
-        log.info("weights of %.1f GB are not read ahead: %.1f GB of memory are free", total / 1e9, left / 1e9)
+        log.info("not reading %.1f GB of weights ahead: only %.1f GB of memory are free", total / 1e9, left / 1e9)
         return False
     return True
 
@@ -60,7 +60,7 @@ def _turn(folder: Path) -> Iterator[int]:
     """Lock the model in `folder` on this node; yields the lock file, whose content the next process reads."""
     name = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=12).hexdigest()
     path = f"{tempfile.gettempdir()}/slurmgpu-reads-{os.getuid()}-{name}"
-    # O_NOFOLLOW: another user could place a link of that name.
+    # O_NOFOLLOW: another user could place a link with that name.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -72,7 +72,7 @@ def _turn(folder: Path) -> Iterator[int]:
 def _read_once(files: list[Path], lock: int) -> None:
     what = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     if _was_read(lock, what):
-        log.info("the weights were read ahead by another process of this node")
+        log.info("another process on this node has read the weights ahead")
         return
     started = time.monotonic()
     with ThreadPoolExecutor(N_READERS) as readers:

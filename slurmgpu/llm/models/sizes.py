@@ -19,7 +19,7 @@ from slurmgpu.llm.models.source import ModelSource, named_in, read_json
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 QUANTIZED_BYTES = {"8bit": 1.0, "fp8": 1.0, "4bit": 0.516}
-"""A weight's bytes in a linear layer. nf4: 4 bits, and .127 bits for quantised scales (QLoRA, section 3)."""
+"""Bytes for a weight in a linear layer. nf4: 4 bits, and .127 bits for quantised scales (QLoRA, section 3)."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -62,7 +62,7 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 }
 """Defaults by model type, which a config.json may omit, as in transformers 5.23; a test compares them.
 
-One of `every` so many layers keeps all tokens.
+One of `every` layers keeps all tokens.
 """
 
 
@@ -70,7 +70,7 @@ One of `every` so many layers keeps all tokens.
 class Weights:
     """A model's weights: their number in each group of `GROUPS`, and their bytes on disk.
 
-    `missing` are files that are not here; `is_estimate` means that the numbers come from config.json alone.
+    `missing` are files that are not here; `is_estimate` means that the numbers come only from config.json.
     """
 
     numbers: Mapping[str, int]
@@ -86,9 +86,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes of the KV cache for a token, in layers that keep all tokens, and in those that keep `window` of them.
+    """Bytes of the KV cache for a token, in layers that keep all tokens, and in layers that keep `window` tokens.
 
-    `is_known` is False if the config does not tell them.
+    `is_known` is False if the config does not have them.
     """
 
     full: int
@@ -102,13 +102,13 @@ class CacheSizes:
         return self.full + self.sliding
 
     def of(self, tokens: int, row_tokens: int) -> int:
-        """Bytes for so many tokens, in rows of `row_tokens`."""
+        """Bytes for `tokens` tokens, in rows of `row_tokens`."""
         kept = min(row_tokens, self.window) / row_tokens
         return self.full * tokens + math.ceil(self.sliding * tokens * kept)
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A text config with the defaults of its model type; also null in the config overrides a default.
+    """A text config with the defaults of its model type; null in the config also overrides a default.
 
     If only some layers keep all tokens, `layer_types` is set.
     """
@@ -163,7 +163,7 @@ def cache_sizes(source: ModelSource, precision: str) -> CacheSizes:
 
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The attention heads of a text config, those of keys and values, and the width of one."""
+    """The number of attention heads and of key-value heads in a text config, and the width of a head."""
     n_heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
     n_kv = int(config.get("num_key_value_heads") or (1 if config.get("multi_query") else n_heads))
     width = int(config.get("head_dim") or _hidden(config) // n_heads)
@@ -171,9 +171,9 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def inner_size(config: Mapping[str, Any], hidden: int) -> int:
-    """The width of the MLP in a layer, the greatest of all layers, of a model that is `hidden` wide."""
+    """The largest MLP width of all layers, in a model with hidden size `hidden`."""
     found = config.get("intermediate_size") or 4 * hidden
-    return int(max(found) if isinstance(found, list) else found)  # a list by layer in Gemma 3n
+    return int(max(found) if isinstance(found, list) else found)  # Gemma 3n has a list, by layer
 
 
 def experts_of(config: Mapping[str, Any]) -> int:
@@ -188,14 +188,14 @@ def _hidden(config: Mapping[str, Any]) -> int:
 
 def _kv_numbers(config: Mapping[str, Any]) -> int:
     if config.get("kv_lora_rank"):
-        # Multi-head latent attention caches the latent, from which all heads' keys and values are computed.
+        # Multi-head latent attention caches the latent; all heads' keys and values are computed from it.
         return int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
     _, n_kv, width = heads_of(config)
     return 2 * n_kv * width
 
 
 def weights_of(source: ModelSource) -> Weights:
-    """The weights of a model, from its safetensors' headers, or else an estimate from its config."""
+    """The weights of a model, from its safetensors headers, or else estimated from its config."""
     names, missing = _files(source.folder)
     if names and not missing:
         return _counted([source.folder / name for name in names])
@@ -205,7 +205,7 @@ def weights_of(source: ModelSource) -> Weights:
     pickled = [path.stat().st_size for path in named_in(source.folder, ["pytorch_model*.bin"])]
     if not pickled:
         return Weights(estimate.numbers, estimate.stored_bytes, (SINGLE,), True)
-    # The total is known, the groups are estimated; for an unknown architecture all count as linear.
+    # The total is known, and the groups are estimated; for an unknown architecture all weights count as linear.
     config = text_config(source.config)
     width = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
     scale = sum(pickled) / width / max(1, estimate.parameters) or 1.0
@@ -238,7 +238,7 @@ def _group(name: str, n_dimensions: int) -> str:
     if "lm_head" in name or "embed_out" in name:
         return "head"
     if ".experts." in name:
-        return "experts"  # in transformers 5 one tensor for all experts of a layer, which is no linear layer
+        return "experts"  # in transformers 5 one tensor for all experts of a layer, not a linear layer
     return "linear" if n_dimensions >= 2 else "rest"
 
 
@@ -261,7 +261,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, list[int], int]]:
 
 
 def _estimate(config: Mapping[str, Any]) -> Weights:
-    """The weights of a usual decoder with gated MLP, grouped queries and perhaps experts; 2 bytes each."""
+    """The weights of a usual decoder with gated MLP, grouped-query attention and perhaps experts; 2 bytes each."""
     hidden, vocabulary = _hidden(config), int(config.get("vocab_size") or 0)
     n_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     n_heads, n_kv, width = heads_of(config)

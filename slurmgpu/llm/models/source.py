@@ -20,10 +20,10 @@ from slurmgpu.util.shared_files import list_names
 from slurmgpu.util.users import expanded
 
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
-"""Suffixes of a model's name, after a hyphen."""
+"""Suffixes of a model's name that quantise it, after a hyphen."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file of the folder of a LoRA adapter."""
+"""The config file of a LoRA adapter."""
 
 PACKAGE = "package:"
 
@@ -35,7 +35,7 @@ MATTERS = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json", "*.py"),
     *("*.safetensors", "*.index.json", "pytorch_model*", "adapter_*"),
 )
-"""Files that `from_pretrained` reads; others in the folder may change."""
+"""Files that `from_pretrained` reads; other files in the folder may change."""
 
 N_READERS = 8
 
@@ -44,8 +44,8 @@ N_READERS = 8
 class ModelSource:
     """A model and its small files.
 
-    `folder` has at least config.json, whose content is `config`; `quantization` is the suffix of the name ("8bit",
-    "4bit", "fp8") or None. For a model of the hub, `repository` is its name there, `revision` the commit, and `asked`
+    `folder` has at least config.json, and `config` is its content; `quantization` is the suffix of the name ("8bit",
+    "4bit", "fp8") or None. For a model from the hub, `repository` is its name there, `revision` the commit, and `asked`
     the revision in the settings.
     """
 
@@ -59,9 +59,9 @@ class ModelSource:
 
 
 def find_model(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
-    """The model of that name: a folder, a name on the hub, or "package:NAME"; SlurmGPUError if there is none.
+    """The model with this name: a folder, a name on the hub, or "package:NAME"; SlurmGPUError if there is none.
 
-    A name may end in -8bit, -4bit or -fp8, unless the whole name is that of a folder or a model of the hub.
+    A name may end in -8bit, -4bit or -fp8, unless the whole name is a folder or a model on the hub.
     """
     stem, _, quantization = model.rpartition("-")
     if quantization not in QUANTIZATIONS or _as_named(model, revision) is not None:
@@ -80,7 +80,7 @@ def find_model(model: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def served_model(model: str, revision: str | None, *, is_here: bool) -> ModelSource:
-    """The model of a server: by the name that the server gives it, or if it `is_here` a file or as in `find_model`."""
+    """The model of a server: the server's name for it, or, if it `is_here`, a file or as in `find_model`."""
     path = expanded(model)
     if not is_here:
         return ModelSource(model, path, None, None, {})
@@ -89,8 +89,8 @@ def served_model(model: str, revision: str | None, *, is_here: bool) -> ModelSou
     source = find_model(model, revision=revision)
     if source.quantization is not None:
         raise SlurmGPUError(
-            f'model {model!r}: with engine = "server" the server quantises; remove -{source.quantization}, and give '
-            f"the command in serve an option for that."
+            f'model {model!r}: with engine = "server" only the server can quantise. Remove -{source.quantization}, and '
+            f"give the command in serve its option for quantisation."
         )
     return source
 
@@ -106,9 +106,9 @@ def _as_named(model: str, revision: str | None, marker: str = hub.MODEL_CONFIG) 
 
 
 def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONFIG) -> tuple[Path, str | None]:
-    """The folder with a model's small files, and its name on the hub if it is from there; without suffixes.
+    """The folder with a model's small files, and its name on the hub if it is from there; without suffix.
 
-    A snapshot in the hub's cache is one that has the file `marker`.
+    A snapshot in the hub's cache counts only if it has the file `marker`.
     """
     if model.startswith(PACKAGE):
         return _in_package(model.removeprefix(PACKAGE)), None
@@ -135,7 +135,9 @@ def _in_package(name: str) -> Path:
     """The model's folder in an installed package, found without importing it: its imports may be slow."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None:
-        raise SlurmGPUError(f"there is no package {name!r} here; install it, or use the name for `import`.")
+        raise SlurmGPUError(
+            f"there is no package {name!r} here; install it, or correct the name, which is for `import`."
+        )
     roots = spec.submodule_search_locations or ()
     try:
         configs = [Path(path) for root in roots for path in matches("**/config.json", root)]
@@ -144,16 +146,16 @@ def _in_package(name: str) -> Path:
     folders = sorted(str(path.parent) for path in configs if "model_type" in read_json(path))
     if len(folders) != 1:
         raise SlurmGPUError(
-            f"package {name!r} has {len(folders)} folders of models: {', '.join(folders) or 'none'}; expected one. Set "
+            f"package {name!r} has {len(folders)} model folders: {', '.join(folders) or 'none'}; expected one. Set "
             f"model to the path of a folder."
         )
     return Path(folders[0])
 
 
 def named_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The entries of a model's folder whose names match one of the patterns, in order; none if there is no folder.
+    """The entries of a model's folder that match one of the patterns, in order; [] if there is no folder.
 
-    SlurmGPUError if it cannot be listed: `Path.glob` takes such a folder for an empty one.
+    SlurmGPUError if it cannot be listed: for `Path.glob` such a folder is empty.
     """
     try:
         names = list_names(folder)
@@ -165,9 +167,7 @@ def named_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _unlisted(error: OSError) -> SlurmGPUError:
-    return SlurmGPUError(
-        f"{error.filename}, where a model is looked for, cannot be listed: {error.strerror}. Let it be read."
-    )
+    return SlurmGPUError(f"The model folder {error.filename} cannot be listed: {error.strerror}. Make it readable.")
 
 
 def read_json(path: Path) -> Any:
@@ -184,13 +184,12 @@ def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_re
     if not config and (folder / ADAPTER_CONFIG).is_file():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "the model that it was trained on"
         raise SlurmGPUError(
-            f"model {model!r} is a LoRA adapter, which changes a model and is none; expected model = {base!r} and "
-            f"adapter = {model!r}."
+            f"model {model!r} is a LoRA adapter, not a whole model; expected model = {base!r} and adapter = {model!r}."
         )
     if not isinstance(config, Mapping) or not config:
         raise SlurmGPUError(
-            f"model {model!r}: {folder} has no config.json; expected a model's folder with config.json, weights and "
-            f"tokenizer, as `save_pretrained` writes it."
+            f"model {model!r}: {folder} has no config.json; expected a model folder with config.json, weights and "
+            f"tokenizer, as written by `save_pretrained`."
         )
     if quantization and (own := config.get("quantization_config")):
         method = own.get("quant_method", "unknown method")
@@ -200,18 +199,18 @@ def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_re
         )
     if "model_type" not in config and "auto_map" in config and not trust_remote_code:
         raise SlurmGPUError(
-            f"model {model!r} has its own code, which is not run without permission: read it, in {folder}, and set "
-            f"trust_remote_code = true."
+            f"model {model!r} has its own code, which does not run without your permission. Read the code in {folder}, "
+            f"and if you trust it, set trust_remote_code = true."
         )
 
 
 def cache_of(source: ModelSource) -> Path | None:
-    """The hub's cache with a model; None for a model that is not from the hub."""
+    """The hub cache that has a model; None for a model that is not from the hub."""
     return None if source.repository is None else source.folder.parent.parent.parent
 
 
 def files_of(source: ModelSource) -> list[Path]:
-    """Paths that a container needs to load a model; in the hub's cache with the targets of links."""
+    """Paths that a container needs to load a model; in the hub's cache including the targets of links."""
     if source.name.startswith(PACKAGE):
         return []  # the image has its own package
     # snapshots/COMMIT/FILE → ../../blobs/DIGEST
@@ -219,21 +218,21 @@ def files_of(source: ModelSource) -> list[Path]:
 
 
 def fetch(source: ModelSource) -> str:
-    """Download a model's weights, tokenizer and code to the hub's cache; returns a sentence with size and place."""
+    """Download a model's weights, tokenizer and code to the hub's cache; returns a sentence with size and path."""
     return fetch_files(source.folder, source.repository, source.asked)
 
 
 def fetch_files(folder: Path, repository: str | None, revision: str | None) -> str:
-    """Download the result of `locate` from the hub; returns a sentence with size and place."""
+    """Download the result of `locate` from the hub; returns a sentence with size and path."""
     if repository is None:
-        return f"the model is in {folder}, {_size(folder)}: there is nothing to download"
+        return f"the model is in {folder}, {_size(folder)}: nothing to download"
     try:
         folder = hub.download_all(repository, revision)
     except hub.UnreachedError:
         if not _is_whole(folder):
             raise
         at = _at(repository, folder, revision)
-        return f"{at} is in the cache, {folder}, {_size(folder)}; the hub was not reached"
+        return f"{at} is in the cache, {folder}, {_size(folder)}; the hub could not be reached"
     return f"{_at(repository, folder, revision)} is in {folder}, {_size(folder)}"
 
 
@@ -243,7 +242,7 @@ def _at(repository: str, folder: Path, revision: str | None) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot has weights and a tokenizer; incomplete files are not in it."""
+    """Whether a snapshot has weights and a tokenizer; it never contains incomplete files."""
     indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
     listed = next((set(read_json(path).get("weight_map", {}).values()) for path in indices if path.is_file()), set())
     single = named_in(folder, ("*.safetensors", "pytorch_model*.bin"))
@@ -256,9 +255,9 @@ def _size(folder: Path) -> str:
 
 
 def digests_of(source: ModelSource) -> dict[str, str] | None:
-    """A digest of each file in a model's folder that loading reads; None for models of the hub and of packages.
+    """A digest of each file in a model's folder that loading reads; None for models from the hub or a package.
 
-    A commit or a version pins these. Digests ignore times, so that a copy of the folder is equal.
+    Those are pinned by a commit or a version. Digests ignore times, so that a copy of the folder is equal.
     """
     if source.repository is not None or source.name.startswith(PACKAGE):
         return None

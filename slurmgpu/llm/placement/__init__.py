@@ -1,4 +1,4 @@
-"""On which GPUs a model fits, and how it is split.
+"""Whether a model fits on a task's GPUs, and how it is split.
 
 May import: interface, models and util. No torch.
 """

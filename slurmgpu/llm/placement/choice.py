@@ -1,4 +1,4 @@
-"""How a model uses a task's GPUs, whether it fits, and what would make it fit."""
+"""Decide how a model uses a task's GPUs, whether it fits, and which changes would make it fit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from slurmgpu.llm.placement.needs import Model
 from slurmgpu.llm.placement.parallelism import check_vllm, obstacle_to, stored_method
 
 NODE_GPUS = (1, 2, 4, 8)
-"""GPUs per node that are proposed."""
+"""Numbers of GPUs per node that errors propose."""
 
 CARDS = {24: 23.8e9, 48: 48.3e9, 80: 85e9, 141: 150e9}
-"""GPUs that are proposed: the gigabytes that they are sold with, and the bytes that programs find."""
+"""GPUs that errors propose: their nominal gigabytes, and the bytes that programs find."""
 
 LEAST_BATCH = 1024
-"""The smallest batch that is proposed, in tokens."""
+"""The smallest batch that errors propose, in tokens."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A task's GPUs, its nodes, the bytes of a GPU if known, and the setting `processes`."""
+    """A task's GPUs, nodes, bytes of memory per GPU if known, and the setting `processes`."""
 
     gpus: int
     nodes: int = 1
@@ -33,7 +33,7 @@ class Offer:
 class Choice:
     """How a model uses an offer; `fits` is None if the GPUs' memory is unknown.
 
-    `obstacle` says why it cannot be split, if so; `is_last_resort` means that it is spread only for that reason.
+    `obstacle` says why it cannot be split, if it cannot; `is_last_resort` means that it is spread only for that reason.
     """
 
     processes: str
@@ -45,7 +45,7 @@ class Choice:
 
 
 def choose(model: Model, offer: Offer) -> Choice:
-    """How the model uses the offer; SlurmGPUError if it cannot, for other reasons than memory."""
+    """How the model uses the offer; SlurmGPUError if it cannot, for reasons other than memory."""
     is_asked = offer.processes == "per-gpu"
     if model.options.engine == "vllm":
         check_vllm(model.options, offer.gpus, is_asked=is_asked)
@@ -53,14 +53,14 @@ def choose(model: Model, offer: Offer) -> Choice:
     if is_asked and offer.gpus > 1 and obstacle:
         raise SlurmGPUError(
             f'{model.name} cannot be split over {offer.gpus} GPUs (processes = "per-gpu"): {obstacle}. '
-            f"Remove processes, which spreads its layers over the GPUs in one process."
+            f"Remove processes: one process then spreads the layers over the GPUs."
         )
     if offer.gpus == 0:
         return Choice(offer.processes or "one")
     if offer.nodes > 1 and (obstacle or offer.processes == "one"):
         raise SlurmGPUError(
             f"{model.name} cannot be spread over {offer.nodes} nodes: "
-            f"{obstacle or 'one process sees only the GPUs of its own node'}. Ask for one node's GPUs."
+            f"{obstacle or 'one process sees only the GPUs of its own node'}. Request GPUs on one node only."
         )
     memory = offer.gpu_memory
     one_suffices = memory is not None and model.memory.fits(1, memory, tensor_parallel=False)
@@ -82,7 +82,7 @@ def fits(model: Model, offer: Offer) -> bool:
 
 
 def what_fits(model: Model, offer: Offer) -> Iterator[str]:
-    """Changes of the run file, each of which makes the model fit."""
+    """Changes of the run file that each make the model fit."""
     gpu_memory = offer.gpu_memory or 0
     for n_gpus in (each * offer.nodes for each in NODE_GPUS):
         if n_gpus > offer.gpus and fits(model, replace(offer, gpus=n_gpus)):
@@ -103,7 +103,7 @@ def what_fits(model: Model, offer: Offer) -> Iterator[str]:
             yield f"GPUs of {sold} GB"
             break
     if tokens := most_tokens(model, offer):
-        yield f"batch_tokens = {tokens} in place of {model.batch_tokens}"
+        yield f"batch_tokens = {tokens} instead of {model.batch_tokens}"
 
 
 def most_tokens(model: Model, offer: Offer) -> int:

@@ -1,4 +1,4 @@
-"""The memory of a model in a run: its weights in the run's precision or variant, and a batch's cache."""
+"""The memory of a model in a run: its weights in the run's precision or variant, and the cache of a batch."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 ROWS = 8
 ROW_TOKENS = 4096
-"""The batch that is planned if the run file sets none; where it does not fit, fewer rows will do, but one."""
+"""The planned batch if the run file sets none; if it does not fit, fewer rows are enough, but at least one."""
 
 USUAL_LAYERS = 32
-"""Layers of a model whose config.json does not tell."""
+"""The assumed number of layers if config.json does not have it."""
 
 USABLE = 0.92
 RUNTIME_BYTES = 1.5e9
-"""The share of a GPU's memory for weights and cache, less RUNTIME_BYTES; CUDA, its graphs, fragments need the rest."""
+"""The share of a GPU's memory for weights and cache, less RUNTIME_BYTES; CUDA, graphs and fragments need the rest."""
 GRAPHS_BYTES = 0.5e9
-"""The part of RUNTIME_BYTES that CUDA graphs may hold; beyond it the engine frees them. They use the batch's cache."""
+"""The part of RUNTIME_BYTES for CUDA graphs; if they hold more, the engine frees them. They use the batch's cache."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a model: weights that can be split over GPUs, weights that cannot, and the batch's cache.
+    """Bytes of a model: weights that can be split over GPUs, weights that cannot, and the cache of the batch.
 
-    The cache is split by key-value heads into at most `cache_parts`; more GPUs than that hold copies. `beside` is
-    another model on the same GPUs, which counts for neither weights nor cache.
+    The cache is split by key-value heads into at most `cache_parts`; further GPUs hold copies. `beside` is another
+    model on the same GPUs, which counts neither as weights nor as cache.
     """
 
     split: float
@@ -62,12 +62,12 @@ class Memory:
             return self.weights, self.cache
         if tensor_parallel:
             return self.split / n_gpus + self.whole, self.cache / min(n_gpus, self.cache_parts)
-        # Layers stay whole, so that one GPU may have one more than its share.
+        # Layers stay whole, so one GPU may have one more than its share.
         layers = min(1.0, 1 / n_gpus + 1 / max(1, self.layers))
         return self.weights * layers, self.cache * layers
 
     def fits(self, n_gpus: int, gpu_memory: float, *, tensor_parallel: bool) -> bool:
-        """Whether it fits on so many GPUs."""
+        """Whether it fits on `n_gpus` GPUs."""
         return self.needed_on_each(n_gpus, tensor_parallel=tensor_parallel) <= usable(gpu_memory)
 
     def needed_on_each(self, n_gpus: int, *, tensor_parallel: bool) -> float:
@@ -77,7 +77,7 @@ class Memory:
 
 
 def usable(gpu_memory: float) -> float:
-    """Bytes of a GPU that weights and cache may fill."""
+    """Bytes of a GPU's memory for weights and cache."""
     return max(0.0, USABLE * gpu_memory - RUNTIME_BYTES)
 
 
@@ -98,7 +98,7 @@ class Model:
 
     @property
     def variant(self) -> str:
-        """The precision or quantisation, in words."""
+        """The precision or quantisation, as text."""
         method = stored_method(self.options.model.config)
         if method:
             return f"as stored ({method})"
@@ -107,10 +107,10 @@ class Model:
 
     @property
     def leaves_experts(self) -> bool:
-        """Whether it is a quantised variant in which the experts stay as they are.
+        """Whether it is a quantised variant that leaves the experts unquantised.
 
-        In transformers 5 the experts of a layer are one tensor, while bitsandbytes and torchao take linear layers. A
-        model's own code may have its experts as such layers.
+        In transformers 5 the experts of a layer are one tensor, while bitsandbytes and torchao only quantise linear
+        layers. A model's own code may have its experts as linear layers.
         """
         options = self.options
         own_code = options.trust_remote_code and "auto_map" in options.model.config
@@ -124,7 +124,7 @@ class Model:
         return replace(self, memory=memory, batch_tokens=tokens)
 
     def quantized(self, suffix: str | None) -> Model:
-        """The model as a quantised variant, or as none, without reading its files again."""
+        """The model as a quantised variant, or unquantised, without reading its files again."""
         source = replace(self.options.model, quantization=suffix)
         return _model(replace(self.options, model=source), self.weights).with_batch(self.batch_tokens)
 
@@ -140,7 +140,7 @@ def _model(options: EngineOptions, weights: Weights) -> Model:
     sizes = _sizes(weights, options.precision, source.quantization, stored=stored)
     by_experts = config.get("model_type") in EXPERT_PARALLEL and options.engine == "transformers"
     split = {"experts"} if by_experts else {"linear", "experts", "head"}
-    is_whole = by_experts or bool(config.get("kv_lora_rank"))  # all heads share a latent
+    is_whole = by_experts or bool(config.get("kv_lora_rank"))  # MLA: all heads share a latent
     memory = Memory(
         split=sum(size for group, size in sizes.items() if group in split),
         whole=sum(size for group, size in sizes.items() if group not in split),
@@ -154,7 +154,7 @@ def _model(options: EngineOptions, weights: Weights) -> Model:
 
 
 def row_tokens(options: EngineOptions) -> int:
-    """The tokens of a row of the batch that must fit."""
+    """The tokens of a row in the batch that must fit."""
     return min(ROW_TOKENS, context_of(options.model, options.max_context) or ROW_TOKENS)
 
 

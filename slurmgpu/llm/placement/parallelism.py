@@ -1,4 +1,4 @@
-"""Which models can be split over GPUs by their matrices or their experts, with a process for each GPU."""
+"""Which models can be split over GPUs by matrices or by experts, with a process for each GPU."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ EXPERT_PARALLEL = frozenset({"gpt_oss"})
 """Model types with a `base_model_ep_plan` only: experts are distributed, and the rest is on every GPU."""
 
 SPLIT_AS_STORED = frozenset({"fp8"})
-"""Methods of quantised checkpoints whose weights can be split; others are spread by layers."""
+"""Quantisation methods of checkpoints that can be split; others are spread by layers."""
 
 VLLM_QUANTIZATIONS = {"fp8": "fp8", "8bit": "int8_per_channel_weight_only"}
-"""vLLM's quantisations while loading; none in 4 bits works on every GPU."""
+"""Quantisations that vLLM supports while loading; none in 4 bits works on every GPU."""
 
 
 def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) -> str | None:
-    """Why a model cannot be split over so many GPUs, with a process for each; None if it can.
+    """Why a model cannot be split over `n_gpus` GPUs, with a process for each; None if it can.
 
-    With `is_asked`, when the run file asks for it, cases that are only untested are no obstacle.
+    With `is_asked`, when the run file asks for splitting, untested cases are not an obstacle.
     """
     source, n_gpus = options.model, max(1, n_gpus)
     config = text_config(source.config)
     if options.engine == "vllm":
         return "the engine vllm starts its processes itself" if n_gpus > 1 else None
     if options.images:
-        return "a model that takes images is computed in one process"
+        return "a model with images runs in one process"
     if options.beside is not None:
-        return f"{options.beside.name} computes beside it, in the same process"
+        return f"{options.beside.name} runs in the same process"
     if options.adapters.sources:
-        return "adapters are added to a model in one process"
+        return "a model with adapters runs in one process"
     if source.quantization == "4bit" or stored_method(source.config) == "bitsandbytes":
-        return "weights quantised by bitsandbytes have no split form"
+        return "weights quantised by bitsandbytes cannot be split"
     if not is_asked and (untested := _untested(source.config)) is not None:
         return untested
     if (n_experts := experts_of(config)) % n_gpus:
@@ -59,21 +59,21 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
 
 
 def _untested(config: Mapping[str, Any]) -> str | None:
-    """Why it is not known whether a model of this config.json can be split; None if it can."""
+    """Why it is unknown whether a model with this config.json can be split; None if it can."""
     kind, method = str(text_config(config).get("model_type")), stored_method(config)
     if method and method not in SPLIT_AS_STORED:
         return f"weights stored as {method} are not known to split"
     if kind not in TENSOR_PARALLEL | EXPERT_PARALLEL:
-        return f"transformers is not known to have a tensor-parallel plan for models of type {kind}"
-    return None if has_known_layers(text_config(config)) else "its config.json does not say how many heads it has"
+        return f"transformers has no known tensor-parallel plan for models of type {kind}"
+    return None if has_known_layers(text_config(config)) else "its config.json does not have the number of heads"
 
 
 def check_vllm(options: EngineOptions, n_gpus: int, *, is_asked: bool) -> None:
-    """Refuse what vLLM would refuse in the task: a quantisation that it lacks, heads that do not divide."""
+    """Refuse what vLLM would refuse in the task: an unsupported quantisation, or heads that do not divide."""
     source = options.model
     if source.quantization is not None and source.quantization not in VLLM_QUANTIZATIONS:
         raise SlurmGPUError(
-            f"{source.name}: vLLM makes no {source.quantization} variant while it loads. Use a suffix "
+            f"{source.name}: vLLM cannot quantise to {source.quantization} while loading. Use a suffix "
             f"{' or '.join(f'-{each}' for each in VLLM_QUANTIZATIONS)}, a quantised checkpoint (AWQ, GPTQ), or "
             f'engine = "transformers".'
         )

@@ -1,4 +1,4 @@
-"""A model's placement: on one GPU, split or spread over several, or an error. Computed before anything is queued."""
+"""Place a model on one GPU, or split or spread it over several, before anything is queued."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SMALL_BATCH = (
 
 
 def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
-    """A task's processes for the model ("one" or "per-gpu"), and lines that explain it with numbers.
+    """The processes of a task for the model ("one" or "per-gpu"), and lines that explain this with numbers.
 
-    SlurmGPUError if it does not fit, with proposals, if weights are missing, or if a variant saves next to nothing.
+    SlurmGPUError, with proposals, if it does not fit, if weights are missing, or if a variant saves next to nothing.
     """
     model = look_at(options)
     if model.leaves_experts:
@@ -71,7 +71,7 @@ def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
     if offer.gpus > 1 and choice.one_suffices:
         yield (f"One GPU suffices: --array makes {offer.gpus} replicas, which is faster than one copy on several GPUs.")
     elif choice.is_last_resort:
-        yield f"Spread by layers, one GPU computes at a time; the model cannot be split: {choice.obstacle}."
+        yield f"Spread by layers, so only one GPU computes at a time; the model cannot be split: {choice.obstacle}."
     vocabulary = int(text_config(model.options.model.config).get("vocab_size") or 0)
     if choice.processes == "per-gpu" and vocabulary % offer.gpus:
         yield (
@@ -86,7 +86,7 @@ def _describe(model: Model) -> str:
     count = "" if is_packed else f"{about}{_count(model.weights.parameters)} parameters, "
     weights = f"{model.name}, {model.variant}: {count}{about}{gb(model.memory.weights)} of weights"
     if not model.cache.is_known:
-        return f"{weights}, without the KV cache, whose size its config.json does not tell."
+        return f"{weights}, without the KV cache: config.json does not give its size."
     cache = f"{model.cache.a_token:,} bytes a token, {gb(model.memory.cache)} for a batch of {model.batch_tokens:,}"
     return f"{weights}; KV cache {cache} tokens."
 
@@ -94,10 +94,10 @@ def _describe(model: Model) -> str:
 def _unpacking(model: Model) -> Iterable[str]:
     """A note on MXFP4 weights, as in gpt-oss, in an image that cannot compute with them."""
     if stored_method(model.options.model.config) == "mxfp4" and model.options.engine == "transformers":
-        # 32 weights have 16 bytes, and one for their scale; in bf16 64 bytes.
+        # 32 weights take 16 bytes and one for their scale; in bf16 64 bytes.
         stored = model.weights.stored_bytes
         size = sum(stored.values()) + stored["experts"] * (64 / 17 - 1)
-        yield f"In an image without the packages triton and kernels MXFP4 weights become bf16: {gb(size)} of weights."
+        yield f"In an image without the packages triton and kernels, MXFP4 weights become bf16: {gb(size)} of weights."
 
 
 def _count(number: int) -> str:
@@ -135,7 +135,7 @@ def _on_gpus(model: Model, offer: Offer, choice: Choice) -> str:
 
 
 def _on_each(model: Model, offer: Offer, choice: Choice) -> str:
-    """The bytes of weights and cache on each GPU, and those of the other model if there is one, up to a comma."""
+    """Weights and cache on each GPU, and the other model if there is one, as text up to a comma."""
     weights, cache = model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel)
     found, other = f"{gb(weights)} of weights and {gb(cache)} of cache", model.memory.beside
     return found if other is None else f"{found}, and {gb(other.on_each(offer.gpus))} of {other.name},"
@@ -163,14 +163,14 @@ def _unquantised(model: Model) -> SlurmGPUError:
     return SlurmGPUError(
         f"{model.name} would save {gb(saved)} of {gb(whole)} of weights "
         f"({saved / whole:.0%}): {share:.0%} of them are experts, which bitsandbytes and torchao do not quantise in "
-        f"transformers. Use a checkpoint that is stored quantised (FP8, MXFP4, AWQ, GPTQ), which takes no suffix, or "
-        f"remove the suffix."
+        f"transformers. Use a checkpoint that is stored quantised (FP8, MXFP4, AWQ, GPTQ) without a suffix, or remove "
+        f"the suffix."
     )
 
 
 def _too_large(model: Model, offer: Offer, choice: Choice) -> SlurmGPUError:
     gpu_memory = offer.gpu_memory or 0
-    options = "; or ".join(what_fits(model, offer)) or "nothing that is known here"
+    options = "; or ".join(what_fits(model, offer)) or "no change that slurmgpu knows"
     gpus = f"{offer.gpus} GPUs" if offer.gpus > 1 else "one GPU"
     return SlurmGPUError(
         f"{_describe(model)} That does not fit {gpus} of {gb(gpu_memory)}: on each, "

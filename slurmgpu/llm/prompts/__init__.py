@@ -1,4 +1,4 @@
-"""From an item to the tokens of a prompt, and from tokens to an answer's text.
+"""Make prompts and their tokens from items, and answers from tokens.
 
 May import: interface, models and util. Jinja for templates, a tokenizer, llguidance for structures, Pillow for images.
 """

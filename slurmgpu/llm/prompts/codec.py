@@ -1,7 +1,7 @@
 """Encode prompts as tokens, and decode generated tokens to text and reasoning.
 
-Text from an item is text for the model, even if it looks like a special token: an item with "<|im_end|>" must not end
-the user's message. Marks split such texts until the prompt is tokenised, piece by piece; the text itself is unchanged.
+Text from an item stays plain text, even if it looks like a special token: an item with "<|im_end|>" must not end the
+user's message. Marks split such texts until the prompt is tokenised, piece by piece; the text itself is unchanged.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|
 HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
 HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
 IMAGES = "n_images"
-"""The key of a message that says how many images stand before its text."""
+"""The key of a message for the number of images before its text."""
 STOP_MARGIN = 8
 """Tokens searched for a stop text beyond its length in bytes: special tokens have no bytes."""
 MARK = "\ufdd0"
-"""A code point that Unicode reserves for a program's internal use, and which no text has."""
+"""A code point that Unicode reserves for internal use of programs; no text has it."""
 
 HIDDEN = (
-    "the model cannot go on behind {!r} as it did: it generated {!r}, which the text of its answer does not show. "
-    "Reasoning is understood between <think> and </think>, and in harmony's channels"
+    "the answer cannot be continued after {!r}: the model generated {!r} there, which the answer's text does not show. "
+    "Reasoning is recognised between <think> and </think>, and in harmony's channels"
 )
 SHOWN = 20
 """Characters of an answer that an error shows."""
@@ -63,7 +63,7 @@ class PromptError(Exception):
 
 
 class FullContextError(PromptError):
-    """A prompt that leaves no room for an answer with `fit`, which is therefore empty."""
+    """A prompt that leaves no room for an answer with `fit`; the answer is empty."""
 
     def output(self, request: Request) -> Output:
         """An empty answer."""
@@ -72,9 +72,9 @@ class FullContextError(PromptError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request with the tokens of its prompt; the last `n_begun` are those of an answer so far.
+    """A request with the tokens of its prompt; the last `n_begun` belong to the answer so far.
 
-    `n_truncated` tokens of the prompt were cut off.
+    `n_truncated` is the number of truncated prompt tokens.
     """
 
     request: Request
@@ -98,7 +98,7 @@ class Finished:
 
 
 class Part(NamedTuple):
-    """The tokens of a part of an answer in OpenAI's harmony format, the place of the first, and its channel."""
+    """The tokens of a part of an answer in OpenAI's harmony format, the position of the first, and the channel."""
 
     channel: str
     start: int
@@ -110,11 +110,11 @@ class Quotes:
 
     def __init__(self, special: Collection[str]) -> None:
         longest_first = sorted((text for text in special if len(text) > 1), key=lambda text: (-len(text), text))
-        # The lookahead finds overlapping ones.
+        # The lookahead finds overlapping matches.
         self._special = re.compile(f"(?=({'|'.join(map(re.escape, longest_first))}))") if longest_first else None
 
     def cut(self, text: str) -> str:
-        """The text with marks; in a template's text only where at least a part comes from the item."""
+        """The text with marks; in a template's text only where some part comes from the item."""
         if self._special is None:
             return text
         quoted, pieces, end = quoted_in(text), [], 0
@@ -127,7 +127,7 @@ class Quotes:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Raise PromptError for a text that is none, for which a tokenizer raises a TypeError."""
+    """Raise PromptError for half of a surrogate pair; a tokenizer would raise a TypeError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -143,7 +143,7 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _add_images(messages: list[Mapping[str, Any]], number: int, *, behind_examples: bool) -> None:
-    """Put images before the text of a turn of the user; PromptError if there is none."""
+    """Put images before the text of a user turn; PromptError if there is none."""
     try:
         place = place_of_images([str(message["role"]) for message in messages], behind_examples=behind_examples)
     except ItemError as error:
@@ -171,7 +171,7 @@ class Codec:
     """
 
     def __init__(self, tokenizer: Any, options: EngineOptions, context: int, marks: Collection[str] = ()) -> None:
-        """Also texts of `marks` in what comes from an item are text, beside those of the tokenizer's special tokens."""
+        """Texts of `marks` in an item's text are plain text, like those of the tokenizer's special tokens."""
         self._tokenizer = tokenizer
         self._options = options
         self.context = context
@@ -192,9 +192,9 @@ class Codec:
         return self.fit(request, tokens, n_begun, n_truncated)
 
     def _shortened(self, prompt: Prompt, most: int) -> tuple[Prompt, int]:
-        """The prompt with at most so many tokens before its answer, and how many of them were cut off.
+        """The prompt with at most `most` tokens before its answer, and how many tokens were cut off.
 
-        What the answer has so far does not count: a path goes on behind the prompt that it began with.
+        The answer so far does not count: a path continues after the prompt that it began with.
         """
         asked = replace(prompt, so_far="", generated=None)
         n_whole = len(self._prompt_tokens(asked)[0])
@@ -205,11 +205,11 @@ class Codec:
         return replace(shorter, so_far=prompt.so_far, generated=prompt.generated), n_cut
 
     def fit(self, request: Request, tokens: tuple[int, ...], n_begun: int = 0, n_truncated: int = 0) -> Encoded:
-        """The request with these tokens; PromptError if the context has no room for its answer behind them."""
+        """The request with these tokens; PromptError if the context has no room for its answer after them."""
         more, room = request.sampling.max_tokens, self.context - len(tokens)
         if more > room and request.sampling.fit:
             if room < 1:
-                raise FullContextError(f"the prompt has {len(tokens)} tokens, the whole context")
+                raise FullContextError(f"the prompt has {len(tokens)} tokens and fills the whole context")
             request = replace(request, sampling=replace(request.sampling, max_tokens=room))
         elif more > room:
             raise PromptError(
@@ -219,10 +219,10 @@ class Codec:
         return Encoded(request, tokens, n_begun, n_truncated)
 
     def _prompt_tokens(self, prompt: Prompt) -> tuple[tuple[int, ...], int]:
-        """The tokens of a prompt, and how many of them are the answer's so far: as the model generated them.
+        """The tokens of a prompt, and how many of them are the answer so far, as the model generated it.
 
-        Where a token goes beyond the end of `so_far`, that text has the tokenizer's own tokens; PromptError if these
-        would lack a special one.
+        If a token extends beyond the end of `so_far`, the tokenizer's own tokens of that text are used; PromptError if
+        they would lack a special token.
         """
         text, is_whole = self.render(prompt)
         if prompt.generated is None:
@@ -239,14 +239,14 @@ class Codec:
         return (*self.tokens_of(text, is_whole=is_whole), *thoughts, *begun), len(begun)
 
     def _up_to(self, tokens: Sequence[int], text: str) -> Sequence[int] | None:
-        """The first tokens, which are that text; None if it ends within a token."""
+        """The first tokens, up to the end of this text; None if it ends within a token."""
         if not text:
             return ()
         n_tokens = self._n_first(tokens, lambda found: found.startswith(text))
         return tokens[:n_tokens] if n_tokens and self._text(tokens[:n_tokens]) == text else None
 
     def render(self, prompt: Prompt, *, answers_at_once: bool = False) -> tuple[str, bool]:
-        """The prompt as one text with marks, and whether that is whole, with a template's special tokens.
+        """The prompt as one text with marks, and whether it is whole, that is, has a template's special tokens.
 
         With `answers_at_once`, or if the answer's beginning is given, the model answers without reasoning.
         """
@@ -264,7 +264,7 @@ class Codec:
         return text + cut(prompt.answer), True
 
     def cut(self, text: str) -> str:
-        """A text with marks in what comes from an item and looks like a special token."""
+        """A text with marks in parts from an item that look like special tokens."""
         return self._quotes.cut(text)
 
     def render_chat(self, messages: Sequence[Message], n_images: int = 0, *, behind_examples: bool = False) -> str:
@@ -275,30 +275,31 @@ class Codec:
         return self._chat_text(cut, more=False)
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], *, more: bool = True) -> str:
-        """The template's text of messages; a refused system message goes before the user's first message."""
+        """The template's text for messages; a refused system message goes before the user's first message."""
         options = {"tokenize": False, "add_generation_prompt": more, **self._options.chat_options}
         try:
             text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
         except Exception as error:  # a template may raise any error
             if [each.get("role") for each in messages[:2]] != ["system", "user"]:
-                raise PromptError(f"the chat template refuses the messages: {message_of(error)}") from error
+                raise PromptError(f"the chat template rejects the messages: {message_of(error)}") from error
             joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], more=more)
             if not self._joins_system:
                 log.info(
-                    "the chat template takes no system message (%s); it goes before the user's first", message_of(error)
+                    "the chat template takes no system message (%s); putting it before the user's first message",
+                    message_of(error),
                 )
                 self._joins_system = True
         return text
 
     def tokens_of(self, text: str, *, is_whole: bool) -> tuple[int, ...]:
-        """The tokens of a text; if it is not whole, with the tokenizer's own at its beginning."""
+        """The tokens of a text; if it is not whole, with the tokenizer's own tokens at its beginning."""
         [tokens] = self.tokens_of_each([text], is_whole=is_whole)
         return tokens
 
     @cached_property
     def own_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that the tokenizer puts before and behind a text."""
+        """The tokens that the tokenizer puts before and after a text."""
         bare, whole = self._tokenizer("a", add_special_tokens=False)["input_ids"], self._tokenizer("a")["input_ids"]
         for start in range(len(whole) - len(bare) + 1):
             if bare and whole[start : start + len(bare)] == bare:
@@ -312,7 +313,7 @@ class Codec:
         end = () if is_whole else self.own_tokens[1]
         firsts = self._tokenizer([first for first, *_ in split], add_special_tokens=not is_whole)["input_ids"]
         for tokens, (_, *rest) in zip(firsts, split, strict=True):
-            # Some tokenizers also end a text, which continues here; an end that the text itself has is kept.
+            # Some tokenizers also add an end token, but the text continues here; one in the text itself is kept.
             n_kept = max(1, len(tokens) - len(end))
             tokens = (*(tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens), *self.pieces(rest))
             if not tokens:
@@ -321,22 +322,22 @@ class Codec:
         return found
 
     def parts(self, text: str) -> list[str]:
-        """The texts between marks, which are tokenised one by one."""
+        """The texts between marks, to be tokenised one by one."""
         refuse_surrogates(text)
         return text.split(MARK)
 
     def begin(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that stand before a plain text, and the text's own.
+        """The tokens before a plain text, and the text's own tokens.
 
-        Before it stands what the tokenizer adds; if that is nothing, the token that begins a text, or else the one that
-        ends it; nothing if it has neither.
+        Before it are the tokenizer's own tokens; if it adds none, the BOS token, or else the EOS token; nothing without
+        either.
         """
         first, *rest = self.parts(self.cut(text))
         own, whole = tuple(self.pieces([first])), tuple(self._tokenizer(first)["input_ids"])
         places = range(len(whole) - len(own) + 1)
         at = next((place for place in places if whole[place : place + len(own)] == own), None)
         if at is None:
-            raise PromptError("the tokenizer makes other tokens of the text behind those that it adds")
+            raise PromptError("the tokenizer gives the text different tokens after the tokens that it adds itself")
         own += tuple(self.pieces(rest))
         if at:
             return whole[:at], own
@@ -356,7 +357,7 @@ class Codec:
         return self._n_until(tokens[-n_last:], stop) is not None
 
     def reasoning_of(self, encoded: Encoded) -> Reasoning | None:
-        """The reasoning with which the model may begin its answer; None if that begins at once."""
+        """The reasoning that may precede the model's answer; None if the answer begins at once."""
         if encoded.request.prompt.answer or encoded.request.prompt.generated is not None:
             return None
         last = encoded.tokens[-3:]
@@ -387,7 +388,7 @@ class Codec:
         return replace(found, n_truncated=encoded.n_truncated)
 
     def _to_answer(self, text: str) -> str:
-        """The text after the template's that makes the model answer without reasoning."""
+        """The text to append to the template's text so that the model answers without reasoning."""
         if self._harmony and text.endswith(HARMONY_START):
             return HARMONY_FINAL
         if text.rstrip().endswith(THINK):
@@ -399,7 +400,7 @@ class Codec:
         return self._n_first(tokens, lambda text: any(each in text for each in stop))
 
     def _n_first(self, tokens: Sequence[int], is_met: Callable[[str], bool]) -> int | None:
-        """The least number of first tokens whose text meets a condition, as more do; None if all of them do not."""
+        """The least number of tokens whose text meets a monotonic condition; None if all tokens do not meet it."""
         if not is_met(self._text(tokens)):
             return None
         low, high = 0, len(tokens)
@@ -433,7 +434,7 @@ class Codec:
         return answer, thought, self._generated(encoded, tokens, begin, answer)
 
     def _generated(self, encoded: Encoded, tokens: Sequence[int], begin: int, answer: str) -> Generated:
-        """The tokens so far; of these, the ones before `begin`, and of blank lines behind them, are thoughts."""
+        """The tokens so far; those before `begin`, and blank lines after them, are thoughts."""
         told = list(tokens[begin:])
         while told and told[-1] in self._special:
             told.pop()
@@ -443,7 +444,7 @@ class Codec:
             return Generated(before.thoughts, (*begun, *told), mark)
         text = self._text(told)
         blank = text.removesuffix(answer)
-        # Else there are several messages, or the last token of the thoughts has some of the answer.
+        # Otherwise there are several messages, or the last token of the thoughts has part of the answer.
         if not text.endswith(answer) or blank.strip("\n"):
             return Generated(tuple(tokens), (), mark or self._text(tokens[begin - 1 : begin]))
         blanks = self._up_to(told, blank)
@@ -460,7 +461,7 @@ class Codec:
             if token == self._ids[CHANNEL] or token in ends:
                 if part and not in_header:
                     yield Part(channel, start, part)
-                # Between two messages there is only the next one's role.
+                # Between two messages there is only the role of the next one.
                 part, in_header = [], True
             elif token == self._ids[MESSAGE]:
                 words = self._text(part).split()

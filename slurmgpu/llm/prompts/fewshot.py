@@ -11,14 +11,14 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.sampling import mix
 
 MOST_BYTES = 1 << 20
-"""The size of examples, which the plan holds."""
+"""The largest size of the examples, which are stored in the plan."""
 
 
 @dataclass(frozen=True)
 class Fewshot:
-    """The settings of examples: `number` of them are drawn for each item; None takes all, in their order.
+    """The settings of examples: `number` are drawn for each item; None uses all, in order.
 
-    `target` is the template of an example's answer; `delimiter` stands between examples without a chat template.
+    `target` is the template of an example's answer; `delimiter` separates examples if there is no chat template.
     """
 
     examples: tuple[Mapping[str, Any], ...]
@@ -33,15 +33,15 @@ def fewshot_of(
     target: str | None,
     fewshot_delimiter: str,
 ) -> Fewshot | None:
-    """The examples of the settings; None without any. SlurmGPUError for a wrong setting."""
+    """The examples in the settings; None without any. SlurmGPUError for a wrong setting."""
     if fewshot is None:
         for name, value in (("num_fewshot", num_fewshot), ("target", target)):
             if value is not None:
-                raise SlurmGPUError(f"{name} is about examples, and fewshot is not set. Remove {name}, or set fewshot.")
+                raise SlurmGPUError(f"{name} needs fewshot, which is not set. Remove {name}, or set fewshot.")
         return None
     if target is None:
         raise SlurmGPUError(
-            'fewshot is set, and target is not: the template of an example\'s answer, such as " {answer}".'
+            'fewshot is set, and target is not. Set it to the template of an example\'s answer, such as " {answer}".'
         )
     examples = _read(fewshot) if isinstance(fewshot, str) else tuple(fewshot)
     if not examples:
@@ -49,20 +49,20 @@ def fewshot_of(
     if num_fewshot is not None and not 1 <= num_fewshot <= len(examples):
         raise SlurmGPUError(
             f"num_fewshot is {num_fewshot}, and fewshot has {len(examples)} examples; expected 1 to {len(examples)}, "
-            f"or no num_fewshot, for all of them in their order."
+            f"or no num_fewshot, to use all of them in order."
         )
     return Fewshot(examples, target, num_fewshot, fewshot_delimiter)
 
 
 def shuffled(n_examples: int, seed: int) -> list[int]:
-    """The places of all examples in random order, by an item's seed."""
+    """The indices of all examples in random order, by an item's seed."""
     return sorted(range(n_examples), key=lambda place: (mix(seed, place), place))
 
 
 def _read(text: str) -> tuple[Mapping[str, Any], ...]:
     if len(text) > MOST_BYTES:
         raise SlurmGPUError(
-            f"fewshot has {len(text):,} characters, and a run's plan holds them; expected at most {MOST_BYTES:,}. Take "
+            f"fewshot has {len(text):,} characters, which are stored in the plan; expected at most {MOST_BYTES:,}. Use "
             f"fewer examples."
         )
     found: list[Mapping[str, Any]] = []
@@ -74,11 +74,11 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
         except (ValueError, RecursionError) as error:
             raise SlurmGPUError(
                 f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected an example in each "
-                f"line, as in \"file:examples.jsonl\". Of a list, jq -c '.[]' OLD > NEW writes each in one."
+                f"line, as in \"file:examples.jsonl\". To convert a list, type jq -c '.[]' OLD > NEW."
             ) from error
         if not isinstance(value, dict):
             raise SlurmGPUError(
-                f"fewshot: line {number} is {line!r:.60}; expected the fields of an example, as an item."
+                f"fewshot: line {number} is {line!r:.60}; expected the fields of an example, as in an item."
             )
         found.append(value)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Images of items: found in their fields, and opened as models see them. All that uses Pillow."""
+"""Find images in items' fields, and open them as models see them. Only this module uses Pillow."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MOST_PIXELS = 89_478_485
 """Pillow's own limit, above which it warns of a decompression bomb: 256 MiB as RGB."""
 
 LEAST_SIDE = 4
-"""Image processors of transformers take 1 or 3 rows of pixels for channels."""
+"""The least side: image processors of transformers take 1 or 3 rows of pixels for channels."""
 
 AS_THEY_ARE = ("JPEG", "PNG")
-"""Kinds of files that every server takes."""
+"""Image formats that every server takes."""
 ORIENTATION = 0x0112
-"""The EXIF tag by which an image is turned: 1 leaves it as it is."""
+"""The EXIF tag for an image's rotation: 1 means none."""
 
 EXPECTED = 'expected a path, bytes, a table with "bytes" or "path", or a list of these'
 
@@ -41,7 +41,7 @@ def check_pillow() -> None:
     except ImportError as error:
         raise SlurmGPUError(
             f"images is set, which needs Pillow, and that cannot be imported here ({error}). "
-            "pip install 'slurmgpu[images]' installs it."
+            "Install it with pip install 'slurmgpu[images]'."
         ) from error
 
 
@@ -69,23 +69,23 @@ def _source(field: str, value: Any, folder: str) -> ImageSource:
 
 
 def place_of_images(roles: Sequence[str], *, behind_examples: bool) -> int:
-    """The message in which images belong: the first turn of the user, or the last behind examples.
+    """The index of the message for images: the first user turn, or the last one after examples.
 
     ItemError if the user has no turn.
     """
     turns = [place for place, role in enumerate(roles) if role == "user"]
     if not turns:
-        raise ItemError("the chat has images and no turn of the user, where they belong")
+        raise ItemError("the item has images, but its chat has no user turn for them")
     return turns[-1 if behind_examples else 0]
 
 
 def open_image(source: ImageSource) -> Image:
-    """The image, or its first frame, in RGB and upright as its EXIF says; ItemError if it cannot be read."""
+    """The image, or its first frame, in RGB and rotated as its EXIF says; ItemError if it cannot be read."""
     return _opened(source)[0]
 
 
 def data_url(source: ImageSource) -> str:
-    """The image as a data: URL, as `open_image` has it: the file itself if it is so already, else a PNG.
+    """The image of `open_image` as a data: URL: the file itself if nothing had to be converted, else a PNG.
 
     ItemError if it cannot be read.
     """
@@ -98,7 +98,7 @@ def data_url(source: ImageSource) -> str:
 
 
 def _opened(source: ImageSource) -> tuple[Image, str | None, bytes]:
-    """The image, the kind of its file if that is so already, and the file's bytes."""
+    """The image, its format if nothing had to be converted, and the file's bytes."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     name = f"the image {source}" if isinstance(source, str) else f"the image of {len(source):,} bytes"
@@ -114,7 +114,7 @@ def _opened(source: ImageSource) -> tuple[Image, str | None, bytes]:
             raise ItemError(f"{name} has {width} × {height} pixels; expected at least {LEAST_SIDE} in each direction")
         if found.mode in ("I", "F") or found.mode.startswith("I;"):
             raise ItemError(
-                f"{name} has greys of more than 8 bits ({found.mode}), of which RGB would keep the darkest; convert it"
+                f"{name} has more than 8 bits of grey ({found.mode}), which RGB cannot hold; convert it to 8 bits"
             )
         is_plain = found.format in AS_THEY_ARE and found.mode == "RGB" and found.getexif().get(ORIENTATION, 1) == 1
         kind = str(found.format).lower() if is_plain else None
@@ -122,7 +122,7 @@ def _opened(source: ImageSource) -> tuple[Image, str | None, bytes]:
     except (ItemError, MemoryError):
         raise
     except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
-        reason = "it has no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        reason = "Pillow does not know its format" if isinstance(error, UnidentifiedImageError) else error
         raise ItemError(f"{name} cannot be read: {reason}") from error
 
 
@@ -132,6 +132,6 @@ def _bytes_of(source: ImageSource) -> bytes:
     try:
         return retried(Path(source).read_bytes)
     except OSError as error:
-        if is_transient(error):  # the file system does not answer, which is no fault of the item
+        if is_transient(error):  # the file system does not answer, which is not the item's fault
             raise
         raise ItemError(f"the image {source} cannot be read: {os.strerror(error.errno or 0)}") from error

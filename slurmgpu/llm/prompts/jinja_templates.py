@@ -13,11 +13,11 @@ from slurmgpu.util.exceptions import described
 TemplateFormat = Literal["f-string", "jinja2"]
 
 OPEN, CLOSE = "\ufdd1", "\ufdd2"
-"""Code points that Unicode reserves for a program's internal use: they stand around what comes from an item."""
+"""Code points that Unicode reserves for internal use of programs: they mark the parts that come from an item."""
 
 
 def template_class(template_format: str) -> Callable[[str, str], Fillable]:
-    """The class of templates by its format, called with a text and its owner in messages; SlurmGPUError for another."""
+    """The template class for a format, called with a text and its owner for messages; SlurmGPUError if unknown."""
     if template_format == "f-string":
         return Template
     if template_format == "jinja2":
@@ -26,10 +26,10 @@ def template_class(template_format: str) -> Callable[[str, str], Fillable]:
 
 
 class JinjaTemplate:
-    """A text of Jinja with the fields of an item as its variables: `{{ text }}`, `{% for choice in choices %}`.
+    """A Jinja template with an item's fields as variables: `{{ text }}`, `{% for choice in choices %}`.
 
-    In an expression strings are unchanged, and other values are shown as JSON. SlurmGPUError, which begins with
-    `owner`, for a wrong text.
+    Expressions show strings unchanged, and other values as JSON. SlurmGPUError, which begins with `owner`, for a wrong
+    template.
     """
 
     def __init__(self, text: str, owner: str = "prompt") -> None:
@@ -39,7 +39,7 @@ class JinjaTemplate:
         except ImportError as error:
             raise SlurmGPUError(
                 f"template_format = 'jinja2' needs the package Jinja2, which cannot be imported here ({error}). "
-                f"Install it: pip install jinja2"
+                f"Install it with pip install jinja2."
             ) from error
 
         environment = ImmutableSandboxedEnvironment(
@@ -62,11 +62,11 @@ class JinjaTemplate:
 
     @property
     def whole_fields(self) -> frozenset[str]:
-        """The names of its fields, each of which it may use as a whole."""
+        """The names of its fields; it may use each as a whole."""
         return self._fields
 
     def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NO_VALUES) -> Composed:
-        """The filled text; ItemError for a missing value, or where the template fails.
+        """The filled text; ItemError for a missing value, or if the template fails.
 
         Values in `given` override the items' fields.
         """
@@ -79,22 +79,22 @@ class JinjaTemplate:
         return _composed(marked)
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
-        """The text with one word for every field that is not given."""
+        """The text with one word for every field that is not in `given`."""
         return self.render(dict.fromkeys(self._fields, word), given)
 
 
 def _marked(value: Any) -> Any:
-    """An expression's value as text between marks. Jinja calls this for constants, as well."""
+    """An expression's value as text between marks. Jinja also calls this for constants."""
     from jinja2 import Undefined
 
     if isinstance(value, Undefined):
-        return value  # whose text is an error
+        return value  # converting it to text raises the error
     if value is None:
-        raise ItemError("the prompt's template shows a value that is null")
+        raise ItemError("the prompt's template prints a value that is null")
     text = text_of(value)
-    # A block that was set before, or a macro, has marks of its own.
+    # A block that was set before, or a macro, already has marks.
     if text.count(OPEN) != text.count(CLOSE) or (OPEN in text and not _is_nested(text)):
-        raise ItemError("the item has U+FDD1 or U+FDD2, which are no characters")
+        raise ItemError("the item contains U+FDD1 or U+FDD2, which are not characters")
     return f"{OPEN}{text}{CLOSE}"
 
 
@@ -108,7 +108,7 @@ def _is_nested(text: str) -> bool:
 
 
 def _composed(marked: str) -> Composed:
-    """The text without marks, and the places that were between them; all of it if a filter took a mark away."""
+    """The text without marks, and the ranges that were between them; the whole text if a filter removed a mark."""
     pieces: list[str] = []
     quoted: list[tuple[int, int]] = []
     length = depth = lowest = start = end = 0
@@ -125,5 +125,5 @@ def _composed(marked: str) -> Composed:
         elif character == CLOSE and depth == 0:
             quoted.append((start, length))
     text = "".join([*pieces, marked[end:]])
-    # {% filter truncate(60) %} may cut between two marks: what of the text is the item's is not known then.
+    # {% filter truncate(60) %} may cut between two marks: then it is unknown which parts come from the item.
     return Composed(text, ((0, len(text)),) if depth or lowest < 0 else tuple(quoted))

@@ -1,11 +1,11 @@
-"""Answers of a given form: JSON of a schema, one of some choices, or a match of a regular expression or a grammar.
+"""Constrain answers to JSON of a schema, to choices, or to a match of a regular expression or a grammar.
 
-Each is a grammar of llguidance, in its variant of Lark, which both engines follow; vLLM has the library as its backend
-"guidance". Reasoning before the answer is a part of the grammar, in which every token is allowed, so that one text says
+Each becomes a grammar in llguidance's variant of Lark, which both engines follow; vLLM has the library as its backend
+"guidance". Reasoning before the answer is a part of the grammar that allows every token, so that one grammar defines
 where the answer begins.
 
-JSON has no other white space than one blank after each comma and colon of its structure, and no properties but those
-that the schema names: with more freedom, models fill an answer with blanks, or with properties, up to max_tokens.
+JSON has no white space except one blank after each structural comma and colon, and only the properties that the schema
+names: with more freedom, models fill an answer with blanks or properties up to max_tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 """Options of llguidance: JSON as Python's `json.dumps` writes it, which models have seen most."""
 
 OWN_KEYWORD = "x-guidance"
-"""The keyword of a schema that holds options of llguidance."""
+"""The schema keyword for options of llguidance."""
 
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords of JSON Schema whose values are schemas by name."""
+"""JSON Schema keywords with schemas by name as values."""
 
 APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
-"""Keywords by which other schemas apply to the same object, and may name more of its properties."""
+"""Keywords that apply other schemas to the same object, which may name more of its properties."""
 
 VALUES = frozenset({"enum", "const", "default", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords with values that are not schemas."""
 
 _NAMES = re.compile(r'"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|//[^\n]*|#[^\n]*|\b(?:start|answer)\b')
 """Names of a grammar's rules that are also ours; the first alternatives skip texts, expressions and comments."""
@@ -44,10 +44,11 @@ _NAMES = re.compile(r'"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|//[^\n]*|#[^
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The tokens around reasoning that a model may write before its answer, by their ids.
+    """The token ids around reasoning that a model may write before its answer.
 
-    `opens` and `closes` are those of `<think>` and `</think>`; `opens` is None where the prompt has opened it already.
-    With `harmony`, the ids of `<|channel|>`, `<|message|>`, `<|end|>` and `<|start|>`, it is in OpenAI's channels.
+    `opens` and `closes` are `<think>` and `</think>`; `opens` is None if the prompt has already opened the reasoning.
+    With `harmony`, the ids of `<|channel|>`, `<|message|>`, `<|end|>` and `<|start|>`, reasoning is in OpenAI's
+    channels.
     """
 
     opens: int | None = None
@@ -55,7 +56,7 @@ class Reasoning:
     harmony: tuple[int, int, int, int] | None = None
 
     def rules(self, ends: Collection[int]) -> str:
-        """The rule `start` of a grammar whose rule `answer` is the answer; `ends` are the model's end tokens."""
+        """The rule `start` of a grammar in which the rule `answer` is the answer; `ends` are the model's end tokens."""
         if self.harmony is not None:
             channel, message, end, start = (f"<[{token}]>" for token in self.harmony)
             return (
@@ -76,11 +77,11 @@ def structure_of(
     regex: str | None = None,
     grammar: str | None = None,
 ) -> Structure | None:
-    """The structure of the settings, at most one of which may be given; SlurmGPUError for a wrong one."""
+    """The structure in the settings, of which at most one may be set; SlurmGPUError for a wrong one."""
     given = {"schema": schema, "choices": choices, "regex": regex, "grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise SlurmGPUError(f"{names[0]} and {names[1]} are both set; an answer has one form. Remove one of them.")
+        raise SlurmGPUError(f"{names[0]} and {names[1]} are both set; an answer can have only one form. Remove one.")
     if schema is not None:
         return Structure("schema", json.dumps(_strict(_read_schema(schema)), ensure_ascii=False))
     if choices is not None:
@@ -93,25 +94,26 @@ def structure_of(
 
 
 def check_structure(structure: Structure, engine: str, stop: Sequence[str]) -> None:
-    """Refuse what the engine or llguidance cannot do, in the library's words, and stop texts, which cut answers."""
+    """Refuse structures that the engine or llguidance does not support, and stop texts, which would cut answers."""
     able = [name for name, kinds in STRUCTURE_ENGINES.items() if structure.kind in kinds]
     if engine not in able:
         raise SlurmGPUError(
-            f"{structure.kind} is set, which engine = {engine!r} cannot follow; expected engine = "
+            f"{structure.kind} is set, and engine = {engine!r} does not support it; expected engine = "
             f"{' or '.join(map(repr, able))}, or no {structure.kind}."
         )
     if stop:
         raise SlurmGPUError(
-            f"stop is set, and {structure.kind} says where an answer ends: a stop text would break it. Remove stop."
+            f"stop is set, but {structure.kind} already defines where an answer ends: a stop text would break it. "
+            f"Remove stop."
         )
     if engine == "server" and find_spec("llguidance") is None:
-        return  # the server has a library of its own
-    is_own = structure.kind == "grammar"  # whose lines are the user's
+        return  # the server has its own library
+    is_own = structure.kind == "grammar"  # its lines are the user's
     lark = _as_lark(structure.text) if is_own else lark_of(structure)
     is_wrong, said = library().LLMatcher.validate_grammar_with_warnings(lark)
     if is_wrong:
         words = said[0] if is_own else re.sub(r"^at \d+\(\d+\): |\n +1 \| %llguidance[\s\S]*", "", said[0])
-        raise SlurmGPUError(f"{structure.kind} cannot be followed; llguidance says: {words.strip()}")
+        raise SlurmGPUError(f"{structure.kind} cannot be used; llguidance says: {words.strip()}")
 
 
 def library() -> Any:
@@ -121,15 +123,15 @@ def library() -> Any:
     except ImportError as error:
         raise SlurmGPUError(
             f"schema, choices, regex and grammar need the package llguidance, which cannot be imported here ({error}). "
-            f"Install it: pip install '{EXTRA}'"
+            f"Install it with pip install '{EXTRA}'."
         ) from error
     return llguidance
 
 
 def lark_of(structure: Structure, reasoning: Reasoning | None = None, ends: Collection[int] = ()) -> str:
-    """The grammar of an answer in llguidance's Lark, after `reasoning` if the model may begin with it.
+    """The grammar of an answer in llguidance's Lark, preceded by `reasoning` if the model may reason.
 
-    SlurmGPUError for a grammar that is not Lark, and cannot be converted to it.
+    SlurmGPUError for a grammar that is not Lark and cannot be converted to it.
     """
     before = "start: answer\n" if reasoning is None else reasoning.rules(ends)
     return f"%llguidance {{}}\n{before}{_answer_of(structure)}\n"
@@ -150,7 +152,7 @@ def _answer_of(structure: Structure) -> str:
 
 
 def _as_lark(grammar: str) -> str:
-    """A grammar of the user's in Lark; one in GBNF is converted."""
+    """The user's grammar in Lark; GBNF is converted."""
     library()
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -176,7 +178,7 @@ def _read_schema(schema: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _strict(schema: Any) -> Any:
-    """The schema, with no additional properties where it names properties and says nothing of others."""
+    """The schema; objects with named properties get no additional ones unless the schema says so."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, Mapping):

@@ -17,17 +17,17 @@ from slurmgpu.llm.prompts.images import sources_of
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Last = Literal["drop", "continue"]
-"""The assistant's turn at the end of a chat is left out, or the model goes on from its text."""
+"""What to do with the assistant's turn at the end of a chat: leave it out, or continue from its text."""
 
 NO_VALUES: Mapping[str, Any] = {}
 
 _PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-# Not every name of a field: {"label": …} in a prompt is JSON, whose braces must be doubled.
+# Not every field name: {"label": …} in a prompt is JSON, and its braces must be doubled.
 _FIELD = re.compile(r"(\w[\w .\-/]*)((?:\[[^\[\]]+\])*)")
 
 
 class Fillable(Protocol):
-    """A template over the fields of an item; its class is called with a text and its owner in messages."""
+    """A template over an item's fields; its class is called with a text and its owner for messages."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -89,9 +89,9 @@ class Template:
 class Prompts:
     """The items' prompts: by the template `prompt`, or from the field `messages` with a chat, with `system` before.
 
-    Examples of `fewshot` stand before a `prompt`, by the same template; an item is no example of itself.
+    Examples of `fewshot` come before a `prompt`, in the same template; an item is never an example for itself.
 
-    A chat whose last turn is the assistant's is an error without `last`: the model would see the answer that it is to
+    A chat that ends with the assistant's turn is an error without `last`: the model would see the answer that it should
     give.
     """
 
@@ -108,29 +108,28 @@ class Prompts:
         images: str | None = None,
         image_folder: str = "",
     ) -> None:
-        """Check the settings; `given` are values in templates beside the items' fields.
+        """Check the settings; `given` are values for templates in addition to the items' fields.
 
-        The field `images` holds an item's images; relative paths start at `image_folder`.
+        The field `images` has an item's images; relative paths start at `image_folder`.
         """
         if (prompt is None) == (messages is None):
             found = "neither is set" if prompt is None else "both are set"
             raise SlurmGPUError(
-                f'prompt is a template such as "Translate: {{text}}", messages a field with a chat; {found}, expected '
-                f"one of them."
+                f'expected prompt, a template such as "Translate: {{text}}", or messages, a field with a chat; {found}.'
             )
         self._prompt = None if prompt is None else make(prompt, "prompt")
         self._system = None if system is None else make(system, "system")
         if last not in (None, "drop", "continue"):
             raise SlurmGPUError(
-                f"last is {last!r}; expected 'drop', which leaves the assistant's last turn out, or 'continue'."
+                f"last is {last!r}; expected 'drop', to leave the assistant's last turn out, or 'continue'."
             )
         if last is not None and messages is None:
-            raise SlurmGPUError(f"last = {last!r} is about the end of a chat, and messages is not set. Remove last.")
+            raise SlurmGPUError(f"last = {last!r} needs messages, which is not set. Remove last.")
         self._messages, self._last, self._given = messages, last, given
         self.choice: AdapterField | None = None
         if fewshot is not None and messages is not None:
             raise SlurmGPUError(
-                "fewshot is set, which stands before a prompt, and messages is a whole chat. Remove one."
+                "fewshot and messages are both set; fewshot adds examples only before prompt. Remove one of them."
             )
         if truncation_side not in (None, "left", "right"):
             raise SlurmGPUError(f"truncation_side is {truncation_side!r}; expected 'left' or 'right'.")
@@ -138,7 +137,7 @@ class Prompts:
         self._images, self._image_folder = images, image_folder
         if self._prompt is not None and images is None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
-                f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
+                f"prompt is {prompt!r:.100}, which has no field, so it is the same for all items; expected a template "
                 f'such as "Translate: {{text}}".'
             )
         self._fewshot = fewshot
@@ -147,7 +146,7 @@ class Prompts:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields of items that it uses."""
+        """The item fields that the prompts use."""
         found = frozenset(name for name in (self._messages, self._images) if name is not None)
         for template in (self._prompt, self._system):
             found |= frozenset() if template is None else template.fields
@@ -159,16 +158,17 @@ class Prompts:
         return frozenset[str]().union(*(each.whole_fields for each in (self._prompt, self._system) if each is not None))
 
     def beyond(self, *, chat: bool) -> Iterator[str]:
-        """The features of these prompts that a server lacks, at its endpoint for chats or at the one for texts."""
+        """Features of these prompts that a server's chat or completions endpoint lacks, as sentences."""
         if self._messages is not None and not chat:
-            yield "it takes a chat in messages at its endpoint for chats alone. Remove chat = false."
+            yield "it takes messages only at its chat endpoint. Remove chat = false."
         if self._last == "continue":
-            yield 'in a chat it does not go on from a given text. Set last = "drop", or choose another engine.'
+            yield 'in a chat it cannot continue from a given text. Set last = "drop", or choose another engine.'
 
     def of(self, data: Mapping[str, Any], seed: int = 0, forms: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """The prompt from an item's data and seed; ItemError for a missing or wrong field.
 
-        `forms` are the item's data in other forms, such as two texts in another order: no examples for it, either.
+        `forms` are other forms of the item's data, such as two texts in another order; they are not used as its
+        examples.
         """
         found = replace(self._of(data, seed, forms), truncation_side=self._truncation_side)
         if self._images is not None:
@@ -183,14 +183,14 @@ class Prompts:
             if system is None:
                 return Prompt(messages=messages, answer=answer)
             if messages[0]["role"] == "system":
-                raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
+                raise ItemError(f"field {self._messages!r} begins with a system message, and system is also set")
             return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
         assert self._prompt is not None
         own = () if self._fewshot is None else tuple(self._prompt.render(form, self._given) for form in forms)
         return self._after_examples(self._prompt.render(data, self._given), system or "", seed, own)
 
     def _after_examples(self, text: str, system: str, seed: int, own: Sequence[str] = ()) -> Prompt:
-        """The prompt of a text, after the examples that differ from it and from its `own` other forms."""
+        """The prompt of a text, with examples that differ from it and from its `own` other forms."""
         if self._fewshot is None:
             return Prompt(text, system=system)
         examples, number = self._examples, self._fewshot.number
@@ -199,7 +199,7 @@ class Prompts:
         return Prompt(text, system=system, shots=tuple(shots), between=self._fewshot.delimiter)
 
     def _rendered_examples(self, target: Fillable) -> Iterator[tuple[Composed, Composed]]:
-        """The examples' questions and answers; SlurmGPUError for one without what the templates take."""
+        """The examples' questions and answers; SlurmGPUError for one that lacks fields of the templates."""
         assert self._prompt is not None
         assert self._fewshot is not None
         for number, example in enumerate(self._fewshot.examples, 1):
@@ -214,11 +214,11 @@ class Prompts:
             return messages, ""
         if self._last is None:
             raise ItemError(
-                f"field {self._messages!r} ends with a turn of the assistant, which may be the answer itself; "
-                f'set last = "drop" to leave it out of the prompt, or last = "continue" to go on from its text'
+                f"field {self._messages!r} ends with an assistant turn, which may be the answer itself; "
+                f'set last = "drop" to leave it out of the prompt, or last = "continue" to continue from its text'
             )
         if len(messages) == 1:
-            raise ItemError(f"field {self._messages!r} has only a turn of the assistant; expected one before it")
+            raise ItemError(f"field {self._messages!r} has only an assistant turn; expected a turn before it")
         return messages[:-1], messages[-1]["content"] if self._last == "continue" else ""
 
     def fill(self, word: str) -> Prompt:
@@ -278,7 +278,7 @@ def _inner(value: Any, path: str, key: str) -> Any:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ItemError(f"field {path!r} holds {text_of(value)!r:.80}; expected a list or a table with [{key}]")
     if not re.fullmatch(r"-?\d+", key) or not -len(value) <= int(key) < len(value):
-        raise ItemError(f"field {path!r} is a list of {len(value)}, which has no [{key}]")
+        raise ItemError(f"field {path!r} is a list of {len(value)} entries, so it has no [{key}]")
     return value[int(key)]
 
 

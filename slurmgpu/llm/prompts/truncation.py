@@ -1,4 +1,4 @@
-"""Shorten what comes from an item in a prompt that is too long; what its template says stays whole."""
+"""Truncate the item's text in a prompt that is too long; the template's text stays whole."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from slurmgpu.llm.interface.engine import Composed, Prompt
 
 
 def shorten(prompt: Prompt, fits: Callable[[Prompt], bool]) -> Prompt:
-    """The prompt with as much of its longest part as fits; unchanged if it does not fit without that part.
+    """The prompt with as much of its longest part as fits; unchanged if it does not even fit without that part.
 
-    The part is the longest field in the text, or the last message of the user, and is cut at `truncation_side`.
+    The part is the longest field in the text, or the user's last message, and is cut at `truncation_side`.
     """
     text, put = _place(prompt)
     start, stop = max(text.quoted, key=lambda part: part[1] - part[0], default=(0, 0))
@@ -33,7 +33,7 @@ def shorten(prompt: Prompt, fits: Callable[[Prompt], bool]) -> Prompt:
 
 
 def _place(prompt: Prompt) -> tuple[Composed, Callable[[Composed], Prompt]]:
-    """The text that may be shortened, and a function that puts another text in its place."""
+    """The text that may be shortened, and a function that replaces it in the prompt."""
     if not prompt.messages:
         text = prompt.text if isinstance(prompt.text, Composed) else Composed(prompt.text, ((0, len(prompt.text)),))
         return text, lambda other: replace(prompt, text=other)
@@ -44,7 +44,7 @@ def _place(prompt: Prompt) -> tuple[Composed, Callable[[Composed], Prompt]]:
     content = message["content"]
 
     def put(other: Composed) -> Prompt:
-        # Without the ranges of a Composed, all of a message's text is the item's.
+        # Without the ranges of a Composed, all of a message's text comes from the item.
         return replace(prompt, messages=(*before, {**message, "content": str(other)}, *after))
 
     return Composed(content, ((0, len(content)),)), put

@@ -1,6 +1,6 @@
-"""The engine on a server: one that the task starts (vLLM's, SGLang's, llama.cpp's …), or one that runs already.
+"""The engine on a server: one that the task starts (vLLM, SGLang, llama.cpp …), or one that is already running.
 
-It speaks OpenAI's protocol, /v1/chat/completions or /v1/completions, in the part that these servers share.
+It uses the part of OpenAI's protocol that these servers share, /v1/chat/completions or /v1/completions.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ from slurmgpu.llm.server_engine.process import ServerEndedError, ServerProcess, 
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "SLURMGPU_SERVER_KEY"
-"""The environment variable with the key of a server that runs already."""
+"""The environment variable with the key of a running server."""
 BUSY = {429, 503}
 REFUSALS = {400, 413, 422}
-"""Statuses that blame the request: its item fails."""
+"""HTTP statuses for a wrong request: its item fails."""
 FORBIDDEN = {401, 403, 404, 405}
-"""Statuses that blame the settings: the run fails."""
+"""HTTP statuses for wrong settings: the run fails."""
 N_TRIES = 3
-"""How often a request is sent that the server answers with another status, or that it ends with."""
+"""How often a request is sent if the server answers with another status, or ends."""
 N_STARTS = 3
-"""How often a server is started that ends before it has completed a prompt."""
+"""How often a server is started if it ends before it has completed a prompt."""
 MOST_ENDS = 2 * N_TRIES
-"""How often it may end without an answer in between: two items in a row may each be what ends it."""
+"""How often it may end without an answer in between: each of two items in a row may crash it."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 MOST_SILENCE_S = 120.0
-"""How long a server of ours may give no sign of life, or not answer when it has lost a connection, before it is ended
-and started again."""
+"""How long the task's own server may show no sign of life, or not answer after it has lost a connection, before it is
+restarted."""
 MOST_WAIT_S = 1800.0
-"""How long a server may be busy, or away or silent if it is not ours, before that is an error."""
+"""How long a server may be busy, or one that is not the task's own away or silent, before that is an error."""
 FINISHED: Mapping[str, FinishReason] = {
     "stop": "stop",
-    "stop_sequence": "stop",  # TGI's, where a text of `stop` ended the answer
+    "stop_sequence": "stop",  # in TGI, if a text of `stop` ended the answer
     "eos_token": "stop",
     "end_turn": "stop",
     "length": "length",
 }
-"""Why an answer ended, by what servers say."""
+"""Why an answer ended, by the servers' words for it."""
 SEED_BITS = 31
-"""Servers keep seeds in 32 bits with a sign, or more."""
+"""Servers keep seeds in signed 32-bit integers, or larger ones."""
 
 
 class ServerEngine:
-    """A model on a server, asked `concurrency` requests at a time."""
+    """A model on a server, with at most `concurrency` requests at a time."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         if place.world_size > 1:
             raise SlurmGPUError(
-                'engine = "server" has one server for a task; set [resources] processes = "one", not one process for '
-                f"each of {place.world_size} GPUs."
+                'engine = "server" starts one server for each task, not a process for each of its '
+                f'{place.world_size} GPUs. Set [resources] processes = "one".'
             )
         if options.images:
             check_pillow()
@@ -102,7 +102,7 @@ class ServerEngine:
         losses = Counter[int]()
         todo = list(requests)
         while todo:
-            # A request may be what ends the server: one that was there twice is asked alone, so that others survive it.
+            # A request may crash the server: after two crashes a request is sent alone, so that others survive it.
             together = [each for each in todo if losses[each.id] < N_TRIES - 1]
             asked = together or todo[:1]
             lost: dict[int, str] = {}
@@ -118,19 +118,19 @@ class ServerEngine:
                     losses[request.id] += 1
                     if losses[request.id] >= N_TRIES:
                         done.add(request.id)
-                        said = f"{lost[request.id]}, each of {N_TRIES} times that it computed this item"
+                        said = f"{lost[request.id]}, in each of {N_TRIES} tries to compute this item"
                         yield Output(request.id, finish_reason="error", error=said)
             todo = [each for each in todo if each.id not in done]
             if lost:
                 self._recover(next(iter(lost.values())))
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """No scores: planning refuses what needs them."""
+        """Not supported: planning refuses workloads that need scores."""
         raise SlurmGPUError('engine = "server" cannot score given answers.')
 
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
-        """No likelihoods: planning refuses what needs them."""
-        raise SlurmGPUError('engine = "server" does not tell the probabilities of a text\'s tokens.')
+        """Not supported: planning refuses workloads that need likelihoods."""
+        raise SlurmGPUError('engine = "server" does not return the probabilities of a text\'s tokens.')
 
     def close(self) -> None:
         """End the server, if it is the task's."""
@@ -139,7 +139,7 @@ class ServerEngine:
             server.close()
 
     def _probe(self) -> None:
-        """Have the server generate a token; ConnectionError if it loses the request."""
+        """Let the server generate a token; ConnectionError if it loses the request."""
         probe = Request(0, Prompt("1"), Sampling(max_tokens=1))
         found = self._client.post(*self._body(probe), self._liveness.look)
         if found.status == 404 and (served := self._served()) != self._name:
@@ -152,7 +152,7 @@ class ServerEngine:
         self._parsed(probe, found)
 
     def _find(self) -> None:
-        """Have the server that runs generate a token; SlurmGPUError if it does not."""
+        """Let the running server generate a token; SlurmGPUError if it does not."""
         try:
             if is_healthy(self._client):
                 self._probe()
@@ -160,10 +160,10 @@ class ServerEngine:
             said = "it is not healthy"
         except ConnectionError as error:
             said = str(error)
-        raise SlurmGPUError(f"url is {self._client.url}, and no server can be used there: {said}.")
+        raise SlurmGPUError(f"url is {self._client.url}, and the server there cannot be used: {said}.")
 
     def _start(self, server: ServerProcess) -> None:
-        """Start the task's own server, and have it generate a token; SlurmGPUError if it does not."""
+        """Start the task's own server, and let it generate a token; SlurmGPUError if it does not."""
         for n_left in reversed(range(N_STARTS)):
             try:
                 self._client = server.start()
@@ -173,12 +173,13 @@ class ServerEngine:
             except ServerEndedError as error:
                 if not n_left:
                     raise SlurmGPUError(
-                        f"{error}. It was started {N_STARTS} times, and completed no prompt. Try serve in a shell."
+                        f"{error}. It was started {N_STARTS} times, and completed no prompt. Try the command in serve "
+                        f"in a shell."
                     ) from error
-                log.warning("%s; it is started again", error)
+                log.warning("%s; starting it again", error)
 
     def _probe_started(self, server: ServerProcess) -> None:
-        """`_probe`; ServerEndedError if the server ends with it, as for lack of memory, or loses it."""
+        """Like `_probe`; ServerEndedError if the server ends, such as out of memory, or loses the request."""
         try:
             self._probe()
         except ConnectionError as error:
@@ -186,7 +187,7 @@ class ServerEngine:
             raise ServerEndedError(f"the server lost its first prompt: {error}") from error
 
     def _served(self) -> str:
-        """The model's name on a server that serves one."""
+        """The model's name on the server."""
         body = self._client.get("/v1/models").body
         names = [str(each.get("id")) for each in body.get("data", [])] if isinstance(body, dict) else []
         if self._name in names or len(names) != 1:
@@ -196,26 +197,26 @@ class ServerEngine:
         return names[0]
 
     def _recover(self, said: str) -> None:
-        """Start the server again, or wait until the one that runs is back; WorkerBrokenError if it does not work."""
+        """Restart the task's server, or wait until a running one is back; WorkerBrokenError if that fails."""
         if self._server is None:
             self._wait_until_back(said)
         else:
             self._restart(self._server)
 
     def _restart(self, server: ServerProcess) -> None:
-        """Start the server again if it has ended, or does not answer."""
+        """Restart the server if it has ended, or does not answer."""
         try:
             server.settle(self._client, MOST_SILENCE_S)
-            return  # it has dropped a connection
+            return  # it has only dropped a connection
         except ServerEndedError as error:
             said = str(error)
         self._n_ends += 1
         if self._n_ends > MOST_ENDS:
-            raise WorkerBrokenError(f"{said}, {self._n_ends} times without an answer between")
-        log.warning("%s; it is started again", said)
+            raise WorkerBrokenError(f"{said}, {self._n_ends} times without an answer in between")
+        log.warning("%s; starting it again", said)
         try:
             self._start(server)
-        except SlurmGPUError as error:  # no fault of the items: another worker computes them
+        except SlurmGPUError as error:  # not the items' fault: another worker computes them
             raise WorkerBrokenError(str(error)) from error
 
     def _wait_until_back(self, said: str) -> None:
@@ -232,10 +233,10 @@ class ServerEngine:
             except ConnectionError as error:
                 said = str(error)
             if time.monotonic() > deadline:
-                raise WorkerBrokenError(f"{said}, for {MOST_WAIT_S:g} s")
+                raise WorkerBrokenError(f"{said}, for more than {MOST_WAIT_S:g} s")
 
     def _ask_all(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Output | str]]:
-        """Outputs of requests, or what the connection was lost by; after a loss nothing more is sent."""
+        """Outputs of requests, or why the connection was lost; after a loss nothing more is sent."""
         pending = iter(requests)
         lock, stop = threading.Lock(), threading.Event()
         answers: queue.Queue[tuple[Request, Output | str] | BaseException | None] = queue.Queue()
@@ -252,7 +253,7 @@ class ServerEngine:
                 except ConnectionError as error:
                     stop.set()
                     answers.put((request, str(error)))
-                except BaseException as error:  # raised where the answers are taken
+                except BaseException as error:  # raised in the thread that takes the answers
                     stop.set()
                     answers.put(error)
                     return
@@ -274,7 +275,7 @@ class ServerEngine:
             stop.set()
 
     def _complete(self, request: Request, stop: threading.Event) -> Output:
-        """The output of one request; ConnectionError if the server loses it, is not healthy, or is lost."""
+        """The output of one request; ConnectionError if the server loses it, is not healthy, or is gone."""
         try:
             path, body = self._body(request)
         except ItemError as error:  # an image that cannot be read
@@ -292,9 +293,9 @@ class ServerEngine:
                 return Output(request.id, finish_reason="error", error=f"the server refuses it: {reply.message}")
             is_busy, waits_long = reply.status in BUSY, waited_s > MOST_WAIT_S
             n_failures += 0 if is_busy else 1
-            # The answers of a proxy whose server is away: 502, 504, or 503 as of a busy one.
+            # A proxy answers 502 or 504 if its server is away, or 503, which may also mean busy.
             if (waits_long or not is_busy) and not is_healthy(self._client):
-                raise ConnectionError(f"{self._client.url} is not healthy, and answered with status {reply.status}")
+                raise ConnectionError(f"{self._client.url} is not healthy; it answered with status {reply.status}")
             if waits_long or n_failures == N_TRIES:
                 said = f"the server failed, with status {reply.status}: {reply.message}"
                 return Output(request.id, finish_reason="error", error=said)
@@ -315,7 +316,7 @@ class ServerEngine:
             body["stop"] = list(sampling.stop)
         if sampling.structure is not None:
             body |= response_format.asked(sampling.structure)
-        # Not all servers take these.
+        # Not all servers accept these.
         body |= {name: value for name, value in {"top_k": sampling.top_k, "min_p": sampling.min_p}.items() if value}
         if self._options.chat is False:
             body["prompt"] = prompt.plain + prompt.answer + prompt.so_far
@@ -326,7 +327,7 @@ class ServerEngine:
         return "/v1/chat/completions", body | ({"logprobs": True} if sampling.logprobs else {})
 
     def _parsed(self, request: Request, reply: Reply) -> Output | None:
-        """The output in an answer; None if it is not one."""
+        """The output in an answer; None if the answer has none."""
         try:
             choice, usage = reply.body["choices"][0], reply.body.get("usage") or {}
             message = choice.get("message") or {"content": choice.get("text")}
@@ -339,11 +340,11 @@ class ServerEngine:
             return None
         reason = FINISHED.get(told) if isinstance(told, str) else None
         if reason is None:
-            return Output(request.id, finish_reason="error", error=f"the server ended the answer by {told!r}")
+            return Output(request.id, finish_reason="error", error=f"the server ended the answer with {told!r}")
         if request.sampling.logprobs and logprobs is None:
-            said = "the server gave no log-probabilities; set logprobs = false, or use another server"
+            said = "the server returned no log-probabilities; set logprobs = false, or use another server"
             return Output(request.id, finish_reason="error", error=said)
-        # A completion goes on from all of its text, reasoning included.
+        # A completion continues from all of its text, including reasoning.
         if "message" in choice and not reasoning and THOUGHT in text:
             reasoning, _, text = text.partition(THOUGHT)
             reasoning, text = reasoning.strip().removeprefix(THINK).strip(), text.lstrip("\n")
@@ -364,7 +365,7 @@ class ServerEngine:
 
 
 def _with_images(prompt: Prompt, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the prompt's images before the text of a turn of the user; ItemError if there is none."""
+    """The messages with the prompt's images before the text of a user turn; ItemError if there is none."""
     if prompt.images:
         turn = messages[place_of_images([message["role"] for message in messages], behind_examples=not prompt.messages)]
         images = [{"type": "image_url", "image_url": {"url": data_url(source)}} for source in prompt.images]
@@ -373,7 +374,7 @@ def _with_images(prompt: Prompt, messages: list[dict[str, Any]]) -> list[dict[st
 
 
 def _text(content: Any) -> str:
-    """The text of a message, which may come in parts; KeyError or TypeError for a part that is no text."""
+    """The text of a message, which may come in parts; KeyError or TypeError for a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part["text"] for part in content)

@@ -1,4 +1,4 @@
-"""JSON over HTTP, to a port, a unix socket or a URL: the requests that servers of language models take."""
+"""Send JSON over HTTP to a port, a unix socket or a URL, as servers of language models take it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slurmgpu.errors import SlurmGPUError
 
 CONNECT_S = 30.0
 GET_S = 30.0
-"""How long a GET may be without a byte: the kernel takes connections for a process that is stopped or hangs."""
+"""How long a GET waits for a byte: the kernel accepts connections even for a stopped or hanging process."""
 LOOK_S = 30.0
-"""How often to look whether a server that has not answered a POST is still there."""
+"""How often to check that a server that has not answered a POST is still alive."""
 MOST_ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A server's answer: its status, its JSON (or text, where it is none), and how long it asks to wait."""
+    """A server's answer: its status, its JSON (or text if it is not JSON), and how long it asks to wait."""
 
     status: int
     body: Any
@@ -31,7 +31,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """The message of an error, as servers write it: `error.message`, `message` or `detail`; cut."""
+        """The message of an error, shortened, from `error.message`, `message` or `detail`, as servers write it."""
         found = self.body
         for name in ("error", "message", "detail"):
             if isinstance(found, Mapping) and name in found:
@@ -54,11 +54,11 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """Requests to the server at `url`: http://…, https://… or unix:/path. Threads may share it.
+    """Sends requests to the server at `url`: http://…, https://… or unix:/path. Threads may share it.
 
-    Each request has its own connection: the server may have closed one that was kept, and a completion takes longer
-    than a connection. A GET waits GET_S for its answer. A POST waits without a limit, and looks every LOOK_S whether
-    the server is there. A lost answer is a ConnectionError.
+    Each request has its own connection: the server may have closed a kept one, and a completion takes longer than a new
+    connection. A GET waits GET_S for its answer. A POST waits without a limit, and checks every LOOK_S that the server
+    is alive. A lost answer is a ConnectionError.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -74,9 +74,9 @@ class Client:
         return self._ask("GET", path, None, GET_S)
 
     def post(self, path: str, body: Mapping[str, Any], look: Callable[[], None] = lambda: None) -> Reply:
-        """The answer to a POST of JSON; `look` raises a ConnectionError for a server that is there no more.
+        """The answer to a POST of JSON; `look` raises a ConnectionError if the server is gone.
 
-        It is called each LOOK_S until the answer begins.
+        `look` is called every LOOK_S until the answer begins.
         """
         return self._ask("POST", path, json.dumps(body).encode(), None, look)
 
@@ -106,7 +106,7 @@ class Client:
 
 
 def _wait_for(sock: socket.socket, look: Callable[[], None]) -> None:
-    """Return when the socket can be read; by TLS, tickets of the session may come before an answer."""
+    """Return when the socket can be read; with TLS, session tickets may come before an answer."""
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
         while not selector.select(LOOK_S):
@@ -114,12 +114,12 @@ def _wait_for(sock: socket.socket, look: Callable[[], None]) -> None:
 
 
 def _check_key(key: str) -> None:
-    """Refuse what a header cannot carry here: the error of http.client would show the key."""
+    """Refuse a key that a header cannot hold: the error from http.client would show the key."""
     wrong = [place for place, each in enumerate(key, 1) if each > "\xff" or not each.isprintable()]
     if wrong:
         raise SlurmGPUError(
-            f"The key of the server has a character in place {wrong[0]} that a header cannot have; expected printable "
-            "characters of Latin-1. Set it again, without line breaks."
+            f"The server's key has a character at position {wrong[0]} that an HTTP header cannot hold; expected "
+            "printable Latin-1 characters. Set it again, without line breaks."
         )
 
 

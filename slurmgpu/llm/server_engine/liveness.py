@@ -1,4 +1,4 @@
-"""Notice a server that neither answers nor computes, as one that is stopped or hangs."""
+"""Detect a server that neither answers nor computes, because it is stopped or hangs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slurmgpu.llm.server_engine.http_client import Client
 from slurmgpu.llm.server_engine.process import is_healthy
 
 LEAST_CPU_S = 0.01
-"""The CPU time that says that a process computes: a tick of the kernel's clock, as /proc counts."""
+"""The CPU time that shows that a process computes: a tick of the kernel's clock, as counted in /proc."""
 
 
 class Liveness:
-    """How long a server has given no sign of life: an answer, or CPU time if `cpu_s` tells what it has used.
+    """How long a server has shown no sign of life: an answer, or CPU time if `cpu_s` returns it.
 
-    A server may answer nothing while it computes, so that one that uses CPU time is there. Threads may share it.
+    A server may not answer while it computes, so using CPU time counts as alive. Threads may share this object.
     """
 
     def __init__(self, client: Client, most_s: float, cpu_s: Callable[[], float] | None) -> None:
@@ -27,12 +27,12 @@ class Liveness:
         self._heard = time.monotonic()
 
     def begin(self) -> None:
-        """Count from now on: a request is sent, or answered."""
+        """Count from now: a request was sent or answered."""
         self._heard = time.monotonic()
 
     def look(self) -> None:
-        """Ask the server whether it is there; ConnectionError if it has given no sign of life for too long."""
-        if self._lock.acquire(blocking=False):  # of several threads, one asks
+        """Check that the server is alive; ConnectionError if it has shown no sign of life for too long."""
+        if self._lock.acquire(blocking=False):  # only one of several threads asks
             try:
                 self._ask()
             finally:

@@ -1,4 +1,4 @@
-"""A server of language models as a child of this process, on a port or a socket of its own."""
+"""A language model server as a child of this process, on its own port or socket."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ POLL_S = 0.25
 SAID_S = 60.0
 """How often the log says that a server is still loading."""
 KEYS = ("VLLM_API_KEY", "LLAMA_API_KEY")
-"""Variables by which vLLM and llama.cpp take a key: other users of the node cannot ask this server."""
+"""Variables with the key for vLLM and llama.cpp, so that other users of the node cannot use this server."""
 ON_CPUS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Variables of a server without GPUs, unless the task has others.
+"""Default variables for a server without GPUs.
 
-vLLM 0.32's server puts a model on CPUs into a process of its own, and the engine polls for what that has computed, with
-a core of its own, for a second after each step (`SpinCondition` in vllm/distributed/device_communicators/shm_broadcast;
-`check_and_update_config` in vllm/platforms/cpu). So the model is in the engine's process, as it is on one GPU.
+vLLM 0.32's server runs a model on CPUs in a separate process, and the engine polls for its results, using a whole core
+for a second after each step (`SpinCondition` in vllm/distributed/device_communicators/shm_broadcast;
+`check_and_update_config` in vllm/platforms/cpu). These variables keep the model in the engine's process, as on one GPU.
 """
 LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp: TCP_LISTEN of include/net/tcp_states.h."""
@@ -50,7 +50,7 @@ class ServerEndedError(Exception):
 class ServerProcess:
     """The server that `serve` starts, with `{model}`, `{gpus}`, and `{port}` or `{socket}` filled in.
 
-    `start` it, and again when it has ended. It does not outlive this process.
+    Call `start` first, and again when it has ended. It does not outlive this process.
     """
 
     def __init__(self, serve: Sequence[str], model: str, gpus: int) -> None:
@@ -80,8 +80,8 @@ class ServerProcess:
         environ["PATH"] = _search_path()
         if shutil.which(arguments[0], path=environ["PATH"]) is None:
             raise SlurmGPUError(
-                f"serve begins with {arguments[0]!r}, and there is no such program here. Use an image that has it, or "
-                f"its path."
+                f"serve begins with {arguments[0]!r}, and there is no such program here. Use an image that has the "
+                f"program, or write its path."
             )
         log.info("starting %s", " ".join(arguments))
         self._process = subprocess.Popen(
@@ -98,18 +98,18 @@ class ServerProcess:
         code = self._process.poll() if self._process is not None else 0
         if code is not None:
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            raise ServerEndedError(f"the server {self._serve[0]} ended {how}; the log has what it said")
+            raise ServerEndedError(f"the server {self._serve[0]} ended {how}; its output is in the log")
 
     def cpu_s(self) -> float:
-        """The CPU time of the server with its children until now."""
+        """The CPU time that the server and its children have used."""
         tree = None if self._process is None else self._tree.read(self._process.pid)
         return 0.0 if tree is None else tree.cpu_s
 
     def settle(self, client: Client, most_s: float) -> None:
-        """Wait until it answers again, as one that has dropped a connection does; ServerEndedError if it has ended.
+        """Wait until it answers again, as after a dropped connection; ServerEndedError if it has ended.
 
-        A connection is lost a moment before a process that ends is seen to have ended. One that neither answers nor
-        ends in `most_s` counts as ended.
+        A connection is lost a moment before the end of its process can be seen. A server that neither answers nor ends
+        within `most_s` counts as ended.
         """
         deadline = time.monotonic() + most_s
         while time.monotonic() < deadline:
@@ -135,15 +135,15 @@ class ServerProcess:
                     break
             if time.monotonic() - said >= SAID_S:
                 said = time.monotonic()
-                log.info("the server is not ready yet, after %.0f s", said - began)
+                log.info("the server is not ready after %.0f s; still waiting", said - began)
             time.sleep(POLL_S)
         self.check()
         if self._port is not None and not self._listens(self._port):
             raise ServerEndedError(f"another process has taken port {self._port} of the server {self._serve[0]}")
-        log.info("the server is ready, after %.1f s", time.monotonic() - began)
+        log.info("the server is ready after %.1f s", time.monotonic() - began)
 
     def _listens(self, port: int) -> bool:
-        """Whether the process that listens on the port is the server or below it: another's must not get the items."""
+        """Whether the server or a child of it listens on the port: other processes must not get the items."""
         assert self._process is not None
         inodes = _listening(port)
         for pid in living(self._process.pid):
@@ -160,7 +160,7 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # Not reaped before the group is killed: until then no other group has its number.
+                # Reaped only after the group is killed: until then no other group gets its ID.
                 self._wait(GRACE_S)
         self._process.wait()
         self._guard.watch(0)
@@ -177,7 +177,7 @@ class ServerProcess:
 
 
 def is_healthy(client: Client) -> bool:
-    """Whether a server answers /health, or if it has no such page /v1/models, with 200."""
+    """Whether a server answers /health with 200, or /v1/models if it has no /health."""
     status = client.get("/health").status
     return (client.get("/v1/models").status if status in (404, 405) else status) == 200
 
@@ -190,12 +190,12 @@ def filled(text: str, values: dict[str, str]) -> str:
 
 
 def _search_path() -> str:
-    """PATH, with the folder of this Python behind it: a virtual environment need not be activated."""
+    """PATH, followed by the folder of this Python: a virtual environment need not be activated."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
 def _listening(port: int) -> set[str]:
-    """The links in /proc/PID/fd of sockets that listen on a port: proc_net_tcp.txt of Linux's documentation."""
+    """The links in /proc/PID/fd for sockets that listen on a port; see proc_net_tcp.txt in Linux's documentation."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
-"""Answers of a given form by a server: what it is asked, and whether it has followed.
+"""Structured answers from a server: the request's keys, and a check that the server has followed them.
 
-A schema goes as OpenAI's `response_format`, which many servers take; choices and a regular expression go in the words
-of vLLM's server. A server may ignore all of them, so that answers are compared with what they must be.
+A schema is sent as OpenAI's `response_format`, which many servers take; choices and a regular expression use the keys
+of vLLM's server. A server may ignore all of them, so answers are checked.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def asked(structure: Structure) -> dict[str, Any]:
 
 
 def problem(structure: Structure, text: str) -> str | None:
-    """Why the answer shows that the server ignored a structure; None if it does not. JSON is checked where it is read.
+    """Why the answer shows that the server ignored a structure; None if it does not. JSON is checked when it is parsed.
 
-    A regular expression is checked if llguidance is installed: Python's own matching may take for ever.
+    A regular expression is only checked if llguidance is installed: Python's own matching may take forever.
     """
     if structure.kind == "choices":
         is_followed = text in json.loads(structure.text)
@@ -39,7 +39,7 @@ def problem(structure: Structure, text: str) -> str | None:
         return None
     if is_followed:
         return None
-    return f"the answer is {text!r:.80}, which {structure.kind} does not allow: the server does not follow it"
+    return f"the answer is {text!r:.80}, which {structure.kind} does not allow: the server ignores {structure.kind}"
 
 
 def _matches(structure: Structure, text: str) -> bool:
@@ -51,7 +51,7 @@ def _matches(structure: Structure, text: str) -> bool:
 
 @functools.cache
 def _bytes() -> Any:
-    """A tokenizer for llguidance, whose tokens are bytes."""
+    """A tokenizer for llguidance with bytes as tokens."""
 
     class Bytes:
         eos_token_id, bos_token_id = 256, None

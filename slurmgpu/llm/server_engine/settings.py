@@ -24,13 +24,13 @@ OTHERS = (
 )
 """Settings of engines that load the model and its tokenizer themselves."""
 LOCAL = ("revision", "model_files")
-"""Settings of a model that is on this cluster."""
+"""Settings for a model that is on this cluster."""
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 
 
 def check_server(settings: Mapping[str, Any]) -> None:
-    """Refuse settings of a server without `engine = "server"`, and wrong ones with it."""
+    """Refuse server settings without `engine = "server"`, and wrong ones with it."""
     if settings.get("engine") != "server":
         if found := [name for name in OWN if name in settings]:
             raise SlurmGPUError(f'{found[0]} is set, which is for engine = "server". Set engine, or remove it.')
@@ -38,13 +38,13 @@ def check_server(settings: Mapping[str, Any]) -> None:
     serve, url = settings.get("serve"), settings.get("url")
     if (serve is None) == (url is None):
         raise SlurmGPUError(
-            'engine = "server" needs one of two: serve, the command that starts a server, such as '
-            '["vllm", "serve", "{model}", "--port", "{port}"]; or url, of a server that runs already. '
-            f"{'Neither is' if serve is None else 'Both are'} set."
+            f'engine = "server" needs serve or url, and {"neither is" if serve is None else "both are"} set. Set serve '
+            'to the command that starts a server, such as ["vllm", "serve", "{model}", "--port", "{port}"]; or url to '
+            "the address of a running server."
         )
     if found := [name for name in (*OTHERS, *(LOCAL if url else ())) if settings.get(name)]:
         raise SlurmGPUError(
-            f'{found[0]} is set, and with engine = "server" the server decides that. Remove it'
+            f'{found[0]} is set, but with engine = "server" the server decides that. Remove it'
             f"{', or give it to the command in serve' if serve else ''}."
         )
     if url is not None and not _is_url(url):
@@ -52,7 +52,7 @@ def check_server(settings: Mapping[str, Any]) -> None:
         shown = re.sub(r"[?#].*", "?...", shown, flags=re.DOTALL)  # nor a key
         raise SlurmGPUError(
             f"url is {shown!r}; expected http://HOST:PORT, https://HOST or unix:/PATH, without a user, a password or "
-            "a query, which the plan would show: set the server's key in SLURMGPU_SERVER_KEY."
+            "a query, since the plan would show them. Set the server's key in SLURMGPU_SERVER_KEY."
         )
     if serve is not None:
         _check_serve(serve)
@@ -61,7 +61,7 @@ def check_server(settings: Mapping[str, Any]) -> None:
 def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # ValueError if it is no number, or none of a port
+        _ = parts.port  # ValueError if it is not a valid port number
     except ValueError:
         return False
     return bool(re.match(r"(https?://[^/]|unix:/)", url)) and "@" not in parts.netloc and not re.search(r"[?#]", url)
@@ -76,13 +76,13 @@ def _check_serve(serve: Iterable[str]) -> None:
         raise SlurmGPUError(f"serve has {{{wrong[0]}}}.{did_you_mean(wrong[0], PLACEHOLDERS)}")
     if ("port" in found) == ("socket" in found):
         raise SlurmGPUError(
-            'serve needs one of {port} and {socket}, where the server is to listen: "--port", "{port}" for most, '
+            'serve needs {port} or {socket}, where the server must listen: "--port", "{port}" for most servers, or '
             '"--uds", "{socket}" for vLLM.'
         )
 
 
 def refuse_beyond(settings: Mapping[str, Any], reasons: Iterable[str]) -> None:
-    """Refuse what a workload needs and a server does not give: each of `reasons` says what, and what to set."""
+    """Refuse what a workload needs and a server lacks; each of `reasons` says what it is, and what to set."""
     if settings.get("engine") == "server" and (found := next(iter(reasons), None)) is not None:
         raise SlurmGPUError(f'engine = "server": {found}')
 
@@ -93,7 +93,7 @@ def uses_chat(settings: Mapping[str, Any]) -> bool:
 
 
 def describe(options: EngineOptions, gpus: int) -> str:
-    """A line for the plan: which server computes."""
+    """A line for the plan that says which server computes."""
     if options.url:
         return f"{options.model.name} on the server at {options.url}, at most {options.concurrency} requests at a time."
     on = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "CPUs"

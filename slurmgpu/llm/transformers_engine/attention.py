@@ -1,7 +1,7 @@
-"""PyTorch's attention for a step of one token a row, without a copy of keys and values for all heads that share them.
+"""PyTorch's attention for a step of one token a row, without copying keys and values for all heads that share them.
 
-The queries of such heads are those of one: then each key is read once. Transformers does so from 5.23 on, but not in
-compiled steps.
+The queries of such heads are treated as several queries of one head, so each key is read once. transformers does so
+since 5.23, but not in compiled steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention of `query` (row, head, column, dimension): (row, column, head, dimension).
 
-    It is that of transformers for the implementation "sdpa", whose function has the same arguments.
+    A replacement for transformers' function for the implementation "sdpa", with the same arguments.
     """
     import torch
 
@@ -42,10 +42,10 @@ def attend(
 
 
 def _is_given(argument: Any) -> bool:
-    """Whether an argument is one of those that say something: a tensor, an object, or a number that is not 0."""
+    """Whether an argument has an effect: a tensor, an object, or a number that is not 0."""
     return not isinstance(argument, (int, float, type(None))) or bool(argument)
 
 
 def register() -> None:
-    """Let models whose attention is "sdpa" compute it so."""
+    """Let models with "sdpa" attention use `attend`."""
     AttentionInterface.register("sdpa", attend)

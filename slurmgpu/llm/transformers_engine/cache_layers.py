@@ -1,7 +1,7 @@
-"""Layers of a key-value cache that grow in place, and those of a fixed size.
+"""Layers of a key-value cache that grow in place, and layers of fixed size.
 
-Transformers' own layers copy all keys and values of the batch for each token, and again for rows that end. Here they
-lie in tensors with room for more: `keys` and `values` are views, (row, head, column, dimension), of the columns in use.
+transformers' own layers copy all keys and values of the batch for each token, and again for rows that end. These layers
+have tensors with spare room: `keys` and `values` are views, (row, head, column, dimension), of the columns in use.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 GROWTH = 32
-"""The columns of room in new tensors: everything is copied once in so many tokens."""
+"""The spare columns in new tensors: everything is copied once for this many tokens."""
 
 
 class _InPlace:
-    """The base of both kinds. `_shown` are the views that were made last; other tensors are not in `_rooms`.
+    """The base of both kinds. `_shown` are the latest views; any other tensors are not in `_rooms`.
 
-    Code of transformers, and `expand`, may replace `keys` and `values` by other tensors, which are copied to grow.
+    transformers' code and `expand` may replace `keys` and `values` by other tensors, which are then copied to grow.
     """
 
     keys: Any
@@ -31,12 +31,12 @@ class _InPlace:
     _shown: tuple[Tensor, Tensor] | None = None
 
     def set_columns(self, n_columns: int) -> None:
-        """Add unused columns, or remove columns, at the left."""
+        """Add unused columns on the left, or remove columns there."""
         n_more = n_columns - self.keys.shape[2]
         self._reserve(len(self.keys), max(0, n_more), 0)
         self._show(len(self.keys), self._first - n_more, n_columns)
         if n_more > 0:
-            # A masked column counts as 0 times what it holds, which must be a number.
+            # A masked column contributes 0 times its content, which must be finite.
             self.keys[:, :, :n_more] = 0
             self.values[:, :, :n_more] = 0
 
@@ -57,7 +57,7 @@ class _InPlace:
         self.values[n_rows:] = other.values
 
     def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Take tensors whose first `n_columns` are in use and whose others are room; returns those in use."""
+        """Take tensors with `n_columns` columns in use and spare room after them; returns the columns in use."""
         self._rooms = keys, values
         self._show(len(keys), 0, n_columns)
         return self.keys, self.values
@@ -73,7 +73,7 @@ class _InPlace:
         self.values[:, :, n_columns:] = values
 
     def _reserve(self, n_rows: int, n_left: int, n_right: int) -> None:
-        """Move to larger tensors unless there is room for so many rows, and for more columns at both sides."""
+        """Move to larger tensors unless there is room for `n_rows` rows, and for the new columns on both sides."""
         if self._shown is not None and self.keys is self._shown[0] and self.values is self._shown[1]:
             last = self._first + self.keys.shape[2]
             room = self._rooms[0]
@@ -110,7 +110,7 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
     """A layer that attends to the last tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values that the new tokens attend to; the last ones of them are kept."""
+        """The keys and values that the new tokens attend to; only the last of them are kept."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
@@ -118,13 +118,13 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
         return self._slide()
 
     def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Take tensors with room, and keep the last columns; returns all that are in use."""
+        """Take tensors with spare room, and keep the last columns; returns all columns in use."""
         super().adopt(keys, values, n_columns)
         self.cumulative_length = n_columns
         return self._slide()
 
     def _slide(self) -> tuple[Tensor, Tensor]:
-        """Keep the last columns of the window; returns those of before."""
+        """Keep the last columns of the window; returns the previous keys and values."""
         seen = self.keys, self.values
         n_over = self.keys.shape[2] - (self.sliding_window - 1)
         if n_over > 0:
@@ -133,9 +133,9 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer that attends to all tokens, in tensors that stay where they are, for steps of one token.
+    """A layer that attends to all tokens, in tensors with fixed addresses, for steps of one token.
 
-    `cursors` (row,) says in which column each of the `rows` (row,) writes, and the mask of a step what it attends to.
+    `cursors` (row,) has the column that each of the `rows` (row,) writes; the mask of a step has what it attends to.
     """
 
     is_compileable = True
@@ -149,10 +149,10 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the tensors are there from the start."""
+        """Nothing: the tensors exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values, with the new ones of one token in each row."""
+        """All keys and values, including the new ones for one token in each row."""
         self.keys[self._rows, :, self._cursors] = key_states[:, :, 0]
         self.values[self._rows, :, self._cursors] = value_states[:, :, 0]
         return self.keys, self.values
@@ -162,7 +162,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.get_max_length(), 0
 
     def get_seq_length(self) -> int:
-        """One less than all: by its place alone, which is the last, a token may attend to every column."""
+        """One less than all columns: by its position, the last, a token may attend to every column."""
         return self.get_max_length() - 1
 
     def get_max_length(self) -> int:

@@ -1,4 +1,4 @@
-"""Rows and columns of a batch's key-value cache: take, join and trim them.
+"""Take, join and trim rows and columns of a batch's key-value cache.
 
 A column is a position in the cache of all rows; a row's mask says which columns hold its tokens.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 ARGUMENTS = ("past_key_values", "cache_params", "cache")
-"""Names for a cache in a forward pass: the last since transformers 5.24, and the others until then."""
+"""Names of the cache argument in forward passes: the last since transformers 5.24, the others before."""
 
 
 def new_cache(model: Any, n_more: int = 0) -> Any:
@@ -36,16 +36,16 @@ def new_cache(model: Any, n_more: int = 0) -> Any:
 
 
 def argument_of(model: Any) -> str | None:
-    """The name by which the model's forward pass takes a cache; None for a model that names none.
+    """The name of the cache argument in the model's forward pass; None if it names none.
 
-    Mamba's classes call it `cache_params` before transformers 5.24, and ignore `past_key_values` among their keywords.
-    A forward pass that takes keywords may pass the cache on to that of a parent, whose name for it counts.
+    Mamba's classes call it `cache_params` before transformers 5.24, and ignore `past_key_values` in their keywords. A
+    forward pass with keywords may pass the cache on to a parent's forward pass; then the parent's name counts.
     """
     return _argument_of(type(model))
 
 
 def keyword_of(model: Any) -> str:
-    """The name to pass the model a cache by: its own, else, among its keywords, that of transformers."""
+    """The keyword for passing the model a cache: its own name, or else transformers' name as one of its keywords."""
     from transformers import LlamaForCausalLM
 
     return argument_of(model) or _argument_of(LlamaForCausalLM) or ARGUMENTS[0]
@@ -62,7 +62,7 @@ def _argument_of(kind: type) -> str | None:
 
 
 def takes_keywords(model: Any) -> bool:
-    """Whether the model's forward pass takes any keywords, among which a cache may be that it does not name."""
+    """Whether the model's forward pass takes arbitrary keywords, which may include a cache that it does not name."""
     return _has_keywords(inspect.signature(type(model).forward).parameters)
 
 
@@ -99,15 +99,15 @@ def window(model: Any) -> int | None:
 
 
 COLUMN_WINDOWS = ("gpt_neo",)
-"""Model types with layers that look back by columns of the whole cache, which does not slide."""
+"""Model types with local layers that look back by columns of the whole cache, which does not slide."""
 COLUMN_COUNTERS = ("mpt", *COLUMN_WINDOWS)
-"""Model types whose attention counts columns; Bloom and Falcon in transformers count tokens."""
+"""Model types with attention that counts columns; Bloom and Falcon in transformers count tokens."""
 
 
 def takes_holes(model: Any) -> bool:
     """Whether a row may have unused columns between its tokens, as after a shared prefix.
 
-    ALiBi may count columns instead of tokens, as in MPT, and so does the local attention of GPT-Neo.
+    ALiBi may count columns instead of tokens, as in MPT; so does the local attention of GPT-Neo.
     """
     code = inspect.getmodule(type(model))
     if code is not None and code.__name__.startswith("transformers.models."):
@@ -163,14 +163,14 @@ def drop(cache: Any, going_on: Sequence[int], device: Any) -> list[int]:
 
 
 def moves(going_on: Sequence[int]) -> dict[int, int]:
-    """The row that moves to each place of an ended row, so that the rows that go on are the first."""
+    """The row that replaces each ended row, so that the continuing rows come first."""
     n_rows, kept = len(going_on), set(going_on)
     holes = (row for row in range(n_rows) if row not in kept)
     return dict(zip(holes, (row for row in going_on if row >= n_rows), strict=True))
 
 
 def trim(cache: Any, mask: Tensor) -> Tensor:
-    """Drop unused columns at the left; returns the new mask."""
+    """Drop unused columns on the left; returns the new mask."""
     n_unused = int(mask.any(0).long().argmax())
     if n_unused:
         for layer in cache.layers:
@@ -180,7 +180,7 @@ def trim(cache: Any, mask: Tensor) -> Tensor:
 
 
 def join(first: Any, second: Any, n_first: int, n_second: int) -> None:
-    """Append the rows of `second` to those of `first`, padding the one with fewer columns."""
+    """Append the rows of `second` to those of `first`, padding the cache with fewer columns."""
     n_columns = max(n_first, n_second)
     for one, other in zip(first.layers, second.layers, strict=True):
         if one.is_initialized:

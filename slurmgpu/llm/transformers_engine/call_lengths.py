@@ -1,4 +1,4 @@
-"""Models whose values depend on the longest text of a call, and which texts may be computed in one."""
+"""Decide which texts a model may read in one call, if its values depend on the longest text of a call."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TWO_ROPES = {"longrope", "su"}
-"""Rotary positions with two sets of frequencies, by both of their names."""
+"""RoPE types with two sets of frequencies, by both of their names."""
 LENGTH_ROPES = {"dynamic", *TWO_ROPES}
-"""Rotary positions whose frequencies are chosen by the greatest position of a call."""
+"""RoPE types that choose frequencies by the greatest position of a call."""
 LENGTH_MASKS = {"doge"}
-"""Model types that attend to a number of columns, padding among them."""
+"""Model types that attend to a fixed number of columns, including padding."""
 
 
 @dataclass(frozen=True)
 class CallLengths:
-    """Which texts a model may read in one call, so that none is computed differently beside another.
+    """Which texts a model may read in one call without computing any of them differently.
 
-    Up to `border` tokens all lengths are alike. Beyond it they are again where the model `has_two` sets of frequencies,
-    as longrope: a row that crosses the border is read again. Otherwise a longer text is computed alone.
+    Up to `border` tokens all lengths are alike. Beyond it they are alike again if the model `has_two` sets of
+    frequencies, such as longrope: a row that crosses the border is read again. Otherwise a longer text is computed
+    alone.
     """
 
     border: int = sys.maxsize
@@ -30,11 +31,11 @@ class CallLengths:
 
     @classmethod
     def of(cls, config: Any) -> CallLengths:
-        """Those of a model, by its configuration of text."""
+        """The rules for a model, from its text config."""
         if config.model_type in LENGTH_MASKS:
-            # A row has at most twice as many columns as tokens: those of rows that ended are dropped by then.
+            # A row has at most twice as many columns as tokens: columns of ended rows are dropped by then.
             return cls(int(config.keep_window_size) // 2, has_two=False)
-        # Frequencies of the type dynamic change beyond max_position_embeddings alone, which is the most that is read.
+        # Dynamic RoPE frequencies only change beyond max_position_embeddings, and no more than that is read.
         own = [getattr(config, name, None) for name in ("original_max_position_embeddings", "max_position_embeddings")]
         borders = {
             int(each.get("original_max_position_embeddings") or own[0] or own[1] or 0)
@@ -44,7 +45,7 @@ class CallLengths:
         return cls(min(borders), has_two=len(borders) == 1) if borders else cls()
 
     def groups(self, items: Sequence[T], lengths_of: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
-        """The items that may be computed in the same calls, by the tokens that are read at first, and those behind."""
+        """Groups of items for the same calls, by the tokens that are read first, and the tokens after them."""
         near: list[T] = []
         far: list[T] = []
         for item in items:
@@ -61,16 +62,16 @@ class CallLengths:
         return sum(1 for length in lengths if (length > self.border if self.has_two else length == lengths[0]))
 
     def limit(self, longest: int) -> int:
-        """The most tokens that rows may reach which were read beside one of `longest`."""
+        """The most tokens that rows may reach if they were read together with one of `longest`."""
         return self.border if self.has_two and longest <= self.border else sys.maxsize
 
     def crosses(self, n_first: int, n_more: int) -> bool:
-        """Whether a text is computed differently with the tokens behind it than without."""
+        """Whether the tokens after a text change how the text is computed."""
         return self.limit(n_first) < n_first + n_more or (not self.has_two and n_first + n_more > self.border)
 
 
 def depends_on_length(config: Any) -> bool:
-    """Whether a text's values depend on the columns of all rows of a call: those of its neighbours, and padding."""
+    """Whether a text's values depend on the number of columns of a call, from its neighbours and padding."""
     types = map(_type_of, _ropes(config))
     return config.model_type in LENGTH_MASKS or not LENGTH_ROPES.isdisjoint(types)
 
@@ -80,7 +81,7 @@ def _type_of(parameters: Mapping[str, Any]) -> str:
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary positions of all layers, or of each kind of layer; models with their own code have the older name."""
+    """The RoPE parameters of all layers, or of each kind of layer; models with their own code use the older name."""
     for name in ("rope_parameters", "rope_scaling"):
         yield from _mappings(getattr(config, name, None))
 

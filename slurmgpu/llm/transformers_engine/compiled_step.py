@@ -1,4 +1,4 @@
-"""The forward pass of a step by torch.compile, compared with the plain one in each size before it is used."""
+"""The forward pass of a step with torch.compile, compared with the eager one in each size before it is used."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIMIT_S = 300.0
-"""The seconds of compiling, after which further sizes of steps are not compiled."""
+"""The total seconds of compiling after which no further step sizes are compiled."""
 
 
 class Compiled:
-    """A forward pass, compiled as a whole and for all sizes of a step at once, but that of one row.
+    """A forward pass, compiled as a whole and for all step sizes at once, except one row.
 
-    Inductor keeps what it compiles in the folder TORCHINDUCTOR_CACHE_DIR, by default one of the user below TMPDIR.
-    `bound` is how far scores may be from those of the plain pass, as a share of their range.
+    Inductor caches compiled code in the folder TORCHINDUCTOR_CACHE_DIR, by default a folder of the user below TMPDIR.
+    `bound` is how far scores may be from those of the eager pass, as a share of their range.
     """
 
     def __init__(self, forward: Forward, bound: float, backend: str | Callable[..., Any] = "inductor") -> None:
         import torch
 
-        # Sizes that are numbers in the code would be compiled one by one, for minutes each.
+        # Constant sizes would be compiled one by one, for minutes each.
         self._function: Forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=backend)
         self._bound = bound
         self.reason: str | None = None
-        """Why it is used no more."""
+        """Why it is no longer used; None if it is."""
         self.seconds = 0.0
 
     def instead_of(self, forward: Forward, frame: Frame, expected: Tensor) -> Forward:
-        """The compiled pass, or `forward` where that fails in this frame; `expected` are the scores of `forward`."""
+        """The compiled pass, or `forward` if compiling fails for this frame; `expected` are the scores of `forward`."""
         if self.reason is not None:
             return forward
         started = time.monotonic()
         self.reason = self._try(frame, expected)
         self.seconds += time.monotonic() - started
         if self.reason is not None:
-            log.warning("steps are not compiled: %s", self.reason)
+            log.warning("not compiling steps: %s", self.reason)
             return forward
         if self.seconds > LIMIT_S:
             self.reason = f"compiling has taken {self.seconds:.0f} s"
-            log.warning("steps of further sizes are not compiled: %s", self.reason)
+            log.warning("not compiling further step sizes: %s", self.reason)
         return self._function
 
     def _try(self, frame: Frame, expected: Tensor) -> str | None:
         import torch._dynamo.config as dynamo
 
         try:
-            # With dynamic sizes PyTorch makes inputs of the model's constants, too, such as the epsilon of a norm. It
-            # begins again once the backend needs one as a number: all was compiled twice.
+            # With dynamic sizes PyTorch also turns constants of the model into inputs, such as the epsilon of a norm.
+            # If the backend needs one as a number, PyTorch starts again, and everything is compiled twice.
             with dynamo.patch(specialize_float=True):
                 off = miss(expected, self._function(*frame.inputs)[:, -1])
-        except Exception as error:  # the compiler's, Triton's or a C compiler's: of any kind
+        except Exception as error:  # any error, from the compiler, Triton or a C compiler
             return described(error).partition("\n")[0]
         if off > self._bound:
             return f"with {frame.size[0]} rows scores are off by {off:.2g} of their range"

@@ -1,7 +1,7 @@
 """Continuous batching: a finished request makes room for the next at once, and prompts share prefixes.
 
-Transformers' manager runs in its own thread and never raises: a failed request has an output with an error, or none.
-So every output is checked, and requests without one are computed in static batches.
+transformers' manager runs in its own thread and never raises: a failed request has an output with an error, or no
+output. So every output is checked, and requests without an output are computed in static batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 Static = Callable[[Sequence[Encoded]], Iterator[Finished]]
 
 KEPT = "_cached_continuous_batching_manager"
-"""The model's attribute with the manager that a call leaves to the next."""
+"""The model's attribute for the manager that a call leaves to the next call."""
 PATIENCE_S, STOP_S = 1.0, 5.0
 """The interval of checks on the manager's thread, and the wait for its end after a failure."""
 
@@ -45,7 +45,7 @@ HOPPER = 9
 """The compute capability of GPUs for flash attention 3."""
 
 MOST_REQUESTS = 256
-"""Requests in one batch; each has several rows of scores over the vocabulary."""
+"""The most requests in one batch; each has several rows of scores over the vocabulary."""
 CPU_PAGE, CPU_TOKENS, CPU_BATCH_TOKENS = 32, 8192, 1024
 """On a CPU the tokens of a page, of the cache, for which the manager would take 60 % of the memory, and of a batch:
 without flash attention the mask has cache times batch elements."""
@@ -70,7 +70,7 @@ class Needs:
         all_sampling = [each.request.sampling for each in requests]
         kinds = Kinds.of(all_sampling)
         if kinds.sampled:
-            # Rows that pad a batch are greedy; and another manager would cost more than the others ever do.
+            # Rows that pad a batch are greedy, and another manager would cost more than the unneeded features.
             kinds |= Kinds(greedy=True, free=True, scaled=True)
         return cls(
             kinds,
@@ -90,14 +90,14 @@ class Needs:
 
     @property
     def changes(self) -> bool:
-        """Whether tokens are not chosen by the model's own scores alone."""
+        """Whether anything other than the model's own scores affects the choice of tokens."""
         return self.kinds.sampled or self.structured
 
 
 def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool, graphs: bool = True) -> dict[str, Any]:
-    """The manager's settings for requests of at most `longest` tokens, by the names of all versions.
+    """The manager's settings for requests of at most `longest` tokens, with the names of all versions.
 
-    Without `graphs` it is told to do without CUDA graphs.
+    Without `graphs`, CUDA graphs are switched off.
     """
     wanted: dict[str, Any] = {
         "max_requests_per_batch": MOST_REQUESTS,
@@ -106,8 +106,8 @@ def settings(needs: Needs, longest: int, loaded: Loaded, *, flash: bool, graphs:
         "seed": 0,
     }
     if needs.stops or needs.structured:
-        # In 5.23 cancelling a request corrupts the cache while a second batch is in flight; and a structure's next
-        # tokens depend on the last one.
+        # In 5.23 cancelling a request while a second batch is in flight corrupts the cache; and a structure's next
+        # tokens depend on the last token.
         wanted["use_async_batching"] = False
     if loaded.model.device.type == "cpu":
         wanted["page_size"] = wanted["block_size"] = CPU_PAGE
@@ -133,7 +133,7 @@ class _FailedError(Exception):
 
 
 def flash_attention(model: Any) -> str | None:
-    """The flash attention that a model can use here, by its name in transformers; None if there is none.
+    """The flash attention that a model can use here, as its name in transformers; None if there is none.
 
     Each candidate is tried, since a model may replace it by its own kernel; the model's attention is restored.
     """
@@ -165,7 +165,7 @@ def _installed(device: Any) -> Iterator[str]:
 
     if torch.cuda.get_device_capability(device)[0] == HOPPER and is_flash_attn_3_available():
         yield "flash_attention_3"
-    # `kernels` may have a model's own kernel, which only a try shows.
+    # `kernels` may have a model's own kernel; only trying it shows that.
     if is_flash_attn_2_available() or is_kernels_available():
         yield "flash_attention_2"
 
@@ -177,40 +177,40 @@ def available(loaded: Loaded) -> str | None:
         return f"{type(model).__name__} has no continuous batching"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
-        return f"its layers are on {len(devices)} devices, and the cache is on one"
+        return f"its layers are on {len(devices)} devices, and the cache must be on one"
     if not CallLengths.of(model.config.get_text_config()).has_two:
         return "its attention counts the columns of all requests"
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) and not _caps_scores(model):
-        return "its attention caps its scores (attn_logit_softcapping), which transformers leaves out there"
+        return "transformers ignores attn_logit_softcapping of its attention there"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
-        return f"it has other layers than attention: {', '.join(strange)}"
+        return f"it has layers other than attention: {', '.join(strange)}"
     return None
 
 
 def _caps_scores(model: Any) -> bool:
-    """Whether continuous batches cap the scores of attention: by flash attention, which has their cache since 5.19."""
+    """Whether continuous batches apply the softcap of attention: with flash attention, since transformers 5.19."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
     return flash_attention(model) is not None and "k_cache" in inspect.signature(_flash_attention_forward).parameters
 
 
 def advisable(loaded: Loaded) -> str | None:
-    """Why static batches are probably faster for this model here; None if continuous batching is."""
+    """Why static batches are probably faster for this model here; None if continuous batches are."""
     if reason := available(loaded):
         return reason
     if loaded.model.device.type != "cuda":
         return "the model is on the CPU"
     if is_int8(loaded.model):
-        return "8-bit weights of bitsandbytes cannot be captured in CUDA graphs, without which it is slow"
-    # Without flash attention the mask covers all tokens of all requests: 2.3 times slower on long prompts.
+        return "8-bit weights of bitsandbytes cannot be captured in CUDA graphs, and it is slow without them"
+    # Without flash attention the mask covers all tokens of all requests, 2.3 times slower on long prompts.
     if flash_attention(loaded.model) is None:
         return "flash attention is not installed here, or the model cannot use it"
     return None
 
 
 class Continuous:
-    """Generates by continuous batching, and by `static`, with the same results, where that is impossible or fails."""
+    """Generates with continuous batching, or with `static`, with the same results, if that is impossible or fails."""
 
     def __init__(
         self,
@@ -243,9 +243,9 @@ class Continuous:
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
-        # The manager's log-probabilities include our noise and masks: they are right for free greedy requests only.
+        # The manager's log-probabilities include our noise and masks: they are right only for free greedy requests.
         ours = [each for each in requests if not (each.request.sampling.logprobs and _is_changed(each))]
-        # A batch has requests of all lengths, and may compute a token more than a request needs.
+        # A batch has requests of all lengths, and may compute one token more than a request needs.
         ours = [each for each in ours if _length(each) < self._lengths.border]
         given_up = self.given_up
         if ours:
@@ -261,9 +261,9 @@ class Continuous:
             except _FailedError as failure:
                 self._give_up(failure, len(left))
         if self.given_up and not given_up:
-            free_memory()  # now that no traceback refers to the cache
+            free_memory()  # no traceback refers to the cache any more
         if left:
-            self.release()  # the cache has most of the memory
+            self.release()  # the cache uses most of the memory
             yield from self._static(list(left.values()))
 
     def release(self) -> None:
@@ -291,7 +291,7 @@ class Continuous:
             self._loaded.model.set_attn_implementation(attention)
 
     def _check(self, requests: Sequence[Encoded]) -> None:
-        """Compare the first greedy and the first sampled requests with static batches; on a difference give up."""
+        """Compare the first greedy and sampled requests with static batches; give up if they differ."""
         kinds = {_is_sampled(each) for each in requests} - self._checked
         if not kinds or self.given_up:
             return
@@ -311,7 +311,7 @@ class Continuous:
         try:
             reason = difference(self._loaded.model, self._grammars, expected, found, self._options.precision)
         except Exception as error:
-            raise _FailedError(f"it could not be compared: {described(error)}", error) from error
+            raise _FailedError(f"the comparison with static batches failed: {described(error)}", error) from error
         if reason is not None:
             # All ranks have the same tokens, and so the same result.
             raise _FailedError(f"it disagrees with static batches: {reason}", common=True)
@@ -319,7 +319,7 @@ class Continuous:
     def _give_up(self, failure: _FailedError, n_left: int) -> None:
         self.given_up = True
         if self._place.world_size > 1 and not failure.common:
-            # The other ranks may still wait for this one; an error lets the batch be computed again, statically.
+            # The other ranks may still wait for this one; after an error the batch is computed again, statically.
             self.release()
             raise failure.cause or RuntimeError(f"continuous batching failed: {failure}")
         log.warning("continuous batching failed; %d requests continue in static batches: %s", n_left, failure)
@@ -327,7 +327,7 @@ class Continuous:
         self.release()
 
     def _serve(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
-        """Answers by the manager, which stops afterwards: between calls the model is free."""
+        """Answers from the manager, which stops afterwards, so that the model is free between calls."""
         try:
             manager = self._start()
         except Exception as error:
@@ -373,7 +373,7 @@ class Continuous:
         # With tensor parallelism rank 0 adds requests for all ranks, and each gets all outputs, in the same order.
         if added is None and manager.is_tp_driver:
             _look_after(manager)
-            raise _FailedError("it took no more requests")
+            raise _FailedError("the manager took no more requests")
         pending[name] = encoded
 
     def _read(self, manager: Any, output: Any, encoded: Encoded) -> Finished | None:
@@ -393,11 +393,11 @@ class Continuous:
         if not output.is_finished():
             return None
         if not ended and len(tokens) != sampling.max_tokens:
-            raise _FailedError(f"an answer of {len(tokens)} tokens has no end")
+            raise _FailedError(f"an answer of {len(tokens)} tokens has no end token")
         return Finished(encoded, tokens, "stop" if ended else "length", logprobs)
 
     def _problem(self, encoded: Encoded, tokens: Sequence[int]) -> str | None:
-        """Why llguidance could not follow the answer to its end, if so."""
+        """Why llguidance could not follow the answer to its end; None if it could."""
         matcher = self._grammars.start(encoded)
         if matcher is None:
             return None
@@ -407,7 +407,7 @@ class Continuous:
 
     def _start(self) -> Any:
         needs, longest = self._needs, self._longest
-        # The model keeps the manager between calls; without it another call still goes on with the manager.
+        # The model keeps the manager between calls; if it is missing, another call is still using it.
         is_free = hasattr(self._loaded.model, KEPT)
         if self._manager is not None and (not is_free or needs != self._made_for[0] or longest > self._made_for[1]):
             self.release()
@@ -416,7 +416,7 @@ class Continuous:
             self._manager = self._make(needs, longest)
             self._made_for = (needs, math.inf if self._loaded.model.device.type == "cuda" else longest)
         else:
-            # Returns the manager kept on the model, after switching the model's attention if needed.
+            # Returns the manager kept in the model, after switching the model's attention if needed.
             self._manager = self._loaded.model.init_continuous_batching()
         self._manager.start()
         return self._manager
@@ -425,7 +425,7 @@ class Continuous:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        # It logs each call, by its own handler.
+        # It logs each call with its own handler.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
         graphs = self._options.cuda_graphs is not False
         wanted = settings(needs, longest, self._loaded, flash=self._flash is not None, graphs=graphs)
@@ -452,7 +452,7 @@ def _is_sampled(encoded: Encoded) -> bool:
 
 
 def _is_changed(encoded: Encoded) -> bool:
-    """Whether tokens are not chosen by the model's own scores alone."""
+    """Whether anything other than the model's own scores affects the choice of tokens."""
     return _is_sampled(encoded) or encoded.request.sampling.structure is not None
 
 
@@ -463,5 +463,5 @@ def _length(encoded: Encoded) -> int:
 def _look_after(manager: Any) -> None:
     error = manager.background_thread_status.fatal_error
     if error is not None or not manager.is_running():
-        reason = described(error) if error else "its thread ended before all answers"
+        reason = described(error) if error else "the manager's thread ended before all answers were finished"
         raise _FailedError(reason, error)

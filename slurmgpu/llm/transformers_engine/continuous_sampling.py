@@ -1,7 +1,7 @@
-"""Sampling in continuous batching, with the same tokens as in static batches, and rules for each request.
+"""Sampling in continuous batching, with the same tokens as in static batches, and separate rules for each request.
 
-Transformers keeps a request's arguments for logits processors in rows of int32 beside the batch, at a fixed address for
-CUDA graphs. Code here must not read a tensor's value, which a graph could not replay.
+transformers keeps a request's arguments for logits processors in int32 rows with the batch, at a fixed address for CUDA
+graphs. Code here must not read a tensor's value on the host: a graph could not replay that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ARGUMENT, GRAMMAR = "slurmgpu", "slurmgpu_grammar"
-"""The request's arguments: key, tokens of the prompt, temperature, top_k, top_p, min_p; and its grammar."""
+"""The request's arguments: key, number of prompt tokens, temperature, top_k, top_p, min_p; and its grammar."""
 N_LANES = 7
 
 
 def arguments(encoded: Encoded, grammars: Grammars) -> dict[str, Any]:
-    """The arguments of `add_request` for a sampled or structured request; none for another one."""
+    """The arguments of `add_request` for a sampled or structured request; {} for any other."""
     sampling, grammar = encoded.request.sampling, grammars.grammar_of(encoded)
     if sampling.temperature == 0 and grammar is None:
         return {}
@@ -33,7 +33,7 @@ def arguments(encoded: Encoded, grammars: Grammars) -> dict[str, Any]:
 
 
 class Masks:
-    """The tokens that may come next in each row of a batch, in a tensor of bits at a fixed address."""
+    """The allowed next tokens of each row of a batch, in a tensor of bits at a fixed address."""
 
     def __init__(self, grammars: Grammars, n_rows: int) -> None:
         self._grammars = grammars
@@ -56,7 +56,7 @@ class Masks:
         else:
             self._bits[: len(states)] = torch.from_numpy(packed).to(device)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the manager computes in another stream
+            torch.cuda.current_stream(device).synchronize()  # the manager uses another stream
 
     def _follow(self, state: Any, known: Mapping[str, tuple[Matcher, int]]) -> Matcher | None:
         arguments = state.logit_processor_kwargs
@@ -74,14 +74,14 @@ class Masks:
         return matcher
 
     def apply(self, scores: Tensor) -> Tensor:
-        """The scores, -inf where a token may not come next; without reading any value."""
+        """The scores, with -inf for tokens that may not come next; without reading any value on the host."""
         return scores if self._bits is None else restrict(scores, unpack(self._bits[: len(scores)], scores.shape[-1]))
 
 
 def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
-    """The manager's `logit_processor`: the greatest score is the request's next token.
+    """The manager's `logit_processor`, after which the argmax of scores is the request's next token.
 
-    With `grammars`, requests may have structures, in batches of at most `n_rows`. `kinds` is what they may ask for.
+    With `grammars`, requests may have structures, in batches of at most `n_rows`. `kinds` are the kinds of sampling.
     """
     from transformers import LogitsProcessorList
     from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
@@ -96,7 +96,7 @@ def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
 
         def check_kwargs(self, kwargs: dict[str, Any]) -> None:
             if set(kwargs) - {ARGUMENT, GRAMMAR}:
-                raise ValueError(f"unknown arguments of a request: {sorted(kwargs)}")
+                raise ValueError(f"unknown request arguments: {sorted(kwargs)}")
 
         def fill_defaults(self, int32_tensor: Tensor) -> None:
             int32_tensor.zero_()  # temperature 0: greedy
@@ -123,14 +123,14 @@ def _pack(states: Sequence[Any]) -> Tensor:
 
     rows = [(state, state.logit_processor_kwargs.get(ARGUMENT, (0, 0, 0.0, 0, 1.0, 0.0))) for state in states]
     keys = torch.tensor([row[0] for _, row in rows], dtype=torch.int64)
-    # position_offset is the number of known tokens, also after the request was evicted and restarted.
+    # position_offset is the number of known tokens, even after the request was evicted and restarted.
     counts = torch.tensor([[state.position_offset - row[1], row[3]] for state, row in rows], dtype=torch.int32)
     shares = torch.tensor([[row[2], row[4], row[5]] for _, row in rows], dtype=torch.float32)
     return torch.cat([keys.view(torch.int32).view(-1, 2), counts, shares.view(torch.int32)], dim=1).T
 
 
 def _unpack(lanes: Tensor, kinds: Kinds) -> tuple[Rules, Tensor]:
-    """The rules of the requests, and the places of their next tokens: (request,)."""
+    """The rules of the requests, and the positions of their next tokens: (request,)."""
     import torch
 
     keys = lanes[:2].T.contiguous().view(torch.int64)[:, 0]

@@ -1,7 +1,7 @@
-"""Steps as CUDA graphs: one launch for all kernels of a forward pass, which read and write the same memory each time.
+"""Run steps as CUDA graphs: one launch for all kernels of a forward pass, which use the same memory each time.
 
-Each size of a step is captured when it is first needed, and compared with what it was captured from before it is used.
-All graphs share one memory pool, as none runs beside another and what they compute is in the slots.
+Each step size is captured when it is first needed, and compared with the eager pass before it is used. All graphs share
+one memory pool, as they never run at the same time, and their results are in the slots.
 See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 N_WARM_UPS = 2
-"""Runs before a capture, in which libraries choose kernels and allocate what they keep."""
+"""Warm-up runs before a capture, in which libraries choose kernels and allocate lasting memory."""
 MOST_GRAPHS = 128
 LEAST_REPLAYS = 8
-"""By so many replays a graph has gained what its capture takes."""
+"""After this many replays a graph has saved the time of its capture."""
 _failed: list[Any] = []
-"""Graphs whose capture failed: the allocators' filters of a capture refer to its graph, and some stay until the end."""
+"""Graphs with a failed capture: the allocator's filters for a capture refer to its graph, and some stay until exit."""
 
 
 def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str | None:
-    """Why steps of this model cannot be CUDA graphs here; None if they may be, which only a try shows.
+    """Why steps of this model cannot be CUDA graphs here; None if trying may succeed.
 
-    `has_other` says that another model computes on the same GPU.
+    `has_other` means that another model computes on the same GPU.
     """
     from slurmgpu.llm.transformers_engine import caches
     from slurmgpu.llm.transformers_engine.cache_layers import GrowingLayer
@@ -51,28 +51,28 @@ def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str
     if len(devices) > 1:
         return f"its layers are on {len(devices)} devices"
     if has_other:
-        return "another model computes beside it, and needs the memory that they keep"
+        return "another model on the same GPU needs the memory that graphs keep"
     if loaded.switch is not None:
         return "its adapters change from item to item"
     if is_int8(model):
-        return "8-bit weights of bitsandbytes wait for the GPU in each layer"
+        return "8-bit weights of bitsandbytes synchronise with the GPU in each layer"
     attention = str(getattr(model.config, "_attn_implementation", None))
     if "flash" in attention:
-        return f"its attention ({attention}) takes no padding of a fixed size"
+        return f"its attention ({attention}) does not support padding to a fixed size"
     if model.config.model_type in caches.COLUMN_WINDOWS:
-        return "some of its layers look back by columns, and a cache of a fixed size has some behind the last token"
+        return "some of its layers look back by columns, and a cache of fixed size has columns after the last token"
     others = {type(layer).__name__ for layer in caches.new_cache(model).layers if type(layer) is not GrowingLayer}
     if others:
-        return f"its cache has other layers than those of full attention: {', '.join(sorted(others))}"
+        return f"its cache has layers other than full attention: {', '.join(sorted(others))}"
     return None
 
 
 class GraphRunner:
     """Captures the forward pass of each frame in a CUDA graph, and replays it.
 
-    `bound` is how far a replay's scores may be from those of the pass itself, as a share of their range, where the
-    pass done again gives the same, and `most` how far any replay may be. With `compiled` the pass is compiled before,
-    where that is right.
+    `bound` is how far a replay's scores may be from those of the eager pass, as a share of their range, if the pass
+    reproduces its own scores; `most` is how far any replay may be. With `compiled` the pass is compiled first, if the
+    compiled scores are right.
     """
 
     def __init__(self, device: Any, bound: float, most: float, compiled: Compiled | None = None) -> None:
@@ -87,15 +87,15 @@ class GraphRunner:
         self._n_replays = 0
         self.held_bytes = 0
         self.seconds = 0.0
-        """The memory that the graphs hold beside the slots, and the time that captures have taken so far."""
+        """The memory that the graphs hold in addition to the slots, and the time that captures have taken so far."""
 
     @property
     def n_graphs(self) -> int:
-        """The graphs that are held."""
+        """The number of captured graphs."""
         return len(self._graphs)
 
     def run(self, frame: Frame, forward: Forward) -> None:
-        """Replay the frame's graph, which is captured before if there is none."""
+        """Replay the frame's graph, after capturing it if there is none."""
         graph = self._graphs.get(frame.size)
         if graph is not None:
             graph.replay()
@@ -108,7 +108,7 @@ class GraphRunner:
         self.seconds += time.monotonic() - started
 
     def _capture(self, frame: Frame, forward: Forward) -> Any:
-        """A graph whose replay has set the frame's logits."""
+        """Capture a graph, and set the frame's logits with a replay of it."""
         import torch
 
         self._warm_up(frame, forward)
@@ -126,15 +126,15 @@ class GraphRunner:
         found = compare_replay(frame, forward, graph.replay, self._bound)
         if found.steady > bound_of(found.noise, self._bound) or found.most > self._most:
             raise ArithmeticError(
-                f"the graph of {frame.size[0]} rows misses the scores by {found.steady:.2g} of their range, at times "
-                f"by {found.most:.2g}, and these are off by {found.noise:.2g} where they are computed again"
+                f"the graph of {frame.size[0]} rows is off by {found.steady:.2g} of the range of scores, at most by "
+                f"{found.most:.2g}; eager scores differ by {found.noise:.2g} when computed again"
             )
         return graph
 
     def _warm_up(self, frame: Frame, forward: Forward) -> None:
-        """Run a pass on the stream of captures; RuntimeError if the last run waits for the GPU, which none may.
+        """Run a pass on the stream for captures; RuntimeError if the last run synchronises with the GPU.
 
-        A capture in which it does fails as well, and CUDA and the allocator with it.
+        Synchronising during a capture would fail, and would break CUDA and the allocator.
         """
         import torch
 
@@ -152,27 +152,28 @@ class GraphRunner:
                     raise
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 raise RuntimeError(
-                    f"the model waits for the GPU in {place.name} ({place.filename}, line {place.lineno}): {error}"
+                    f"the model synchronises with the GPU in {place.name} ({place.filename}, line {place.lineno}): "
+                    f"{error}"
                 ) from error
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         here.wait_stream(self._stream)
 
     def _record(self, graph: Any, work: Callable[[], None]) -> None:
-        """Capture the work; where that fails, raise the work's own error, and leave CUDA as it was."""
+        """Capture the work; if that fails, raise the work's own error, and restore CUDA's state."""
         import torch
 
         here, cause = torch.cuda.current_stream(self._device), None
         try:
-            # Calls of other threads, such as a library's, may go on.
+            # Other threads, such as a library's, may continue to call CUDA.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     work()
                 except Exception as error:
-                    cause = error  # the end of the capture raises another one
+                    cause = error  # ending the capture raises another error
                     raise
         except Exception:
-            # A capture that fails to end leaves this thread on its stream, and the allocator in its pool.
+            # If ending the capture fails, this thread is still on its stream, and the allocator in its pool.
             torch.cuda.set_stream(here)
             _failed.append(graph)
             self._leave_pool()
@@ -181,9 +182,9 @@ class GraphRunner:
             raise
 
     def _leave_pool(self) -> None:
-        """After a failed capture: have new memory from the allocator's usual blocks, and the pool's freed.
+        """After a failed capture: let the allocator use its usual blocks again, and free the pool.
 
-        Until PyTorch 2.13 `CUDAGraph.capture_end` does neither where CUDA refuses the graph.
+        Until PyTorch 2.13 `CUDAGraph.capture_end` does neither if CUDA rejects the graph.
         """
         import torch
 
@@ -197,13 +198,15 @@ class GraphRunner:
         torch._C._cuda_releasePool(index, self._pool)
 
     def _forget(self) -> None:
-        """Free all graphs, and begin with another pool; RuntimeError if they were captured for too few replays."""
+        """Free all graphs, and start a new pool; RuntimeError if they were replayed too few times to be worth it."""
         import torch
 
         held = f"{self.n_graphs} CUDA graphs hold {self.held_bytes / 1e6:.0f} MB"
         if self._n_replays < LEAST_REPLAYS * self.n_graphs:
-            raise RuntimeError(f"{held}, and were replayed only {self._n_replays} times before others need the memory")
-        log.info("%s; they are captured again as needed", held)
+            raise RuntimeError(
+                f"{held}, and were replayed only {self._n_replays} times before others needed the memory"
+            )
+        log.info("%s; freeing them, to capture them again when needed", held)
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self.held_bytes, self._n_replays = 0, 0

@@ -1,4 +1,4 @@
-"""Rows that a model generates on: what the key-value cache has of each, and one step of all."""
+"""Rows of a batch that is generated: their key-value cache, and one step of all rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Decoding(Protocol):
-    """Rows in a cache; each one's last token is not in it yet.
+    """Rows in a cache; the last token of each is not in the cache yet.
 
-    `goes_ahead` says that a step is begun in less time than it takes, so that the next may begin before its tokens are
-    known.
+    `goes_ahead` means that starting a step takes less time than the step, so that the next step may start before its
+    tokens are known.
     """
 
     goes_ahead: bool

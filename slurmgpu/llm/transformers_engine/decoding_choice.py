@@ -1,4 +1,4 @@
-"""How a batch's rows are kept: in slots for CUDA graphs, if their self-check allows it, else in a cache that grows."""
+"""Choose how to keep a batch's rows: in slots for CUDA graphs, if their self-check passes, else in a growing cache."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTE, COMPILED = "cuda_graphs", "compiled"
-"""The shard's notes: 1 where tokens came by CUDA graphs, and by compiled ones, 0 where a self-check refused them."""
+"""The shard's notes: 1 if tokens came from CUDA graphs, or from compiled ones, 0 if a self-check rejected them."""
 
 MakeRunner = Callable[[Compiled | None], Runner]
 Backend = str | Callable[..., Any]
 
 
 class DecodingChoice:
-    """Makes the rows of batches. What is wrong with the slots ends their use, and costs no row."""
+    """Makes the rows of batches. A failure of the slots ends their use, without losing a row."""
 
     def __init__(self, loaded: Loaded, options: EngineOptions, place: Place, prefill: Prefill, budget: Budget) -> None:
         self._loaded = loaded
@@ -53,12 +53,12 @@ class DecodingChoice:
         self._make_runner: Callable[[], Runner] | None = None
         self._is_decided = False
         self.verdict: graph_check.Verdict | None = None
-        """The result of the self-check, if there was one."""
+        """The result of the self-check; None without one."""
         self.not_compiled: str | None = None
-        """Why steps are not compiled, if the settings ask for it."""
+        """Why steps are not compiled although the settings ask for it."""
         self._slots: Slots | None = None
         self._rows: weakref.ref[SlotRows] | None = None
-        """The rows that are in the slots, while their batch goes on."""
+        """The rows in the slots, while their batch is running."""
 
     @property
     def uses_slots(self) -> bool:
@@ -67,7 +67,7 @@ class DecodingChoice:
 
     @property
     def slots(self) -> Slots | None:
-        """The memory that is held for them."""
+        """The slots, which hold the memory for batches."""
         return self._slots
 
     def decide(self) -> None:
@@ -76,7 +76,7 @@ class DecodingChoice:
             return
         self._is_decided = True
         if self._wanted is False:
-            log.info("no CUDA graphs: the settings exclude them")
+            log.info("no CUDA graphs: cuda_graphs = false")
         elif (reason := self._obstacle()) is not None:
             log.log(logging.WARNING if self._wanted is True else logging.INFO, "no CUDA graphs: %s", reason)
         else:
@@ -88,9 +88,9 @@ class DecodingChoice:
         return found if found is not None or self._prefill.takes_padding else PADDING
 
     def use(self, make_runner: MakeRunner, backend: Backend = "inductor") -> graph_check.Verdict:
-        """Make batches in slots by this runner, if its self-check allows it; the check's verdict.
+        """Make batches in slots with this runner, if its self-check passes; returns the check's verdict.
 
-        If the settings ask for it, the runner's steps are compiled by a backend of torch.compile.
+        If the settings ask for it, the runner's steps are compiled with a backend of torch.compile.
         """
         marks = Marks(self._name, *_versions(), self._device_name())
         left = marks.found()
@@ -100,16 +100,16 @@ class DecodingChoice:
             with marks.trying():
                 verdict, made = self._try(make_runner, backend)
         if verdict.reason is None:
-            log.info("tokens by CUDA graphs: %s", verdict)
+            log.info("using CUDA graphs: %s", verdict)
             self._make_runner = made
         else:
-            log.warning("no CUDA graphs, tokens are computed eagerly: %s", verdict.reason)
+            log.warning("no CUDA graphs, computing tokens eagerly: %s", verdict.reason)
         self._is_decided, self.verdict = True, verdict
         self._place.note(NOTE, int(verdict.reason is None))
         return verdict
 
     def _try(self, make_runner: MakeRunner, backend: Backend) -> tuple[graph_check.Verdict, Callable[[], Runner]]:
-        """The verdict on the runner, and what makes it: with compiled steps where they are right and faster."""
+        """The verdict on the runner, and a function that makes it; with compiled steps if they are right and faster."""
         plain, must_gain = (lambda: make_runner(None)), self._wanted == "auto"
         verdict = self._check(plain, self._replayed, must_gain=must_gain)
         if not self._compiles or verdict.reason is not None:
@@ -123,9 +123,9 @@ class DecodingChoice:
         self.not_compiled = reason
         self._place.note(COMPILED, int(reason is None))
         if reason is not None:
-            log.warning("CUDA graphs are not compiled: %s", reason)
+            log.warning("not compiling steps for CUDA graphs: %s", reason)
             return verdict, plain
-        log.info("steps are compiled: %s; compiled in %.0f s", other, compiled.seconds)
+        log.info("compiling steps: %s; compiled in %.0f s", other, compiled.seconds)
         return other, lambda: make_runner(compiled)
 
     def _check(
@@ -165,26 +165,26 @@ class DecodingChoice:
         return tokens_of(load) if self.uses_slots else load.tokens
 
     def n_read(self, waiting: Sequence[Waiting]) -> int:
-        """How many of these requests, the longest first, may be read at once."""
+        """How many of these requests, sorted with the longest first, may be read at once."""
         if not self.uses_slots:
             return len(waiting)
         return max(1, int(READ_SHARE * self._budget.tokens) // max(1, len(waiting[0].tokens)))
 
     def open(self, read: Prefilled, most: Sequence[int], load: Load) -> Decoding:
-        """The rows of a new batch, which begins with the prompts that were read and gets a load.
+        """The rows of a new batch, which starts with the prompts that were read, and will reach a load.
 
         `most` are the most tokens of each answer.
         """
         context = min(self._loaded.context, self._prefill.lengths.limit(load.columns))
-        # Whoever asks for more answers before having taken the first ones has two batches that go on.
+        # A caller that asks for more answers before taking the first ones has two running batches.
         is_taken = self._rows is not None and self._rows() is not None
         if self._make_runner is None or is_taken:
             return GrowingRows(read, self._prefill, context)
         if tokens_of(load) > self._budget.tokens:
-            self.release()  # a cache of this size has the memory of the slots
+            self.release()  # a cache of this size needs the memory of the slots
             return GrowingRows(read, self._prefill, context)
         if self._slots is None or self._slots.n_tokens < self._budget.tokens:
-            self._slots = None  # its memory, before there are others
+            self._slots = None  # frees their memory before new ones are made
             self._slots = Slots(read, self._budget.tokens, self._make_runner())
         found = SlotRows(self._slots, self._prefill, context)
         self._rows = weakref.ref(found)
@@ -192,22 +192,22 @@ class DecodingChoice:
         return found
 
     def give_up(self, reason: str) -> bool:
-        """Go on without slots; whether there were any, in which case nothing else need be changed."""
+        """Continue without slots; returns whether there were any, in which case no other change is needed."""
         if not self.uses_slots:
             return False
         self._make_runner = None
-        self.raise_if_lost(reason)  # before memory is freed, which fails as well
+        self.raise_if_lost(reason)  # before freeing memory, which would also fail
         self.release()
-        log.warning("CUDA graphs failed, tokens are computed eagerly from now on: %s", reason)
+        log.warning("CUDA graphs failed, computing tokens eagerly from now on: %s", reason)
         self._place.note(NOTE, 0)
         return True
 
     def raise_if_lost(self, reason: str) -> None:
-        """Raise CUDA's error if nothing can be computed any more, and let the next process do without graphs."""
+        """Raise CUDA's error if its context is broken, and let the next process run without graphs."""
         try:
             self._clock()
         except Exception:
-            Marks(self._name, *_versions(), self._device_name()).leave(f"they have broken CUDA: {reason}")
+            Marks(self._name, *_versions(), self._device_name()).leave(f"they broke CUDA's context: {reason}")
             raise
 
     def release(self) -> None:

@@ -31,14 +31,14 @@ T = TypeVar("T", Request, Question, Passage)
 
 
 class TransformersEngine:
-    """A model of transformers, with static batches, or continuous ones where they are faster."""
+    """A model in transformers, with static batches, or continuous batches if they are faster."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         loaded = load_model(options, place)
         self._codec = Codec(loaded.tokenizer, options, loaded.context)
         budget = budget_of(options, loaded, place)
         self._prefill = Prefill(loaded, place)
-        if place.world_size > 1:  # one process prepares them when it first draws
+        if place.world_size > 1:  # a single process prepares them at its first draw
             prepare_kernels(loaded.device, self._prefill.is_so_on_all)
         width = loaded.model.config.get_text_config().vocab_size
         self._grammars = Grammars(loaded.tokenizer, self._codec, loaded.eos_ids, width)
@@ -53,7 +53,7 @@ class TransformersEngine:
         log.info("%sstatic batches of at most %d tokens", way, budget.tokens)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Each request's output, in the order in which they finish; those of an adapter together."""
+        """Each request's output, in the order in which they finish, grouped by adapter."""
         for some in self._by_adapter(requests):
             yield from self._generate(some)
 
@@ -71,26 +71,26 @@ class TransformersEngine:
             yield self._codec.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """Each question's scores, in any order; those of an adapter together."""
+        """Each question's scores, in any order, grouped by adapter."""
         self._release()
         for some in self._by_adapter(questions):
             yield from self._scorer.score(some)
 
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
-        """The log-probabilities of each passage's tokens, in any order; those of an adapter together."""
+        """The log-probabilities of each passage's tokens, in any order, grouped by adapter."""
         self._release()
         for some in self._by_adapter(passages):
             yield from likelihoods(some, self._codec, self._loaded.context, self._token_scorer.read)
 
     def _by_adapter(self, asked: Sequence[T]) -> Iterator[list[T]]:
-        """Group requests by their adapter; the model has that adapter until the next group is taken."""
+        """Group requests by adapter; the model uses a group's adapter until the next group is taken."""
         switch = self._loaded.switch
         groups: dict[str, list[T]] = {}
         for each in asked:
             groups.setdefault(each.prompt.adapter, []).append(each)
         for name in sorted(groups):
             if switch is not None and switch.use(name):
-                self._prefill.forget()  # what prompts have in common is computed differently
+                self._prefill.forget()  # each adapter computes a shared prefix differently
             yield groups[name]
 
     def _release(self) -> None:
@@ -109,9 +109,7 @@ class TransformersEngine:
         if options.batching == "static" or loaded.switch is not None:
             return None
         if options.beside is not None:
-            log.info(
-                "no continuous batching: its cache would take the memory in which %s computes", options.beside.name
-            )
+            log.info("no continuous batching: its cache would take the memory that %s needs", options.beside.name)
             return None
         from slurmgpu.llm.transformers_engine.continuous import Continuous, advisable, available
 

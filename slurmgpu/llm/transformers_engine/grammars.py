@@ -1,4 +1,4 @@
-"""Follow the structures of answers, token by token: which tokens may come next in each row, by llguidance."""
+"""Follow the structures of answers token by token with llguidance, to find which tokens may come next in each row."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Matcher:
         self._ends = ends
 
     def take(self, token: int) -> None:
-        """Go on by a token of the answer."""
+        """Advance by a token of the answer."""
         if token not in self._ends:
             self.llguidance.consume_token(token)
 
     @property
     def error(self) -> str | None:
-        """Why the grammar can be followed no further, such as a limit of the library; None if it can."""
+        """Why the grammar cannot be followed further, such as a limit of the library; None if it can."""
         said = self.llguidance.get_error()
-        return f"its structure can be followed no further; llguidance says: {said.splitlines()[0]}" if said else None
+        return f"its structure cannot be followed further; llguidance says: {said.splitlines()[0]}" if said else None
 
 
 class Grammars:
@@ -54,7 +54,7 @@ class Grammars:
         self._known: dict[str, Any] = {}
 
     def grammar_of(self, encoded: Encoded) -> str | None:
-        """The grammar of all that the model generates for a request; None if the request has no structure."""
+        """The grammar of everything that the model generates for a request; None if the request has no structure."""
         structure = encoded.request.sampling.structure
         return None if structure is None else lark_of(structure, self._codec.reasoning_of(encoded), self._ends)
 
@@ -70,7 +70,7 @@ class Grammars:
         return Matcher(self._known[grammar].deep_copy(), self._ends)
 
     def packed(self, matchers: Sequence[Matcher | None]) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """The bits of the tokens that may come next, the first in the lowest: (row, byte); None if all may."""
+        """The bits of the tokens that may come next, the first in the lowest bit: (row, byte); None if all may."""
         rows = [(matcher.llguidance, row) for row, matcher in enumerate(matchers) if matcher is not None]
         if not rows:
             return None
@@ -122,15 +122,15 @@ class Grammars:
             self._executor = llguidance.LLExecutor(num_threads=max(1, min(MOST_THREADS, n_cpus)))
         found = llguidance.LLMatcher(self._made, lark, log_level=0)
         if said := found.get_error():
-            raise SlurmGPUError(f"This model's answers cannot be kept to their structure; llguidance says: {said}")
+            raise SlurmGPUError(f"This model's answers cannot be constrained to the structure; llguidance says: {said}")
         return found
 
     def _make_tokenizer(self) -> Any:
         """The tokenizer for llguidance, which knows the bytes of each token."""
         if not self._ends:
             raise SlurmGPUError(
-                "The model has no token that ends an answer (eos_token_id), and so no structured answer would end. "
-                "Add it to the model's generation_config.json."
+                "The model has no token that ends an answer (eos_token_id), so structured answers would never end. "
+                "Add eos_token_id to the model's generation_config.json."
             )
         llguidance = library()
         from llguidance.hf import from_tokenizer
@@ -139,19 +139,19 @@ class Grammars:
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._n_tokens, eos_token=ends)
         except ValueError as error:
-            log.info("llguidance cannot read the tokenizer (%s); it gets the text of each token", error)
+            log.info("llguidance cannot read the tokenizer (%s), so it gets the text of each token", error)
             decoded = _Decoded(self._tokenizer, self._n_tokens, ends)
             return llguidance.LLTokenizer(llguidance.TokenizerWrapper(decoded), eos_token=ends)
 
 
 class _Decoded:
-    """A tokenizer by the text of each token, where that is text: without tokens that are parts of characters."""
+    """A tokenizer given by the text of each token, without tokens that are parts of characters."""
 
     def __init__(self, tokenizer: Any, n_tokens: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
         self.special_token_ids = sorted({*tokenizer.all_special_ids, *ends})
-        # Behind another token, since some tokenizers drop the blank before the first.
+        # After another token, since some tokenizers drop the blank before the first token.
         first = self("0")
         n_before = len(tokenizer.decode(first))
         known = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
@@ -162,7 +162,7 @@ class _Decoded:
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError("expected a text")  # which tells llguidance to pass no bytes
+            raise TypeError("expected a text")  # tells llguidance not to pass bytes
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 

@@ -1,10 +1,10 @@
-"""The self-check of steps in slots, by the model's own weights: they are right, and faster, or not used.
+"""Self-check of steps in slots, with the model's own weights: they are used only if they are right and faster.
 
-Two things are compared, each by a bound of its own. A replay runs the kernels that a call of the forward pass runs in
-the same memory, so that both give the same scores but for what the model's own kernels leave open: where they differ,
-both are done again until they have agreed once. Slots and a cache that grows have other shapes and other kernels: they
-may differ as much as the same rows do in batches of half the size, and as neighbouring numbers of their type do. One
-row is compared first; what is noise there, is noise in all sizes.
+Two comparisons are made, each with its own bound. A replay runs the same kernels as a call of the forward pass in the
+same memory, so both give the same scores except where the model's kernels are nondeterministic: if they differ, both
+are repeated until they have agreed once. Slots and a growing cache have different shapes and kernels: they may differ
+as much as the same rows do in batches of half the size, and as neighbouring numbers of their type do. One row is
+compared first; noise that is seen there counts as noise in all sizes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZES = ((1, 40), (32, 60), (4, 1500))
-"""Rows, and the tokens of the longest prompt: one row, many, whose columns cross a size, and few that are long."""
+"""Rows, and tokens of the longest prompt: one row; many rows that cross a column size; and a few long rows."""
 N_STEPS = 6
 """Steps that are compared with all rows, and again with some."""
 N_LONGER = 8
-"""By so many tokens a row is longer, beside which rows are read once more."""
+"""How many tokens longer the additional row is in the batches of half the size."""
 N_ROUNDS, N_TIMED = 3, 3
-"""Rounds of timed steps, the best of which counts, and the steps of each."""
+"""Rounds of timed steps, of which the best counts, and the steps in each."""
 N_MORE = 2 * N_STEPS + N_ROUNDS * N_TIMED
 REPLAYED = 1e-3
 """How far a replay's scores may be from those of a call, as a share of their range."""
@@ -52,10 +52,11 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a size: the greatest difference of scores as a share of their range, and seconds of a step.
+    """Measurements for a size: the greatest difference of scores as a share of their range, and seconds per step.
 
-    `replayed` is that of a step from a call in the same memory, where both are done again until they agree, and
-    `flipped` the greatest that was seen meanwhile; `off` is that from rows in a cache that grows, and bounds both.
+    `replayed` is the difference between a step and a call in the same memory after both were repeated until they
+    agreed, and `flipped` the greatest difference seen until then; `off` is the difference from rows in a growing cache,
+    and bounds both.
     """
 
     n_rows: int
@@ -78,21 +79,21 @@ class Trial:
         ):
             if off > bound:
                 return (
-                    f"with {self.n_rows} rows scores are off by {off:.2g} of their range from those of {other}, and "
-                    f"rounding makes up for {bound:.2g} at most"
+                    f"with {self.n_rows} rows scores are off by {off:.2g} of their range from {other}, and rounding "
+                    f"explains at most {bound:.2g}"
                 )
         return None
 
     def __str__(self) -> str:
-        """The figures of a right one."""
-        times = f"{self.eager_s * 1e3:.2f} ms eagerly, {self.slots_s * 1e3:.2f} ms so"
-        replays = f"replays by {self.replayed:.2g}, at times by {self.flipped:.2g}"
+        """The figures of a passed trial."""
+        times = f"{self.eager_s * 1e3:.2f} ms eagerly, {self.slots_s * 1e3:.2f} ms in slots"
+        replays = f"replays by {self.replayed:.2g}, at most by {self.flipped:.2g}"
         return f"{self.n_rows} x {self.longest} tokens: off by {self.off:.2g} of {self.bound:.2g}, {replays}, {times}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a self-check of `seconds`: why the steps are not used, None if they are, and its trials."""
+    """The result of a self-check that took `seconds`: why steps are not used (None if they are), and its trials."""
 
     reason: str | None
     trials: tuple[Trial, ...] = ()
@@ -100,17 +101,17 @@ class Verdict:
 
     @property
     def bound(self) -> float:
-        """How far the model's scores may be off by other kernels, by the noise that was seen."""
+        """How far the model's scores may be off with other kernels, given the observed noise."""
         return max((each.bound for each in self.trials), default=0.0)
 
     @property
     def slots_s(self) -> float:
-        """The seconds of a step of each size together."""
+        """The seconds of one step of each size, summed."""
         return sum(each.slots_s for each in self.trials)
 
     @property
     def gain(self) -> float:
-        """How many times as fast as eager steps they are."""
+        """The speedup over eager steps."""
         return sum(each.eager_s for each in self.trials) / max(1e-9, self.slots_s)
 
     def __str__(self) -> str:
@@ -120,12 +121,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Checked:
-    """The subject of a check: steps by `make_runner` in slots of `n_tokens`, beside those in a cache that grows.
+    """The subject of a check: steps of `make_runner` in slots of `n_tokens`, compared with steps in a growing cache.
 
-    `n_words` is the vocabulary from which prompts are drawn, `context` the model's; `rounding` and `replayed` are how
-    far scores may be off, as a share of their range, where the model has no noise. With `must_gain` steps that are not
-    faster fail. `clock` gives seconds, as soon as the device has done what it was given; after `limit_s` of them no
-    further size is tried, and the check has failed.
+    `n_words` is the vocabulary from which prompts are drawn, `context` the model's context; `rounding` and `replayed`
+    are how far scores may be off, as a share of their range, if the model has no noise. With `must_gain` steps that are
+    not faster fail. `clock` returns seconds after waiting for the device; after `limit_s` no further size is tried, and
+    the check fails.
     """
 
     prefill: Prefill
@@ -148,7 +149,7 @@ def check(checked: Checked) -> Verdict:
             return Verdict(trial.fault)
         trials.append(trial)
         if checked.clock() - began > checked.limit_s:
-            return Verdict(f"the self-check takes longer than {checked.limit_s:.0f} s")
+            return Verdict(f"the self-check took longer than {checked.limit_s:.0f} s")
     if not trials:
         return Verdict(f"batches of {checked.n_tokens} tokens are too small")
     found = Verdict(None, tuple(trials), checked.clock() - began)
@@ -158,7 +159,7 @@ def check(checked: Checked) -> Verdict:
 
 
 def _try(checked: Checked) -> Iterator[Trial]:
-    """A trial of each size that has room, with times; then one of the first without, by what was made for it."""
+    """A trial of each size that has room, with times; then the first size again without times, on its own graphs."""
     slots: Slots | None = None
     noise, done = 0.0, []
     for n_rows, most in SIZES:
@@ -168,7 +169,7 @@ def _try(checked: Checked) -> Iterator[Trial]:
         done.append((n_rows, longest))
         trial, slots, noise = _try_size(checked, n_rows, longest, slots, noise)
         yield trial
-    # A graph has addresses: what Python has replaced for a larger size is no longer at those of a smaller one.
+    # A graph has fixed addresses: objects that Python replaced for a larger size are not at a smaller size's addresses.
     if len(done) > 1:
         yield _try_size(checked, *done[0], slots, noise, is_timed=False)[0]
 
@@ -176,7 +177,7 @@ def _try(checked: Checked) -> Iterator[Trial]:
 def _try_size(
     checked: Checked, n_rows: int, longest: int, slots: Slots | None, noise: float, *, is_timed: bool = True
 ) -> tuple[Trial, Slots, float]:
-    """The trial, its slots, and the noise of it and of those before."""
+    """The trial, its slots, and the greatest noise so far."""
     prompts = _prompts(n_rows, longest, checked.n_words)
     read = checked.prefill.read(prompts, longest + N_MORE)
     slots = slots or Slots(read, checked.n_tokens, _Replays(checked.make_runner(), checked.replayed))
@@ -184,7 +185,7 @@ def _try_size(
     assert isinstance(replays, _Replays)
     ours = SlotRows(slots, checked.prefill, checked.context)
     ours.join(read, [N_MORE + 1] * n_rows)
-    theirs = GrowingRows(read, checked.prefill, checked.context)  # after ours, since it appends to the read cache
+    theirs = GrowingRows(read, checked.prefill, checked.context)  # after ours: it appends to the cache that was read
     halves = _Halves(checked, prompts)
     with replays.compared():
         off, its_noise, latest = _compare(theirs, ours, halves, read.logits.argmax(-1))
@@ -198,19 +199,19 @@ def _try_size(
 
 
 class _Replays:
-    """A runner whose steps are also called, while they are compared."""
+    """A runner that also calls each step eagerly while steps are compared."""
 
     def __init__(self, runner: Runner, least: float) -> None:
         self._runner = runner
         self._least = least
         self._is_compared = False
         self.off, self.bound = 0.0, least
-        """The difference of the step that is furthest beyond its bound, as a share of the range, and that bound."""
+        """The difference of the step furthest beyond its bound, as a share of the range, and that bound."""
         self.flipped = 0.0
-        """The greatest difference of a step from a call of it."""
+        """The greatest difference between a step and a call of it."""
 
     def run(self, frame: Frame, forward: Forward) -> None:
-        """Set the frame's logits, and have the keys and values of the same step."""
+        """Set the frame's logits, keys and values, from a replay of the step."""
         if not self._is_compared:
             self._runner.run(frame, forward)
             return
@@ -222,7 +223,7 @@ class _Replays:
 
     @contextlib.contextmanager
     def compared(self) -> Iterator[None]:
-        """Compare steps meanwhile."""
+        """Compare steps within this context."""
         self.off, self.bound, self.flipped = 0.0, self._least, 0.0
         self._is_compared = True
         try:
@@ -232,9 +233,9 @@ class _Replays:
 
 
 class _Halves:
-    """The rows once more, in two batches of every other one, each beside a row that is longer than all of them.
+    """The rows again, in two batches with every other row, and in each a further row that is longer than the others.
 
-    So they have other rows, other columns and other padding: all of what rounds differently.
+    So they have other rows, columns and padding, which are all causes of different rounding.
     """
 
     def __init__(self, checked: Checked, prompts: Sequence[Tokens]) -> None:
@@ -245,7 +246,7 @@ class _Halves:
             self._parts.append((list(places), GrowingRows(read, checked.prefill, checked.context)))
 
     def miss(self, expected: Tensor, latest: Tensor) -> float:
-        """How far the next step's scores are from those of all rows together."""
+        """How far the next step's scores are from the scores of all rows together."""
         import torch
 
         worst = 0.0
@@ -264,7 +265,7 @@ def _prompts(n_rows: int, longest: int, n_words: int) -> list[Tokens]:
 
 
 def _compare(theirs: Decoding, ours: Decoding, halves: _Halves, latest: Tensor) -> tuple[float, float, Tensor]:
-    """The greatest difference from the other rows, the noise, and the last tokens.
+    """The greatest difference between both ways, the noise, and the last tokens.
 
     Both get the same tokens in each step, at first with all rows, then with some.
     """
@@ -275,7 +276,7 @@ def _compare(theirs: Decoding, ours: Decoding, halves: _Halves, latest: Tensor) 
         if step == N_STEPS:
             order = theirs.keep(_some(len(latest)))
             if ours.keep(_some(len(latest))) != order:
-                raise ArithmeticError("rows have another order")
+                raise ArithmeticError("the rows are in a different order")
             latest = latest[torch.tensor(order, device=latest.device)]
         expected = theirs.step(latest)
         worst = max(worst, miss(expected, ours.step(latest)))
@@ -290,7 +291,7 @@ def _some(n_rows: int) -> Sequence[int]:
 
 
 def _time(theirs: Decoding, ours: Decoding, latest: Tensor, clock: Callable[[], float]) -> list[float]:
-    """The seconds of a step of each, which take turns; the best of some rounds."""
+    """The seconds of a step for each, measured alternately; the best of several rounds."""
     best = [float("inf")] * 2
     for _ in range(N_ROUNDS):
         for place, each in enumerate((theirs, ours)):

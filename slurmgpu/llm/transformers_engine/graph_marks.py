@@ -1,8 +1,8 @@
-"""Remember on this node that a process ended while it tried CUDA graphs, so that the next one does without.
+"""Remember on this node that a process ended while it tried CUDA graphs, so that the next one does not try them.
 
-A fault of the GPU may end the process, or break CUDA for it: the worker that is started in its place must not do the
-same. A mark is a file that its process locks; one that nobody locks is that of an ended process. It holds for the same
-job, and for an hour: nobody removes the mark of a process that was killed.
+A GPU fault may end the process, or break its CUDA context; the worker that replaces it must not do the same. A mark is
+a file that its process locks; an unlocked mark belongs to an ended process. It holds for the same job, and for an hour:
+nobody removes the mark of a killed process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Marks:
         self._name = hashlib.sha256(name.encode()).hexdigest()[:16]
 
     def found(self) -> str | None:
-        """The text of the mark that an ended process has left; None if there is none."""
+        """The text of the mark that an ended process left; None if there is none."""
         if not is_own_folder(self._folder):
             return None
         for path in sorted(self._folder.glob(f"{self._name}-*")):
@@ -48,7 +48,7 @@ class Marks:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Hold a mark, which stays if this process ends within."""
+        """Hold a mark, which stays if this process ends inside the context."""
         mark = self._make(ENDED)
         try:
             yield
@@ -58,25 +58,25 @@ class Marks:
                 os.close(mark[1])
 
     def leave(self, reason: str) -> None:
-        """Leave a mark, for the process that is started in place of this one."""
+        """Leave a mark for the process that replaces this one."""
         mark = self._make(reason)
         if mark is not None:
             os.close(mark[1])
 
     def _make(self, text: str) -> tuple[Path, int] | None:
-        """A locked file and its descriptor; None, with a line in the log, where the node has no place for it."""
+        """A locked file and its descriptor; None, with a line in the log, if it cannot be created."""
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not is_own_folder(self._folder):
-                raise PermissionError(f"{self._folder} is not a folder that you alone may write")
+                raise PermissionError(f"{self._folder} is not a folder that only you may write")
             new = self._folder / f"new-{uuid.uuid4().hex}"
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before it has the name by which others find it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before it gets the name that others look for
             os.write(descriptor, text.encode())
             path = self._folder / f"{self._name}-{uuid.uuid4().hex}"
             new.rename(path)
         except OSError as error:
-            log.info("no mark of a try of CUDA graphs: %s", error)
+            log.info("cannot mark the try of CUDA graphs on this node: %s", error)
             return None
         return path, descriptor
 

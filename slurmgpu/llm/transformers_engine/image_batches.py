@@ -1,7 +1,7 @@
-"""Generation for prompts with images, in padded batches, by the model's own `generate`.
+"""Generate for prompts with images, in padded batches, with the model's own `generate`.
 
-Each architecture has its own positions and caches, which its `generate` knows. The tokens are chosen here, so that a
-sample depends on its key alone: a batch is as long as its longest answer, and rows that ended are ignored.
+Each architecture has its own positions and caches, which its `generate` handles. Tokens are sampled here, so that a
+sample depends only on its key. A batch is as long as its longest answer; ended rows are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Choices(Protocol):
-    """Chooses the tokens of `generate`: leaves one token of each row, and says which rows have ended."""
+    """Chooses the tokens of `generate`: leaves one token for each row, and says which rows have ended."""
 
     def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of each row's next token: 0 for the chosen one, and -inf for the others; see `only`."""
@@ -32,7 +32,7 @@ class Choices(Protocol):
 
 
 class ImageModel:
-    """A model that takes images, which generates for a batch what it is told."""
+    """A model that takes images, and generates for a batch the tokens that `Choices` chooses."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -47,7 +47,7 @@ class ImageModel:
         import torch
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-        # Without the checkpoint's own sampling, and its ends of answers, which the choices know.
+        # Without the checkpoint's own sampling and end tokens: the choices handle both.
         config = GenerationConfig(
             do_sample=False, max_new_tokens=n_more, pad_token_id=self._loaded.pad_id, use_cache=True
         )
@@ -60,7 +60,7 @@ class ImageModel:
             )
 
     def _inputs(self, shown: Sequence[Shown]) -> dict[str, Tensor]:
-        """The model's inputs: tokens, padded at the left, with their mask and types, and the images of all rows."""
+        """The model's inputs: tokens padded on the left, with mask and types, and the images of all rows."""
         import torch
 
         pad = torch.nn.functional.pad
@@ -75,8 +75,11 @@ class ImageModel:
         for name in _names([each.images for each in shown]):
             parts = [each.images[name] for each in shown]
             if len({part.dim() for part in parts}) > 1:
-                raise SlurmGPUError(f"the images of several prompts have {name!r} of different kinds: use one kind")
-            # Processors fill images of several sizes, or several numbers of tiles, at the end with zeros.
+                raise SlurmGPUError(
+                    f"{name!r} of the images has different shapes or types in different prompts, which cannot be one "
+                    f"batch. Use images of one kind."
+                )
+            # Processors pad images with different sizes or numbers of tiles with zeros at the end.
             sizes = [max(part.shape[at] for part in parts) for at in range(1, parts[0].dim())]
             parts = [
                 pad(part, [n for at, size in reversed([*enumerate(sizes, 1)]) for n in (0, size - part.shape[at])])
@@ -95,7 +98,7 @@ class ImageBatches:
         self._budget = budget
 
     def generate(self, requests: Sequence[ShownRequest]) -> Iterator[Finished]:
-        """Each request's answer, a batch after the other, the longest prompts first."""
+        """Each request's answer, batch by batch, the longest prompts first."""
         for asked, finished in self._budget.batches(requests, lambda each: lengths_of(each.encoded), self._run):
             yield from [too_large(asked[0].encoded)] if finished is None else finished
 
@@ -108,7 +111,7 @@ class ImageBatches:
 
 
 class _Sampled:
-    """Chooses tokens as each request's sampling says."""
+    """Chooses tokens with each request's sampling."""
 
     def __init__(self, chooser: Chooser, rows: Sequence[Row], device: Any) -> None:
         import torch
@@ -132,7 +135,7 @@ class _Sampled:
 
 
 def only(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Scores in the shape of logits, (row, token), that leave one token of each row."""
+    """Scores in the shape of logits, (row, token), that leave one token for each row."""
     return logits.new_full(logits.shape, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
 
@@ -140,7 +143,9 @@ def _names(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names that all of the mappings have."""
     first = mappings[0]
     if any(each.keys() != first.keys() for each in mappings):
-        raise SlurmGPUError("the model's processor makes other tensors of one prompt than of another")
+        raise SlurmGPUError(
+            "the model's processor returns different tensors for different prompts, so they cannot be one batch."
+        )
     return [*first]
 
 

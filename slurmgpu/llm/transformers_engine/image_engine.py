@@ -1,4 +1,4 @@
-"""The engine on transformers for models that take images beside text: those of AutoModelForImageTextToText."""
+"""The engine on transformers for models of AutoModelForImageTextToText, which take images with text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slurmgpu.util.out_of_memory import free_memory
 log = logging.getLogger(__name__)
 
 CROSS_ATTENTION = ("mllama",)
-"""Model types that take images by a mask over tokens, which this engine does not pad."""
+"""Model types with cross-attention to images by a mask over tokens, which this engine does not pad."""
 
 
 class ImageEngine:
-    """A model of transformers that takes images, with batches by the model's own `generate`."""
+    """A model in transformers that takes images, with batches by the model's own `generate`."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         from transformers import GenerationConfig
@@ -33,13 +33,13 @@ class ImageEngine:
         kind = options.model.config.get("model_type")
         if kind in CROSS_ATTENTION:
             raise SlurmGPUError(
-                f"{options.model.name} has the type {kind}, whose images go in by cross-attention, which the engine "
-                "transformers does not support; expected a model such as Qwen2.5-VL, LLaVA or Gemma 3."
+                f"{options.model.name} has the type {kind}, which uses cross-attention for images, and the engine "
+                "transformers does not support that; expected a model such as Qwen2.5-VL, LLaVA or Gemma 3."
             )
         processor = load_processor(options)
         loaded = load_model(options, place)
         loaded = dataclasses.replace(loaded, tokenizer=processor.tokenizer)
-        # `generate` would take what is unset from the checkpoint's, such as a penalty of repetitions.
+        # `generate` would take unset options from the checkpoint, such as a repetition penalty.
         loaded.model.generation_config = GenerationConfig()
         self._codec = Codec(processor.tokenizer, options, loaded.context, marks_of(processor))
         self._prompts = ImagePrompts(processor, self._codec)
@@ -68,8 +68,8 @@ class ImageEngine:
         yield from self._scorer.score(questions)
 
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
-        """No likelihoods: no workload that reads texts has images."""
-        raise SlurmGPUError("The probabilities of a text's tokens are not read behind images.")
+        """Not supported: no workload that reads texts has images."""
+        raise SlurmGPUError("The probabilities of a text's tokens cannot be computed after images.")
 
     def close(self) -> None:
         """Free memory."""

@@ -1,4 +1,4 @@
-"""Prompts with images for models of transformers: a model's processor makes tokens and tensors of both."""
+"""Prompts with images for models in transformers: the model's processor makes tokens and tensors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 N_READERS, N_AHEAD = 4, 8
-"""Threads that open images, and prompts whose images are opened before the model's processor takes them."""
+"""The number of threads that open images, and of prompts with images opened ahead of the model's processor."""
 
 REFUSES = (ValueError, ZeroDivisionError, IndexError)
-"""The errors of processors for images of sizes that they do not take, such as an aspect ratio above 200."""
+"""Processors' errors for image sizes that they do not take, such as an aspect ratio above 200."""
 
 MOST_BYTES = 1 << 30
-"""The tensors of prompts that are held before answers to them are computed: a photo may have 300 MB."""
+"""The most bytes of prompt tensors that are held before their answers are computed: a photo may have 300 MB."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The tokens of a prompt, those of its images included, and what else the model takes.
+    """The tokens of a prompt, including its images' tokens, and the model's other inputs.
 
-    `images` are tensors of the images alone; `types` have a value for each token: (1, token).
+    `images` are tensors for the images only; `types` have a value for each token: (1, token).
     """
 
     tokens: tuple[int, ...]
@@ -49,14 +49,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class ShownRequest:
-    """A request with what the model is shown."""
+    """A request with the model's inputs."""
 
     encoded: Encoded
     shown: Shown
 
 
 def load_processor(options: EngineOptions) -> Any:
-    """The model's processor, with its tokenizer, which has the chat template; SlurmGPUError if that is impossible."""
+    """The model's processor with its tokenizer and chat template; SlurmGPUError if one is missing."""
     check_pillow()
     from transformers import AutoProcessor
 
@@ -67,19 +67,19 @@ def load_processor(options: EngineOptions) -> Any:
         )
     except ImportError as error:
         raise SlurmGPUError(
-            f"The image processor of {name} needs a package that is not here: {' '.join(str(error).split())[:300]} "
-            "pip install 'slurmgpu[images]' installs Pillow, torchvision and num2words."
+            f"The image processor of {name} needs a package that is missing: {' '.join(str(error).split())[:300]} "
+            "Install Pillow, torchvision and num2words with pip install 'slurmgpu[images]'."
         ) from error
     if image_token(found) is None:
         raise SlurmGPUError(
-            f"The processor of {name}, {type(found).__name__}, does not say which token stands for an image; the "
-            'engine transformers needs that. Choose another model, or engine = "vllm".'
+            f"The processor of {name}, {type(found).__name__}, has no image token, and the engine transformers needs "
+            'one. Choose another model, or engine = "vllm".'
         )
     found.tokenizer.chat_template = getattr(found, "chat_template", None) or found.tokenizer.chat_template
     if not found.tokenizer.chat_template:
         raise SlurmGPUError(
-            f"{name} has no chat template, by which images get their place in a prompt. Copy chat_template.jinja from "
-            "its base model, or choose a model that is tuned to instructions."
+            f"{name} has no chat template, which is needed to place images in a prompt. Copy chat_template.jinja from "
+            "its base model, or choose an instruction-tuned model."
         )
     found.tokenizer.padding_side = "left"
     return found
@@ -92,7 +92,7 @@ def image_token(processor: Any) -> str | None:
 
 
 def marks_of(processor: Any) -> frozenset[str]:
-    """The texts that the processor takes for images and the like."""
+    """The texts that the processor treats as images and other media."""
     return frozenset(
         value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str) and value
     )
@@ -106,7 +106,7 @@ def moved(tensors: Mapping[str, Tensor], dtype: Any, device: Any) -> dict[str, T
 
 
 def in_groups(shown: Iterable[tuple[T, Shown | PromptError]]) -> Iterator[list[tuple[T, Shown | PromptError]]]:
-    """The pairs in order, in groups whose tensors take MOST_BYTES, and those of the last prompt."""
+    """The pairs in order, in groups whose tensors take MOST_BYTES plus the last prompt's."""
     group: list[tuple[T, Shown | PromptError]] = []
     held = 0
     for pair in shown:
@@ -132,7 +132,7 @@ class ImagePrompts:
         self._token = image_token(processor) or ""
 
     def encode(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, ShownRequest | PromptError]]]:
-        """Each request's tokens and tensors, or why it cannot be asked, in groups; those of one prompt share them."""
+        """Each request's tokens and tensors, or its error, in groups; requests with the same prompt share them."""
         alike: dict[int, list[Request]] = {}
         for request in requests:  # an item's samples have the same prompt
             alike.setdefault(id(request.prompt), []).append(request)
@@ -149,9 +149,9 @@ class ImagePrompts:
             return error
 
     def show(self, prompts: Sequence[Prompt], *, answers_at_once: bool = False) -> Iterator[Shown | PromptError]:
-        """The model's inputs for each prompt, in order, or why it takes none of it.
+        """The model's inputs for each prompt, in order, or the prompt's error.
 
-        Images are opened ahead, by threads. For `answers_at_once` see `Codec.render`.
+        Threads open images ahead. For `answers_at_once` see `Codec.render`.
         """
         with ThreadPoolExecutor(N_READERS) as readers:
             opened: deque[Future[list[Image]]] = deque()
@@ -168,7 +168,7 @@ class ImagePrompts:
                     yield error
 
     def read(self, parts: Sequence[str], images: Sequence[Any]) -> Shown:
-        """The model's inputs for texts between marks, one of which has the places of all images."""
+        """The model's inputs for the texts between marks; one text has the places of all images."""
         import torch
 
         n_places = [part.count(self._token) for part in parts]
@@ -176,19 +176,19 @@ class ImagePrompts:
         if n_places[at] != sum(n_places) or n_places[at] != len(images):
             raise PromptError(
                 f"the chat template has {sum(n_places)} places ({self._token}) for {len(images)} images; expected a "
-                "template that takes images as parts of a message's content, and no such text in the prompt's template"
+                f"chat template that takes images as parts of a message's content, and no {self._token} in the prompt"
             )
         try:
             found = self._processor(text=[parts[at]], images=[*images], add_special_tokens=False, return_tensors="pt")
         except REFUSES as error:
-            raise PromptError(f"the model's image processor refuses the images: {error}") from error
+            raise PromptError(f"the model's image processor rejects the images: {error}") from error
         before, after = [*self._codec.pieces(parts[:at])], [*self._codec.pieces(parts[at + 1 :])]
         ids = found["input_ids"]
         tensors = {name: each for name, each in found.items() if name not in ("input_ids", "attention_mask")}
         if wrong := [name for name, each in tensors.items() if not isinstance(each, torch.Tensor) or not each.dim()]:
             raise SlurmGPUError(
-                f"{type(self._processor).__name__} makes {wrong[0]!r}, which cannot be joined to a batch; choose "
-                'another model, or engine = "vllm".'
+                f"{type(self._processor).__name__} returns {wrong[0]!r}, which the engine transformers cannot batch. "
+                'Choose another model, or engine = "vllm".'
             )
         types = {
             name: torch.nn.functional.pad(each, (len(before), len(after)))

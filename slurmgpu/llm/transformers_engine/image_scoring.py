@@ -1,7 +1,7 @@
-"""Score given answers to prompts with images: the model's own `generate` is led along the tokens of each choice.
+"""Score given answers to prompts with images, by leading the model's own `generate` along each choice's tokens.
 
-Choices that are one token are scored by reading their prompt once; those of several tokens need a row for each way on
-which they differ, whose images are computed again.
+Choices of one token are scored by reading their prompt once; choices of several tokens need a row for each different
+prefix, which computes the images again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Following = Mapping[Tokens, Sequence[int]]
-"""The tokens that follow each beginning of choices."""
+"""The tokens that follow each prefix of choices."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A way on which choices of a question go: all of them but for their last tokens."""
+    """A prefix that choices of a question share: the choices without their last tokens."""
 
     number: int
     shown: Shown
@@ -35,7 +35,7 @@ class _Way:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The tokens of the prompt, and those of the longest choice on the way."""
+        """The tokens of the prompt, and of the longest choice with this prefix."""
         return len(self.shown.tokens), len(self.tokens) + 1
 
 
@@ -78,26 +78,26 @@ class ImageScorer:
                 yield scores_by_token(each, known[number])
 
     def _ask(self, question: Question, shown: Shown | PromptError) -> tuple[Asked, Shown]:
-        """The question's tokens, in which an image is one, and what the model is shown before the choices."""
+        """The question's tokens, with one for each image, and the model's inputs before the choices."""
         if isinstance(shown, PromptError):
             raise shown
         asked = ask(question, self._codec)
         n_all, n_less = len(shown.tokens), asked.n_prompt_tokens - len(asked.prompt)
-        if n_less:  # the prompt's last tokens may belong to a choice
+        if n_less:  # the prompt's last tokens may merge with a choice
             types = {name: each[:, :-n_less] for name, each in shown.types.items()}
             shown = Shown(shown.tokens[:-n_less], shown.images, types)
         check_room(self._codec, n_all, len(shown.tokens) + asked.longest)
         return Asked(question, asked.prompt, asked.choices, n_all), shown
 
     def _read(self, ways: Sequence[_Way]) -> list[dict[tuple[Tokens, int], float]]:
-        """The log-probability of each token that follows a beginning, for each way."""
+        """The log-probability of each token that follows a prefix, for each way."""
         guide = _Guide(ways)
         self._model.run([way.shown for way in ways], max(len(way.tokens) for way in ways) + 1, guide)
         return guide.found
 
 
 class _Guide:
-    """Leads `generate` along the ways, and notes what it says of the tokens that follow."""
+    """Leads `generate` along the ways, and records the log-probabilities of the tokens that follow."""
 
     def __init__(self, ways: Sequence[_Way]) -> None:
         self._ways = ways
@@ -105,7 +105,7 @@ class _Guide:
         self.found: list[dict[tuple[Tokens, int], float]] = [{} for _ in ways]
 
     def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """The scores of each row's next token: 0 for that of its way, and -inf for the others."""
+        """The scores of each row's next token: 0 for the token of its way, and -inf for the others."""
         import torch
 
         logprobs = logits.float().log_softmax(-1)

@@ -1,6 +1,6 @@
-"""The last layer of a model, computed only for the columns whose logits are asked for.
+"""Compute the last layer of a model only for the columns whose logits are needed.
 
-Its queries, and what stands behind its attention, are computed for each token by itself, and read by no other token.
+The layer's queries, and everything after its attention, are computed for each token alone; no other token reads them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
-"""Such modules, as most models of transformers name them: from and to (row, column, size)."""
+"""These modules, as most models in transformers name them: from and to (row, column, size)."""
 
 
 class LastLayer:
-    """The modules of a model's last layer that are of use to a token alone; LookupError if none has a known name."""
+    """The modules of a model's last layer that serve only one token; LookupError if none has a known name."""
 
     def __init__(self, model: Any) -> None:
         modules = dict(model.get_decoder().named_modules())
@@ -29,9 +29,9 @@ class LastLayer:
 
     @contextlib.contextmanager
     def only(self, columns: Any, n_columns: int, others: float = 0.0) -> Iterator[None]:
-        """Within, they compute these of `n_columns` columns, a slice or indices; the others get a number.
+        """Within the context, compute only `columns` of `n_columns`, a slice or indices; the others get a constant.
 
-        With NaN a model in which these columns read from others shows that, however little they read.
+        With NaN as the constant, a model in which these columns read others shows it, however little they read.
         """
         hooks = [hook for module in self._modules for hook in _hook(module, columns, n_columns, others)]
         try:
@@ -44,7 +44,7 @@ class LastLayer:
 def _hook(module: Any, columns: Any, n_columns: int, others: float) -> tuple[Any, Any]:
     def take(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
         [whole] = inputs
-        return (whole[:, columns].contiguous(),)  # which a module may view in another shape
+        return (whole[:, columns].contiguous(),)  # a module may view it in another shape
 
     def put(_: Any, inputs: Any, some: Tensor) -> Tensor:
         n_rows, _, size = some.shape

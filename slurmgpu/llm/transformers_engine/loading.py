@@ -28,27 +28,27 @@ from slurmgpu.util.exceptions import described
 log = logging.getLogger(__name__)
 
 OWN_CACHES = ("minimax", "openai-gpt", "reformer", "rwkv", "xlnet", "xlstm")
-"""Model types with another kind of cache, or none, by generation/utils.py of transformers 5.23."""
+"""Model types with another kind of cache, or none, from generation/utils.py of transformers 5.23."""
 
 COLLECTIVE_LIMIT = timedelta(hours=2)
 """Loading a large model takes tens of minutes, differently on each rank; NCCL's default is ten minutes."""
 
 HINTS = {
-    "AutoModelForCausalLM": " If it takes images beside text, set images to the field of the items that holds them.",
-    "AutoModelForImageTextToText": " Choose one that takes images beside text and answers in text, or remove images.",
+    "AutoModelForCausalLM": " If it takes images with text, set images to the item field with images.",
+    "AutoModelForImageTextToText": " Choose a model that takes images with text and answers in text, or remove images.",
 }
-"""The advice for a model that one of transformers' classes does not know."""
+"""Advice for a model type that one of transformers' Auto classes does not know."""
 
 FEW = 3
-"""The number of wrong weights in a message."""
+"""The number of wrong weights that a message names."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A loaded model and its tokenizer.
 
-    `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` are the cache's bytes of one
-    token on the fullest device; `device` has token ids and logits; `switch` chooses among several adapters.
+    `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` are the cache's bytes for a
+    token on the fullest device; `device` has token ids and logits; `switch` switches between adapters.
     """
 
     model: Any
@@ -67,7 +67,7 @@ class Loaded:
 
 
 def load_model(options: EngineOptions, place: Place) -> Loaded:
-    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
+    """Load the model and its tokenizer on the device, the GPUs or the process group of `place`."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -82,8 +82,8 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
         )
     if config.model_type in OWN_CACHES:
         raise SlurmGPUError(
-            f"{options.model.name} has the type {config.model_type}, whose cache the engine transformers does not "
-            'support; expected a decoder such as Llama, Qwen or gpt-oss. engine = "vllm" may support it.'
+            f"{options.model.name} has the type {config.model_type}, and the engine transformers does not support its "
+            'cache; expected a decoder such as Llama, Qwen or gpt-oss. engine = "vllm" may support the model.'
         )
     _check_memory(options, place)
     prepare(options, place)
@@ -101,16 +101,16 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     model.eval()
     if place.device == "cpu" and place.world_size == 1:
         store_by_columns(model)
-    # Only the end tokens of the checkpoint's generation config are used, not its sampling.
+    # From the checkpoint's generation config only the end tokens are used, not its sampling.
     eos_ids = eos_ids_of(model.generation_config, config.get_text_config(), tokenizer)
     try:
         kv_bytes = _kv_bytes(model)
     except (AttributeError, TypeError, ValueError) as error:
-        if argument_of(model) is None and isinstance(error, TypeError):  # a keyword that is passed on, but never taken
+        if argument_of(model) is None and isinstance(error, TypeError):  # a keyword that no forward pass takes
             raise SlurmGPUError(_without_cache(model, options)) from error
         raise SlurmGPUError(  # such as layers with states in transformers 5.0
-            f"{options.model.name} is a {type(model).__name__}, which fails with a cache of transformers "
-            f'{transformers.__version__}: {described(error)}. Use a later transformers; engine = "vllm" may do as well.'
+            f"{options.model.name} is a {type(model).__name__}, which fails with the cache of transformers "
+            f'{transformers.__version__}: {described(error)}. Use a later transformers, or try engine = "vllm".'
         ) from error
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), kv_bytes, model.device, switch)
     log_loaded(loaded, place, options, time.monotonic() - started)
@@ -118,9 +118,9 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
 
 
 def load_whole(options: EngineOptions, place: Place, source: Mapping[str, Any], auto: Any, advice: str) -> Any:
-    """The model that the Auto class makes of a source with its config; SlurmGPUError, with advice, if it lacks weights.
+    """The model that the Auto class loads from a source; SlurmGPUError, with `advice`, if weights are missing.
 
-    It is in the precision of the options, or quantised, and on the device, the GPUs or the group of `place`.
+    It has the precision of the options, or is quantised, and is on the device, the GPUs or the group of `place`.
     """
     import torch
 
@@ -152,7 +152,7 @@ def prepare(options: EngineOptions, place: Place) -> None:
 def _without_cache(model: Any, options: EngineOptions) -> str:
     return (
         f"{options.model.name} is a {type(model).__name__}, whose forward pass takes no cache "
-        f"({' or '.join(ARGUMENTS)}), so that the engine transformers does not support it; expected a "
+        f"({' or '.join(ARGUMENTS)}), so the engine transformers does not support it; expected a "
         "decoder such as Llama, Qwen or gpt-oss."
     )
 
@@ -171,10 +171,10 @@ def _check_memory(options: EngineOptions, place: Place) -> None:
 def even_device_map(
     auto: Any, config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False
 ) -> dict[str, int]:
-    """The device of each part of a model on `n_devices`, with as little as possible on the fullest.
+    """The device of each part of a model on `n_devices`, with the least possible memory on the fullest device.
 
-    `auto` is the Auto class that makes the model. Accelerate's own maps fill the first devices, and leave no room for
-    the cache there.
+    `auto` is the model's Auto class. Accelerate's own maps fill the first devices, and leave no room for the cache
+    there.
     """
     from accelerate import infer_auto_device_map, init_empty_weights
 
@@ -192,7 +192,7 @@ def even_device_map(
             return None
         return {name: device - 1 for name, device in found.items()}
 
-    # Bisect the least limit that holds the model, to a percent.
+    # Bisect the smallest limit that holds the model, to a percent.
     low, high = size // n_devices, 2 * size
     best = map_within(high) or {"": 0}
     while high - low > size // n_devices // 100 + 1:
@@ -221,7 +221,7 @@ def where_on(options: EngineOptions, place: Place, config: Any, auto: Any) -> di
 
 
 def _distributed(place: Place, config: Any) -> Any:
-    """The sharing of the model in a group of processes: matrices are split, and experts distributed."""
+    """How the model is shared in a process group: matrices are split, and experts distributed."""
     import torch
     from torch import distributed
     from transformers.distributed import DistributedConfig
@@ -230,7 +230,7 @@ def _distributed(place: Place, config: Any) -> Any:
     if on_gpu:
         torch.cuda.set_device(place.device)
     if not distributed.is_initialized():
-        # Collectives in CUDA graphs, as in continuous batching, are slower with this; NCCL reads it only here.
+        # This makes collectives in CUDA graphs, as in continuous batching, slower; NCCL reads it only here.
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
         # torchrun sets address and rank in the environment.
         bound = {"device_id": torch.device(place.device)} if on_gpu else {}
@@ -247,8 +247,8 @@ def _distributed(place: Place, config: Any) -> Any:
 
 
 def from_pretrained(arguments: dict[str, Any], auto: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A model, made by the Auto class, and what transformers reports about its checkpoint."""
-    # Otherwise both are a warning with a table, or an error that refers to that table.
+    """A model loaded by the Auto class, and transformers' report about its checkpoint."""
+    # Otherwise the report is a warning with a table, or an error that refers to that table.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     found: tuple[Any, Mapping[str, Any]]
     try:
@@ -263,14 +263,14 @@ def from_pretrained(arguments: dict[str, Any], auto: Any) -> tuple[Any, Mapping[
         if "tensor parallel size" not in str(error):
             raise
         raise SlurmGPUError(  # transformers 5.20 refuses a vocabulary that does not divide; 5.23 accepts it
-            f"The transformers in this image cannot split this model over so many GPUs: {error} Use another number of "
-            f'GPUs, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
+            f"This version of transformers cannot split the model over this number of GPUs: {error} Use another number "
+            f'of GPUs, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
         ) from error
     return found
 
 
 def check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions, advice: str) -> None:
-    """Refuse a model whose checkpoint lacks weights, which transformers replaces by random numbers.
+    """Refuse a model with missing weights in its checkpoint: transformers replaces them by random numbers.
 
     Tied weights are not missing.
     """
@@ -289,7 +289,7 @@ def check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions, a
 
 
 def eos_ids_of(*holders: Any) -> frozenset[int]:
-    """All tokens that end an answer by a generation config, a model's config, or a tokenizer."""
+    """All end tokens of a generation config, a model's config, and a tokenizer."""
     found: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)
@@ -304,15 +304,15 @@ def _context(options: EngineOptions, config: Any) -> int:
 
 
 def _kv_bytes(model: Any) -> int:
-    """The cache's bytes of a token on the fullest device.
+    """The cache's bytes for a token on the fullest device.
 
-    Measured, since models cache different things, and a process may have some or all heads.
+    Measured, since models cache different things, and a process may have only some of the heads.
     """
     import torch
 
     cache = new_cache(model)
     with torch.inference_mode():
-        # Several tokens: a single one would count as decoding.
+        # Several tokens: a single token would count as decoding.
         ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, **{keyword_of(model): cache})
     sizes: Counter[Any] = Counter()
@@ -324,7 +324,7 @@ def _kv_bytes(model: Any) -> int:
 
 
 def log_loaded(loaded: Loaded, place: Place, options: EngineOptions, seconds: float) -> None:
-    """Log what was loaded, and how long that took."""
+    """Log what was loaded, and how long it took."""
     model = loaded.model
     n_parameters = sum(each.numel() for each in model.parameters())
     size = sum(each.numel() * each.element_size() for each in model.parameters())

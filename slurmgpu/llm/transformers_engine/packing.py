@@ -1,7 +1,7 @@
-"""Texts of unequal length in one row of a forward pass, one after the other, so that no padding is computed.
+"""Pack texts of unequal length into one row of a forward pass, so that no padding is computed.
 
-All of a model but its attention treats each token by itself. Attention is computed for each text apart, by the function
-that computes it for rows. A text may have branches: tokens that each see the text and themselves, as choices do.
+Everything in a model except attention treats each token alone. Attention is computed for each text separately, by the
+same function as for rows. A text may have branches, such as choices: each branch sees the text and itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 ATTENTION = "slurmgpu_packed"
-"""The name under which transformers knows `_attend`."""
+"""The name of `_attend` in transformers."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens, which may begin with shared ones, and branches that go on from their end."""
+    """Tokens, perhaps starting with shared ones, and branches that continue from their end."""
 
     tokens: Tokens
     branches: tuple[Tokens, ...] = ()
@@ -34,9 +34,9 @@ class Text:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries `start` to `stop`, which see the first `n_before` columns of a row of keys, and `first` to `last`.
+    """Queries `start` to `stop`; they see the first `n_before` columns of a row of keys, and `first` to `last`.
 
-    `mask` (query, key) is added to the scores; without one, each sees those before it.
+    `mask` (query, key) is added to the scores; without one, each query sees the columns before it.
     """
 
     start: int
@@ -49,10 +49,10 @@ class _Piece:
 
 
 class Pack:
-    """Texts as one row, behind the first `n_shared` tokens of all, whose keys and values are in the cache `shared`.
+    """Texts as one row, after the `n_shared` common tokens, whose keys and values are in the cache `shared`.
 
-    `ids` and `positions` are (1, column). `ends` are the columns of the last tokens of texts, `branches` those of all
-    branches. With a `cache`, which is empty, keys and values are kept there, a row for each text, padded at the left.
+    `ids` and `positions` are (1, column). `ends` are the columns of the texts' last tokens, `branches` the columns of
+    all branches. With an empty `cache`, keys and values are kept there, a row for each text, padded on the left.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Pack:
 
     @property
     def mask(self) -> Tensor:
-        """The columns that each text has in the cache: int64 (row, column)."""
+        """The mask of each text's columns in the cache: int64 (row, column)."""
         import torch
 
         n_unused = [self.n_columns - self._n_shared - (stop - start) for start, stop in self._spans]
@@ -119,7 +119,7 @@ class Pack:
         return found
 
     def _mask(self, n_before: int, lengths: Sequence[int]) -> Tensor:
-        """Each token of branches sees `n_before` columns, and those of its branch up to itself: (query, key)."""
+        """Each branch token sees `n_before` columns, and its own branch up to itself: (query, key)."""
         import torch
 
         branches = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths))
@@ -129,7 +129,7 @@ class Pack:
 
 
 class _SharedCache(DynamicCache):  # type: ignore[misc]
-    """Puts the keys and values of the shared tokens before those of a pack, and keeps nothing."""
+    """Puts the keys and values of the shared tokens before the pack's, and keeps nothing."""
 
     def __init__(self, shared: Any) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _SharedCache(DynamicCache):  # type: ignore[misc]
 
 
 class _RowCache(DynamicCache):  # type: ignore[misc]
-    """Takes keys and values of a pack, and keeps them in the layers of `cache`, a row for each text."""
+    """Stores the keys and values of a pack in the layers of `cache`, a row for each text."""
 
     def __init__(self, cache: Any, pack: Pack, shared: Any) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 def is_possible(model: Any) -> bool:
-    """Whether the model computes attention by transformers' function for PyTorch's kernels, which `_attend` calls."""
+    """Whether the model computes attention with transformers' function for PyTorch's kernels, which `_attend` calls."""
     return bool(model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation())
 
 
 @contextlib.contextmanager
 def attention_of_packs(model: Any) -> Iterator[None]:
-    """Within, the model computes the attention of packs."""
+    """Within the context, the model computes the attention of packs."""
     own = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     try:

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-PADDING = "what it says of a text is not the same beside a longer one"
-"""Why rows of a model cannot be kept with others."""
+PADDING = "padding a text to the length of a longer one changes its logits"
+"""Why rows of a model cannot be batched with longer ones."""
 WRONG = 0.2
-"""The relative difference of logits behind a cache that is no rounding in any precision."""
+"""The relative difference of logits after a cache that is not rounding in any precision."""
 PROBES = ((3, 11, 5, 7, 2, 13), (4, 6))
 """Texts that are read alone and in a pack when a model is loaded."""
 PADDED = ((3, 11, 5, 7, 2, 13, 9, 12), (4, 6, 8), (8, 2, 5, 14), (7, 12, 3, 10, 6))
 """Texts that are read alone, and beside longer ones, when a model is loaded."""
 PROBED = (1, 3)
-"""The columns of the first whose logits are compared with those of a call for all columns."""
+"""The columns of the first text for comparing logits with a call for all columns."""
 
 
 @dataclass
@@ -60,10 +60,10 @@ class Prefilled:
 
 
 class Prefill:
-    """Reads prompts, and keeps their shared prefix between calls.
+    """Reads prompts, and keeps their common prefix between calls.
 
-    Sliding layers look back by columns, so that they allow a shared prefix only if no row grows beyond the window;
-    `longest` is the most columns that rows may reach.
+    Sliding layers look back by columns, so they allow a shared prefix only if no row grows beyond the window; `longest`
+    is the most columns that rows may reach.
     """
 
     def __init__(self, loaded: Loaded, place: Place) -> None:
@@ -77,13 +77,13 @@ class Prefill:
         self.lengths = CallLengths.of(config)
         if self.lengths.border < loaded.context:
             log.info(
-                "%s computes texts of more than %d tokens in another way: no batch has shorter and longer ones",
+                "%s computes texts of more than %d tokens differently: no batch mixes shorter and longer texts",
                 type(loaded.model).__name__,
                 self.lengths.border,
             )
         self.has_rows = caches.has_rows(loaded.model)
         self.most_columns = loaded.context if config.model_type in caches.COLUMN_WINDOWS else sys.maxsize
-        """The columns of a cache beyond which the model has no mask."""
+        """The cache columns beyond which the model has no mask."""
         self._can_share = self.has_rows and caches.takes_holes(loaded.model)
         # Some models, mostly with their own code, always compute all logits.
         self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
@@ -91,16 +91,16 @@ class Prefill:
         self.padding = CPU_PADDING if on_cpu else GPU_PADDING
         self._last_layer: LastLayer | None = None
         if on_cpu and self.can_keep_few:
-            otherwise = "its last layer is computed for all tokens"
+            otherwise = "computing its last layer for all tokens"
             self._last_layer = LastLayer(loaded.model) if self._is_right(self._off_in_last_layer, otherwise) else None
         # On GPUs many small kernels cost more than padding.
         self._can_pack = on_cpu and self.has_rows and self.can_keep_few and packing.is_possible(loaded.model)
-        otherwise = "texts are padded, not read one behind the other"
+        otherwise = "padding texts instead of packing them"
         self._can_pack = self._can_pack and self._is_right(self._off_in_pack, otherwise)
-        # What reads packs right has rows and steps that are right.
+        # If packs are right, rows and steps are right, too.
         self.takes_padding = self._can_pack or self.is_so_on_all(self._pads_right())
         if not self.takes_padding:
-            # Rows in a cache have other columns than alone, too.
+            # Rows in a cache also have other columns than alone.
             self.has_rows = self._can_share = False
 
     def forget(self) -> None:
@@ -108,7 +108,7 @@ class Prefill:
         self._shared = ((), None)
 
     def share(self, prompts: Sequence[Tokens]) -> Tokens:
-        """The shared prefix, if it is worth computing once; else nothing."""
+        """The common prefix, if it is worth computing once; else ()."""
         n_same = common_prefix(prompts)
         if n_same <= self.lengths.border < max(map(len, prompts)):
             return ()
@@ -119,7 +119,7 @@ class Prefill:
         return caches.new_cache(self._loaded.model, n_more)
 
     def n_together(self, prompts: Sequence[Tokens], shared: Tokens = (), behind: Sequence[int] = ()) -> int:
-        """How many of these prompts, sorted by length, should be read at once, with so many tokens behind each."""
+        """How many of these prompts, sorted by length, should be read at once, with `behind` tokens after each."""
         if not self.packs(prompts[0]):
             return of_like_length(prompts, self.padding if self.takes_padding else 0)
         different = zip([None, *prompts], prompts, behind or [0] * len(prompts), strict=False)
@@ -128,11 +128,11 @@ class Prefill:
         )
 
     def packs(self, longest: Tokens) -> bool:
-        """Whether texts, `longest` among them, are read one after the other in one row."""
+        """Whether texts up to `longest` are packed into one row."""
         return self._can_pack and (self._window is None or len(longest) <= self._window)
 
     def read(self, prompts: Sequence[Tokens], longest: int, shared: Tokens = ()) -> Prefilled:
-        """Read prompts as rows, in order; `shared` is their shared prefix, if it is known."""
+        """Read prompts as rows, in order; `shared` is their common prefix, if known."""
         import torch
 
         different = list(dict.fromkeys(prompts)) if self.has_rows else list(prompts)
@@ -150,7 +150,7 @@ class Prefill:
     def forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor = 1, **more: Any
     ) -> Tensor:
-        """Run `ids`, and return logits of the last `n_logits` columns (0: all), or of these: (row, column, token)."""
+        """Run `ids`; returns logits of the last `n_logits` columns (0: all), or of these: (row, column, token)."""
         n_columns = ids.shape[1]
         if self._last_layer is None or (isinstance(n_logits, int) and not 0 < n_logits < n_columns):
             return self._forward(ids, mask, positions, cache, n_logits, **more)
@@ -161,7 +161,7 @@ class Prefill:
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int | Tensor, **more: Any
     ) -> Tensor:
         if mask is not None and not self._has_columns:
-            mask = mask[:, -ids.shape[1] :]  # only what is read now can be padding
+            mask = mask[:, -ids.shape[1] :]  # only the new columns can be padding
         found: Tensor = self._loaded.model(
             input_ids=ids,
             attention_mask=mask,
@@ -175,7 +175,7 @@ class Prefill:
         return (found[:, -n_logits:] if isinstance(n_logits, int) else found).to(ids.device)
 
     def forward_pack(self, pack: Pack, columns: Sequence[int] = ()) -> Tensor:
-        """Run a pack, and return logits of these columns, or of all: (column, token)."""
+        """Run a pack; returns logits of these columns, or of all: (column, token)."""
         import torch
 
         kept = torch.tensor(columns, device=pack.ids.device) if columns else 0
@@ -183,7 +183,7 @@ class Prefill:
             return self.forward(pack.ids, None, pack.positions, pack.cache, kept, pack=pack)[0]
 
     def pack(self, texts: Sequence[Text], shared: Tokens = (), cache: Any = None) -> Pack:
-        """Texts, all of which begin with `shared`, as a pack."""
+        """Texts that all begin with `shared`, as a pack."""
         before = self._read_shared(shared) if shared else None
         return Pack(texts, self._loaded.model, cache, n_shared=len(shared), shared=before)
 
@@ -197,7 +197,7 @@ class Prefill:
         return self._read_rows(prompts, shared, n_more, has_padding=has_padding)
 
     def _read_rows(self, prompts: Sequence[Tokens], shared: Tokens, n_more: int, *, has_padding: bool) -> Prefilled:
-        """Prompts as rows, padded at the left."""
+        """Prompts as rows, padded on the left."""
         import torch
 
         n_shared, n_rows = len(shared), len(prompts)
@@ -216,7 +216,7 @@ class Prefill:
         return cache
 
     def pad(self, rows: Sequence[Sequence[int]], *, left: bool = True) -> tuple[Tensor, Tensor]:
-        """Rows of token ids, padded at the left or right, and their mask, both on the model's device."""
+        """Rows of token ids, padded on the left or right, and their mask, both on the model's device."""
         import torch
 
         longest, pad_id, ids, mask = max(map(len, rows)), self._loaded.pad_id, [], []
@@ -228,7 +228,7 @@ class Prefill:
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _is_right(self, measure: Callable[[], float], otherwise: str) -> bool:
-        """Whether logits are off by rounding alone, on all ranks; the log says what is done `otherwise`, and why."""
+        """Whether logits differ only by rounding, on all ranks; if not, the log has `otherwise` and the reason."""
         import torch
 
         try:
@@ -242,7 +242,7 @@ class Prefill:
         return self.is_so_on_all(is_right)
 
     def _off_in_last_layer(self) -> float:
-        """How far logits are off if the last layer leaves out the columns whose logits are not asked for."""
+        """How far logits are off if the last layer skips the columns whose logits are not needed."""
         import torch
 
         probe = [token % self.width for token in PROBES[0]]
@@ -253,7 +253,7 @@ class Prefill:
         return _difference(logits, of_all[:, list(PROBED)], of_all)
 
     def is_so_on_all(self, verdict: bool) -> bool:
-        """Whether all processes that share the model found so: if they computed differently, each would wait."""
+        """Whether all processes that share the model agree: with different decisions they would wait for each other."""
         import torch
 
         if self._place.world_size == 1:
@@ -268,7 +268,7 @@ class Prefill:
         return off <= (EXACT if self._loaded.model.dtype == torch.float32 else ROUNDED)
 
     def _off_in_pack(self) -> float:
-        """How far logits of texts in a pack, and of a step from their rows, are off from those of the texts alone."""
+        """How far logits of texts in a pack, and of a step from their rows, are from the logits of the texts alone."""
         import torch
 
         long, brief = (tuple(token % self.width for token in probe) for probe in PROBES)
@@ -284,11 +284,11 @@ class Prefill:
         return _difference(torch.cat(found), torch.stack(expected), of_long)
 
     def _pads_right(self) -> bool:
-        """Whether texts have the logits beside longer ones that they have alone; SlurmGPUError if the cache is wrong.
+        """Whether texts have the same logits with longer ones as alone; SlurmGPUError if the cache is wrong.
 
-        The median of some texts counts, since rounding may choose other experts for a token of one. With int8 weights
-        of bitsandbytes every neighbour changes values, not padding: only the cache is looked at. That of a model which
-        names no argument for it must be right but for rounding.
+        The median over some texts counts, since rounding may change the experts for a token of one text. With int8
+        weights of bitsandbytes every neighbour changes values, not only padding, so only the cache is checked. If a
+        model names no argument for a cache, results with the cache must be right up to rounding.
         """
         import torch
 
@@ -304,7 +304,7 @@ class Prefill:
         except Exception as error:  # a model with its own code can raise any error
             if not named and not off_steps:
                 raise SlurmGPUError(
-                    f"{type(model).__name__} names no argument for a cache in its forward pass "
+                    f"{type(model).__name__} has no argument for a cache in its forward pass "
                     f"({' or '.join(caches.ARGUMENTS)}), and fails with one: {described(error)}. The engine "
                     'transformers does not support it; engine = "vllm" may.'
                 ) from error
@@ -313,15 +313,15 @@ class Prefill:
             off = min(off_steps)
             if off > WRONG or not (named or int8 or self._is_rounding(off)):
                 raise SlurmGPUError(
-                    f"{type(model).__name__} says something else of a token behind its cache than of the same text "
-                    f"read at once: logits are off by {off:.2g} of the greatest. The engine transformers "
+                    f"{type(model).__name__} computes other logits for a token after its cache than for the same text "
+                    f"read at once: they are off by {off:.2g} of the greatest. The engine transformers "
                     'does not support it; engine = "vllm" may.'
                 )
             off = sorted(off_padded)[len(off_padded) // 2]
             is_right, said = self._is_rounding(off), f"logits are off by {off:.2g}"
         if not is_right:
             log.warning(
-                "%s: %s, whose length it is padded to; batches have texts of equal length, which is slower: %s",
+                "%s: %s; batches only have texts of equal length, which is slower: %s",
                 type(model).__name__,
                 PADDING,
                 said,
@@ -329,7 +329,7 @@ class Prefill:
         return is_right
 
     def _step_off(self, rows: Sequence[Tokens], alone: Sequence[Tensor]) -> list[float]:
-        """How far the logits of rows and of a step behind them are from those of the same texts read at once."""
+        """How far the logits of rows and of a step after them are from the logits of the same texts read at once."""
         import torch
 
         brief, (ids, one) = [row[:-1] for row in rows], self.pad([row[-1:] for row in rows])
@@ -341,5 +341,5 @@ class Prefill:
 
 
 def _difference(found: Tensor, expected: Tensor, among: Tensor) -> float:
-    """The greatest difference of logits, relative to the greatest one of a text, or to 1."""
+    """The greatest difference of logits, relative to the greatest logit of a text, or to 1."""
     return float((found - expected).abs().max() / among.abs().max().clamp(min=1))

@@ -1,7 +1,7 @@
-"""Quantised variants of a model, by a suffix of its name: -8bit, -4bit and -fp8.
+"""Quantised variants of a model, chosen by a suffix of its name: -8bit, -4bit and -fp8.
 
-In one process bitsandbytes quantises (8-bit; 4-bit as nf4). With tensor parallelism it cannot, and 8-bit is torchao's
-int8. fp8 is always torchao's. Only weights are quantised, which saves memory but no time.
+In one process bitsandbytes quantises (8-bit; 4-bit as nf4). With tensor parallelism it cannot, and 8-bit uses torchao's
+int8. fp8 always uses torchao. Only weights are quantised, which saves memory but no time.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ def quantization_config(options: EngineOptions, place: Place) -> Any:
             f"{options.model.name}: the {variant} variant needs the Python package {package}, which is not installed "
             f"here. Add `pip install {package}` to the image's definition, or remove the suffix of the model's name."
         )
-    log.info("%s is quantised to %s by %s", options.model.folder, variant, package)
+    log.info("quantising %s to %s with %s", options.model.folder, variant, package)
     return _torchao(variant) if package == "torchao" else _bitsandbytes(variant, options.precision)
 
 
 def is_int8(model: Any) -> bool:
-    """Whether bitsandbytes computes in 8 bits (LLM.int8), which waits for the GPU in each layer.
+    """Whether bitsandbytes computes in 8 bits (LLM.int8), which synchronises with the GPU in each layer.
 
-    It computes columns in 16 bits that are large in any row of a call, so that what a row gets depends on its
-    neighbours.
+    It computes columns that are large in any row of a call in 16 bits, so a row's result depends on its neighbours.
     """
     return bool(getattr(model, "is_loaded_in_8bit", False))
 

@@ -1,4 +1,4 @@
-"""The rows of a batch that is generated: choose each row's next token, and see which rows end with it."""
+"""The rows of a generated batch: choose each row's next token, and find out which rows end with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Row:
-    """A request with the tokens of its answer so far; `ended` says why no more follow."""
+    """A request with the tokens of its answer so far; `ended` says why it has no more."""
 
     encoded: Encoded
     matcher: Matcher | None = None
@@ -29,7 +29,7 @@ class Row:
     error: str | None = None
     is_reported: bool = False
     n_before: int = 0
-    """The tokens of the answer that were there when its row began."""
+    """The tokens of the answer that existed when its row began."""
 
     @property
     def more(self) -> int:
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that waits for a row, with the tokens that its answer has already, and their log-probabilities."""
+    """A request that waits for a row, with the tokens that its answer already has, and their log-probabilities."""
 
     encoded: Encoded
     answer: tuple[int, ...] = ()
@@ -59,12 +59,12 @@ class Waiting:
 
     @classmethod
     def longer(cls, row: Row) -> Waiting:
-        """The request of a row with what has been generated."""
+        """The request of a row, including the generated tokens."""
         return cls(row.encoded, tuple(row.tokens), tuple(row.logprobs))
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that is read: the prompt, and the answer so far."""
+        """All tokens to read: the prompt, and the answer so far."""
         return self.encoded.tokens + self.answer
 
     @property
@@ -87,7 +87,7 @@ class Chosen:
 
 
 class Chooser:
-    """Chooses tokens by the sampling and the structure of each row; a token of `ends` ends an answer."""
+    """Chooses tokens with the sampling and the structure of each row; a token in `ends` ends an answer."""
 
     def __init__(self, codec: Codec, grammars: Grammars, ends: Collection[int]) -> None:
         self._codec = codec
@@ -108,9 +108,9 @@ class Chooser:
         return row
 
     def choose(self, rows: Sequence[Row], logits: Tensor, rules: Rules, counts: Tensor) -> Chosen:
-        """Begin to choose each row's next token, from `logits`: (row, token).
+        """Start to choose each row's next token, from `logits`: (row, token).
 
-        `counts` (row,) has the numbers of tokens in the answers before. Rows with a structure must have taken those.
+        `counts` (row,) has the numbers of tokens in the answers so far; rows with a structure must have taken them.
         """
         matchers = [row.matcher if row.ended is None else None for row in rows]
         tokens = choose(logits, rules, counts, self._grammars.allowed(matchers, logits.device))
@@ -118,7 +118,7 @@ class Chooser:
         return Chosen(tokens, log_probabilities(logits, tokens) if wants_them else None)
 
     def take(self, rows: Sequence[Row], chosen: Chosen) -> None:
-        """Append the tokens that were chosen to the rows that have not ended, and mark those that end with them."""
+        """Append the chosen tokens to the rows that have not ended, and mark rows that end with them."""
         for row, token, logprob in zip(rows, *chosen.read(), strict=True):
             if row.ended is None:
                 row.tokens.append(token)
@@ -151,7 +151,7 @@ def lengths_of(encoded: Encoded) -> tuple[int, int]:
 
 
 def too_large(encoded: Encoded) -> Finished:
-    """The error of a request that runs out of memory alone."""
+    """The error for a request that runs out of memory even alone."""
     n_prompt, n_more = lengths_of(encoded)
     error = f"out of memory for this prompt alone, which has {n_prompt} tokens, with max_tokens = {n_more}"
     return Finished(encoded, (), "error", error=error)

@@ -1,4 +1,4 @@
-"""Score given answers: read prompts once, and then each choice."""
+"""Score given answers by reading prompts once, and then each choice."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROUNDING = 2.0**-24
-"""The error of a probability near 1 in float32, in which models compute."""
+"""The error of a probability near 1 in float32, the models' precision for logits."""
 
 MOST_LOGITS = 200_000_000
-"""The most logits of choices that are read together: rows times tokens times vocabulary, about 10 bytes each."""
+"""The most logits for choices that are read together: rows times tokens times vocabulary, about 10 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Asked:
 
     @property
     def n_read(self) -> tuple[int, int]:
-        """The tokens that are read of the prompt, and behind it of the longest choice."""
+        """The number of tokens that are read from the prompt, and from the longest choice after it."""
         return len(self.prompt), self.longest - 1
 
     @property
     def branches(self) -> tuple[Tokens, ...]:
-        """The tokens that are read behind the prompt: choices without their last tokens, each once."""
+        """The tokens to read after the prompt: the distinct choices without their last tokens."""
         return tuple(dict.fromkeys(choice[:-1] for choice in self.choices if len(choice) > 1))
 
 
@@ -92,7 +92,7 @@ class Scorer:
                 self._prefill.forget()
                 free_memory()
             if found is None and (n_taken > 1 or self._n_rows > 1):
-                # For one question alone, fewer choices are read together.
+                # For a single question, read fewer choices together.
                 self._budget.reduce(load.tokens if n_taken > 1 else self._n_rows * (load.columns + load.more))
                 continue
             asked = asked[n_taken:]
@@ -117,7 +117,7 @@ class Scorer:
             return self._score_rows(batch, load, shared)
 
     def _score_rows(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
-        """Read the prompts as rows, which have the choices' first tokens, then as many longer choices as fit."""
+        """Read the prompts as rows, which score the choices' first tokens, then as many longer choices as fit."""
         read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
         first = read.logits.float()
         first -= first.logsumexp(-1, keepdim=True)
@@ -160,7 +160,7 @@ class Scorer:
 
         pack = self._prefill.pack(texts, shared)
         logits = self._prefill.forward_pack(pack, [*pack.ends, *pack.branches]).float()
-        # The row of logits behind each beginning of an answer.
+        # The row of logits after each prefix of an answer.
         rows: dict[tuple[Tokens, Tokens], int] = {(text.tokens, ()): row for row, text in enumerate(texts)}
         n_rows = len(texts)
         for text in texts:
@@ -178,7 +178,7 @@ class Scorer:
         return [scores_of(asked, np.array([next(sums) for _ in asked.choices])) for asked in batch]
 
     def _score_apart(self, asked: Asked) -> Scores:
-        """The scores of a question whose prompt has other values with its choices: each is read with it, alone."""
+        """The scores of a question whose choices change the prompt's values: each is read with the prompt, alone."""
         import torch
 
         sums = []
@@ -212,7 +212,7 @@ class Scorer:
         return _sums(logits, following, is_token)
 
     def _reread(self, prompts: Sequence[Tokens], choices: Sequence[Tokens]) -> list[float]:
-        """The same for models whose cache has no rows to copy: prompts are read again."""
+        """Like `_go_on`, for models whose cache has no rows to copy: prompts are read again."""
         ids, mask = self._prefill.pad(
             [(*prompt, *choice[:-1]) for prompt, choice in zip(prompts, choices, strict=True)]
         )
@@ -225,7 +225,7 @@ class Scorer:
 def ask(question: Question, codec: Codec) -> Asked:
     """The question's tokens. Choices are tokenised with the prompt, since tokens depend on the text before them."""
     if not question.choices or "" in question.choices:
-        raise PromptError("a question needs choices, none of them empty")
+        raise PromptError("a question needs choices, and none of them may be empty")
 
     def read(asked: Prompt) -> tuple[Tokens, list[Tokens]]:
         text, is_whole = codec.render(asked, answers_at_once=True)
@@ -243,7 +243,9 @@ def ask(question: Question, codec: Codec) -> Asked:
     # If the prompt's last token merges with a choice, all choices are compared from before that token.
     n_same = min(n_common([prompt, *whole]), min(map(len, whole)) - 1)
     if n_same < 1:
-        raise PromptError("the prompt's only token merges with a choice, so that none stands before it; expected more")
+        raise PromptError(
+            "the prompt's only token merges with a choice, so no token is before it; expected a longer prompt"
+        )
     check_room(codec, len(prompt), max(map(len, whole)))
     rests = tuple(tokens[n_same:] for tokens in whole)
     asked = Asked(question, prompt[:n_same], rests, len(prompt), n_whole - len(prompt))
@@ -252,10 +254,10 @@ def ask(question: Question, codec: Codec) -> Asked:
 
 
 def check_room(codec: Codec, n_prompt: int, n_whole: int) -> None:
-    """Refuse a prompt of so many tokens if it has too many with the longest of its choices."""
+    """Refuse a prompt that is too long together with its longest choice."""
     if n_whole > codec.context:
         raise PromptError(
-            f"the prompt has {n_prompt} tokens, which with its choices exceeds the context of {codec.context} tokens"
+            f"the prompt has {n_prompt} tokens, and with its choices exceeds the context of {codec.context} tokens"
         )
 
 
@@ -268,7 +270,7 @@ def _texts_of(batch: Sequence[Asked]) -> list[Text]:
 
 
 def following(choices: Iterable[Tokens]) -> dict[Tokens, list[int]]:
-    """Each beginning of choices, with the tokens that follow it."""
+    """Each prefix of choices, with the tokens that follow it."""
     found: dict[Tokens, dict[int, None]] = {}
     for choice in choices:
         for place, token in enumerate(choice):
@@ -277,7 +279,7 @@ def following(choices: Iterable[Tokens]) -> dict[Tokens, list[int]]:
 
 
 def scores_by_token(asked: Asked, known: Mapping[tuple[Tokens, int], float]) -> Scores:
-    """The scores of a question, from the log-probability of each token behind a beginning of its choices."""
+    """The scores of a question, from the log-probability of each token after a prefix of its choices."""
     sums = [sum(known[choice[:place], token] for place, token in enumerate(choice)) for choice in asked.choices]
     return scores_of(asked, np.array(sums, np.float64))
 
@@ -290,9 +292,9 @@ def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
 
 
 def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Log-probabilities of choices that exclude each other: each without the choices that continue it.
+    """Log-probabilities of mutually exclusive choices: each without the choices that continue it.
 
-    Among choices with the same tokens the first has all.
+    Among choices with the same tokens the first one gets all of the probability.
     """
     taken, found = np.zeros(len(choices)), logprobs.copy()
     begun: list[int] = []  # choices that are prefixes of the current one, shortest first
@@ -332,6 +334,6 @@ def _lengths(asked: Asked) -> tuple[int, int]:
 
 
 def failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:
-    """The error of a question."""
+    """The scores of a question with an error."""
     none = np.full(len(question.choices), np.nan)
     return Scores(question.id, none, np.zeros(len(question.choices), np.int64), n_prompt_tokens, error)

@@ -1,4 +1,4 @@
-"""Compare two ways to compute the same answers, once, before a fast path is used."""
+"""Compare two ways to compute the same answers once, before a fast path is used."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 """How far scores of two paths may be off in any case, as a share of their range."""
 EXACT, ROUNDED = 1e-3, 0.05
-"""The relative difference of a text's outputs, alone and beside others, that is rounding: in fp32, in fewer bits."""
+"""The relative difference between outputs alone and in a batch that counts as rounding: in fp32, in fewer bits."""
 NOISE_FACTOR, MOST_FACTOR = 2.5, 20.0
-"""They may be off by so many times the model's own noise, but by no more than so many times what they always may."""
+"""Scores may be off by this many times the model's own noise, but at most by this many times the usual bound."""
 N_PROBES, PROBE_TOKENS = 4, 16
 N_TIMES = 6
-"""How often two computations of the same scores are compared before they are taken for different."""
+"""How often two computations of the same scores are compared before they count as different."""
 MISS_ROWS = 32
-"""Rows of scores that are compared at a time, since the intermediate results are several times larger."""
+"""The number of rows of scores compared at a time, since the intermediate results are several times larger."""
 
 
 def misses(expected: Tensor, found: Tensor) -> Tensor:
@@ -43,10 +43,10 @@ def misses(expected: Tensor, found: Tensor) -> Tensor:
 
 
 def _range(scores: Tensor) -> Tensor:
-    """How far the best score of each row is above their mean: (row,)."""
+    """How far the best score of each row is above the row's mean: (row,)."""
     import torch
 
-    # A model may give tokens that do not exist -inf.
+    # A model may give -inf to tokens that do not exist.
     mean = torch.where(scores.isfinite(), scores, torch.nan).nanmean(-1)
     return (scores.amax(-1) - mean).clamp(min=1e-6)
 
@@ -57,9 +57,9 @@ def miss(expected: Tensor, found: Tensor) -> float:
 
 
 def spacing(scores: Tensor) -> float:
-    """The distance of neighbouring numbers of the scores' type where these are largest, as a share of their range.
+    """The spacing of the scores' type at the largest scores, as a share of their range.
 
-    That is noise, too: a score of -100 in bf16 is rounded to 0.5, whatever computes it.
+    This is noise, too: in bf16 a score of -100 is always rounded to 0.5.
     """
     import torch
 
@@ -69,10 +69,10 @@ def spacing(scores: Tensor) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How far two computations of the same scores are off, as a share of their range: each row where it is nearest.
+    """How far two computations of the same scores differ, as a share of their range: the best of all tries by row.
 
-    `most` is the greatest difference that was seen, `noise` that of what is expected from itself. `found` are the
-    scores that were found last.
+    `most` is the greatest difference that was seen, `noise` the difference of the expected scores from themselves.
+    `found` are the latest scores.
     """
 
     steady: float
@@ -82,11 +82,11 @@ class Agreement:
 
 
 def agreement(expected: Callable[[], Tensor], found: Callable[[], Tensor], bound: float) -> Agreement:
-    """Compare two computations that may have a few results each, as kernels leave the order of sums open.
+    """Compare two computations that may have a few results each, as kernels do not fix the order of sums.
 
-    On an H200 one step in ten of four rows in bf16 differed from itself, done again, by 0.01 of the range. So both are
-    done again, up to N_TIMES, until each row has been the same to `bound` once; one that is always wrong never is.
-    What is found is computed first: it must not read what the other one has left.
+    On an H200 one step in ten with four rows in bf16 differed from its own repetition by 0.01 of the range. So both are
+    repeated, up to N_TIMES, until each row has agreed to `bound` once; a wrong row never does. `found` is computed
+    first: it must not read what `expected` has left.
     """
     import torch
 
@@ -108,7 +108,7 @@ def agreement(expected: Callable[[], Tensor], found: Callable[[], Tensor], bound
 
 
 def bound_of(noise: float, least: float) -> float:
-    """How far scores may be off where those of the same path, computed in another way or again, are off by `noise`."""
+    """How far scores may be off if the same path, repeated or in another batch, is off by `noise`."""
     return min(MOST_FACTOR * least, max(least, NOISE_FACTOR * noise))
 
 
@@ -138,31 +138,31 @@ def agree(expected: Sequence[Finished], found: Sequence[Finished]) -> bool:
 def difference(
     model: Any, grammars: Grammars, expected: Sequence[Finished], found: Sequence[Finished], precision: str
 ) -> str | None:
-    """The difference between two paths' answers to the same requests, in words; None if it is only rounding.
+    """The difference between two paths' answers to the same requests, as text; None if it is only rounding.
 
-    If tokens differ, the model scores those that were found, which must be nearly as good as the best ones: rounding
-    may swap tokens that nearly tie.
+    If tokens differ, the model scores the found tokens, which must be nearly as good as the best ones: rounding may
+    swap tokens that nearly tie.
     """
     wanted = {each.encoded.request.id: each for each in expected}
     if sorted(wanted) != sorted(each.encoded.request.id for each in found):
-        return "some request was not answered exactly once"
+        return "a request was not answered exactly once"
     for answer in found:
         reference = wanted[answer.encoded.request.id]
         if answer.error or reference.error:
-            return f"an error: {answer.error or reference.error}"
+            return f"a request failed: {answer.error or reference.error}"
         if answer.tokens == reference.tokens:
             continue
         missed = _worst_miss(model, grammars, answer.encoded, answer.tokens)
         if missed > TOLERANCE[precision]:
             return (
                 f"tokens {list(answer.tokens)} instead of {list(reference.tokens)}, "
-                f"which miss the best score by {missed:.2g} of the range of scores"
+                f"which are {missed:.2g} of the range of scores below the best score"
             )
     return None
 
 
 def _worst_miss(model: Any, grammars: Grammars, encoded: Encoded, tokens: Sequence[int]) -> float:
-    """The greatest distance of a taken token from its row's best score, as a share of the row's range."""
+    """The greatest distance of a chosen token from its row's best score, as a share of the row's range."""
     import torch
 
     if not tokens:

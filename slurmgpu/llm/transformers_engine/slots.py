@@ -1,8 +1,8 @@
-"""Rows in a cache of fixed size, whose steps read and write the same memory each time, as CUDA graphs need it.
+"""Rows in a cache of fixed size; steps read and write the same memory each time, as CUDA graphs require.
 
-A step has one of a few sizes: rows and columns of the cache, both rounded up. The rows beyond those in use are padding,
-which attends to its own token alone. All sizes share one allocation: the keys of a layer are the first rows x heads x
-columns x dimension numbers of a flat tensor.
+A step has one of a few sizes: rows and columns of the cache, both rounded up. Unused rows are padding, which attends
+only to its own token. All sizes share one allocation: the keys of a layer are the first rows x heads x columns x
+dimension numbers of a flat tensor.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS: tuple[int, ...] = (1, 2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, MOST_ROWS + 1, 16))
-"""The numbers of rows of a step. Each size is captured when it is first needed, which takes as long as many steps.
+"""The row sizes of a step. Each size is captured when it is first needed, which takes as long as many steps.
 
-Fewer sizes would leave more of the slots empty: a batch of as many tokens would have fewer rows.
+Fewer sizes would leave more of the slots empty, so a batch with the same tokens would have fewer rows.
 """
 LEAST_COLUMNS = 64
 COLUMN_STEPS = ((128, 32), (512, 64), (2048, 128), (sys.maxsize, 256))
-"""Up to so many columns there are sizes in steps of so many."""
+"""Up to this many columns, column sizes are multiples of this number."""
 READ_SHARE = 0.25
-"""The share of the slots' tokens that is read at once: until they are copied, prompts are in a cache of their own."""
+"""The share of the slots' tokens that is read at once: prompts are in a separate cache until they are copied."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,31 +41,31 @@ Forward = Callable[..., "Tensor"]
 
 
 class SlotsError(Exception):
-    """Something in the slots or in their graphs failed; the rows can be computed again without them."""
+    """The slots or their graphs failed; the rows can be computed again without them."""
 
 
 def row_size(n_rows: int) -> int:
-    """The rows of a step of so many rows."""
+    """The row size of a step with `n_rows` rows."""
     return next(size for size in ROWS if size >= n_rows)
 
 
 def column_size(n_columns: int) -> int:
-    """The columns of a step that needs so many: 64, 96, 128, 192, 256 …, less than half as many again."""
+    """The column size of a step that needs `n_columns`: 64, 96, 128, 192, 256 …, less than 50 % more."""
     step = next(step for most, step in COLUMN_STEPS if n_columns <= most)
     return max(LEAST_COLUMNS, -(-n_columns // step) * step)
 
 
 def tokens_of(load: Load) -> int:
-    """The tokens of the cache that a load takes in slots, when it ends."""
+    """The tokens of the cache that a load takes in slots at its end."""
     return row_size(load.n_rows) * column_size(load.columns + load.more)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The memory of steps of one size: the first rows and columns of the slots'.
+    """The memory for steps of one size: the first rows and columns of the slots.
 
     `ids`, `positions` (row, 1) and `mask` (row, column) are the model's inputs; `cursors` (row,) are the columns that
-    the step writes, up to `lasts` (row,); `logits` (row, token) gets what it computes.
+    the step writes, up to `lasts` (row,); `logits` (row, token) is the output.
     """
 
     size: tuple[int, int]
@@ -83,12 +83,12 @@ class Frame:
         return self.ids, self.mask, self.positions, self.cache
 
     def compute(self, forward: Forward) -> None:
-        """Set the logits by a forward pass, which may be done again: it writes the same keys and values."""
+        """Set the logits with a forward pass, which may be repeated: it writes the same keys and values."""
         self.logits.copy_(forward(*self.inputs)[:, -1])
 
 
 def compare_replay(frame: Frame, forward: Forward, replay: Callable[[], None], bound: float) -> Agreement:
-    """How a replay's logits agree with those of a pass, which are NaN before either; the frame has the replay's."""
+    """How a replay's logits agree with a pass's; both start from NaN, and the frame keeps the replay's."""
 
     def after(work: Callable[[], None]) -> Tensor:
         frame.logits.fill_(math.nan)
@@ -101,16 +101,16 @@ def compare_replay(frame: Frame, forward: Forward, replay: Callable[[], None], b
 
 
 class Runner(Protocol):
-    """How a step is computed: again and again in the same memory, for each frame."""
+    """Computes steps, repeatedly in the same memory for each frame."""
 
     def run(self, frame: Frame, forward: Forward) -> None:
         """Set the frame's logits, as `frame.compute(forward)` does."""
 
 
 class Slots:
-    """The memory of at most `n_tokens` rows times columns, shaped as the cache of prompts that were read.
+    """The memory for at most `n_tokens` rows times columns, shaped like the cache of prompts that were read.
 
-    `runner` is for this memory alone: graphs have its addresses.
+    `runner` is only for this memory: graphs contain its addresses.
     """
 
     def __init__(self, like: Prefilled, n_tokens: int, runner: Runner) -> None:
@@ -163,7 +163,7 @@ class Slots:
         )
 
     def mask(self, n_rows: int, n_columns: int) -> Tensor:
-        """The mask of the first rows, where they have so many columns: (row, column)."""
+        """The mask of the first rows, with `n_columns` columns: (row, column)."""
         return self._mask[: n_rows * n_columns].view(n_rows, n_columns)
 
     def layers(self, n_rows: int, n_columns: int) -> list[tuple[Tensor, Tensor]]:
@@ -201,7 +201,7 @@ class SlotRows:
         self._context = context
         self._ends: list[int] = []
         self._lasts: list[int] = []
-        """The column of each row's next token, and the last that it needs, as in the cursors and lasts of frames."""
+        """The column of each row's next token, and its last needed column, as in the cursors and lasts of frames."""
         self._n_columns = 0
 
     @property
@@ -210,7 +210,7 @@ class SlotRows:
         return max(self._ends)
 
     def size(self, load: Load) -> int:
-        """The tokens of the cache that a load takes; more than any budget where it has no room in the slots."""
+        """The tokens of the cache that a load takes; more than any budget if the slots have no room for it."""
         found = tokens_of(load)
         return found if found <= self._slots.n_tokens else sys.maxsize
 
@@ -225,7 +225,7 @@ class SlotRows:
         frame.ids[:n_rows, 0] = latest
         frame.mask[:n_rows].scatter_(1, frame.cursors[:n_rows, None], 1)
         self._slots.runner.run(frame, self._prefill.forward)
-        # Ended rows are computed until they are dropped: in their last column, and at a position that the model has.
+        # Ended rows are computed until they are dropped: in their last column, at a position that the model supports.
         frame.positions[:n_rows].add_(1).clamp_(max=self._context - 1)
         frame.cursors[:n_rows] = torch.minimum(frame.cursors[:n_rows] + 1, frame.lasts[:n_rows])
         self._ends = [min(end + 1, last) for end, last in zip(self._ends, self._lasts, strict=True)]
@@ -282,7 +282,7 @@ class SlotRows:
             self._move_to(column_size(n_needed))
 
     def _move_to(self, n_columns: int) -> None:
-        """Give each row other columns, all of which are in the same memory: a copy of one layer at a time."""
+        """Move all rows to another column size in the same memory, by copying one layer at a time."""
         n_rows, n_used = row_size(len(self._ends)), min(self._n_columns, n_columns)
         places = [(self._slots.mask(n_rows, n) for n in (self._n_columns, n_columns))]
         old, new = (self._slots.layers(n_rows, n) for n in (self._n_columns, n_columns))
@@ -290,13 +290,13 @@ class SlotRows:
         for before, after in places:
             is_mask = before.ndim == 2
             held = before[:, :n_used].clone() if is_mask else before[:, :, :n_used].clone()
-            # What a row does not attend to counts as 0 times what is there, which must be a number.
+            # A masked column contributes 0 times its content, which must be finite.
             after.zero_()
             (after[:, :n_used] if is_mask else after[:, :, :n_used]).copy_(held)
         self._n_columns = n_columns
 
     def _clear(self, first: int, end: int) -> None:
-        """Make rows padding: their only column in use is the first, which each step overwrites."""
+        """Turn rows into padding: they use only the first column, which each step overwrites."""
         if first >= end:
             return
         frame, rows = self._slots.frame(end, self._n_columns), slice(first, end)

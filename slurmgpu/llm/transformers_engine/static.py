@@ -1,6 +1,6 @@
-"""Generation in padded batches, on any device: finished rows make room for the next requests.
+"""Generate in padded batches, on any device: finished rows make room for the next requests.
 
-Every process of a group does the same in the same order, since all decisions follow from the tokens alone.
+All processes of a group do the same in the same order, since all decisions depend only on the tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Batch:
     """Rows that are generated together.
 
     `latest` (row,) has the last tokens, `counts` (row,) the numbers of tokens in the answers. `ahead` has the tokens of
-    a step that was begun before the tokens of the last step were known; the rows have not taken them yet.
+    a step that was started before the tokens of the last step were known; the rows have not taken them yet.
     """
 
     rows: list[Row]
@@ -44,7 +44,7 @@ class _Batch:
     ahead: Chosen | None = None
 
     def load(self, limit: int) -> Load:
-        """The batch's load, whose rows have at most `limit` tokens."""
+        """The batch's load, with at most `limit` tokens in a row."""
         more = max(min(row.more, limit - _length(row) + 1) for row in self.rows)
         return Load(len(self.rows), self.decoding.columns, more)
 
@@ -67,12 +67,12 @@ class _Work:
     finished: list[Finished] = field(default_factory=list)
 
     def lengths_of(self, waiting: Waiting) -> tuple[int, int]:
-        """The tokens that are read of a request, and the most that follow in its row."""
+        """The tokens to read for a request, and the most that follow in its row."""
         n_read = len(waiting.tokens)
         return n_read, min(waiting.more, self.limit - n_read + 1)
 
     def report(self) -> None:
-        """Move answers of ended rows to `finished`, where running out of memory cannot lose them."""
+        """Move the answers of ended rows to `finished`, where running out of memory cannot lose them."""
         for row in self.batch.rows if self.batch is not None else ():
             if row.ended is None and _length(row) > self.limit:
                 self.crossed.append(Waiting.longer(row))
@@ -100,7 +100,7 @@ class StaticBatches:
                 left = yield from self._answer(left)
 
     def _answer(self, waiting: Sequence[Waiting]) -> Generator[Finished, None, list[Waiting]]:
-        """The answers of requests that may be in one batch; those that cannot be finished beside the others."""
+        """The answers of requests that may share a batch; returns the requests that cannot finish in it."""
         # The longest first: a batch too large fails at once. Equal prompts are neighbours and are read once.
         order = sorted(waiting, key=lambda each: (-len(each.tokens), each.tokens, -each.more))
         limit = self._prefill.lengths.limit(len(order[0].tokens))
@@ -116,19 +116,19 @@ class StaticBatches:
         return work.crossed
 
     def _attempt(self, work: _Work) -> str | None:
-        """The failure of the slots, or of memory, when nothing refers to its tensors any more; None without one."""
+        """Why the step failed, by slots or memory, after all references to its tensors are gone; None on success."""
         try:
             return "out of memory" if self._budget.attempt(self._advance, work) is None else None
         except SlotsError as error:
             return str(error)
         except Exception as error:
-            # A fault of a replay is raised by the next call that waits for the GPU.
+            # A fault in a replay is raised by the next call that waits for the GPU.
             if self._decodings.uses_slots:
                 self._decodings.raise_if_lost(described(error).partition("\n")[0])
             raise
 
     def _redo(self, work: _Work) -> list[Waiting]:
-        """Let the requests of the batch wait again; what they were."""
+        """Put the requests of the batch back into the queue; returns them."""
         rows = work.batch.rows if work.batch is not None else []
         redone = [Waiting.again(row) for row in rows if row.ended is None] + work.taken
         work.batch, work.taken = None, []
@@ -138,7 +138,7 @@ class StaticBatches:
         return redone
 
     def _back_off(self, work: _Work) -> None:
-        """After running out of memory: retry the batch with a smaller budget; a request alone fails."""
+        """After running out of memory: retry the batch with a smaller budget; a single request fails."""
         n_rows = len(work.batch.rows) if work.batch is not None else 0
         was_alone = n_rows + len(work.taken) == 1
         redone = self._redo(work)
@@ -161,7 +161,7 @@ class StaticBatches:
         return True
 
     def _step(self, batch: _Batch) -> None:
-        """Let the rows take their next tokens, while the device computes those after them."""
+        """Let the rows take their next tokens while the device computes the tokens after them."""
         chosen = batch.ahead or self._begin(batch)
         batch.ahead = self._begin(batch) if self._goes_ahead(batch) else None
         self._chooser.take(batch.rows, chosen)
@@ -173,7 +173,7 @@ class StaticBatches:
         return chosen
 
     def _goes_ahead(self, batch: _Batch) -> bool:
-        """Whether a step may begin before the tokens of the last are known, and some row needs it if none ends."""
+        """Whether to start a step before the last tokens are known: it may, and some row needs it if no row ends."""
         left = [row for row in batch.rows if row.ended is None]
         is_free = batch.decoding.goes_ahead and all(row.matcher is None for row in left)
         return is_free and any(row.more > 1 for row in left)

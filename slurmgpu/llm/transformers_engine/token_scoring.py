@@ -1,4 +1,4 @@
-"""Score each token of windows of text, in batches of like length."""
+"""Score each token of windows of text, in batches of similar length."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slurmgpu.util.out_of_memory import free_memory
 class TokenScorer:
     """Reads windows within the budget; `width` is the model's vocabulary.
 
-    Logits are many, so that a part of the columns has them at a time, and the next part goes on behind the cache. Of
-    models whose values depend on how long all of a call is, each text is read at once, beside others of its length.
+    Logits are large, so they are computed for a part of the columns at a time, and the next part continues after the
+    cache. For models whose values depend on the length of a call, each text is read at once, with others of its length.
     """
 
     def __init__(self, budget: Budget, prefill: Prefill, config: Any) -> None:
@@ -32,7 +32,7 @@ class TokenScorer:
         self._in_parts = prefill.has_rows and not self._by_length
 
     def read(self, windows: Sequence[Window]) -> Iterator[tuple[int, Read]]:
-        """The place and the log-probabilities of each window, long ones first."""
+        """The index and the log-probabilities of each window, long windows first."""
         waiting = sorted(range(len(windows)), key=lambda place: (-len(windows[place].tokens), windows[place].tokens))
         while waiting:
             rows = [windows[place].tokens for place in waiting]
@@ -48,7 +48,7 @@ class TokenScorer:
                 if self._in_parts and self._most_logits > self._width:
                     self._most_logits = max(self._width, self._most_logits // 2)
                     continue
-                error = f"out of memory for a text of {len(some[0].tokens)} tokens alone"
+                error = f"out of memory for this text alone, which has {len(some[0].tokens)} tokens"
                 found = [Read(np.empty(0, np.float32), error)]
             else:
                 self._budget.succeed()
@@ -61,10 +61,10 @@ class TokenScorer:
             return sum(1 for row in rows if len(row) == len(rows[0]))
         if self._prefill.packs(rows[0]):
             return n_in_pack((len(row) - 1 for row in rows), self._most_logits // self._width)
-        return of_like_length(rows, self._prefill.padding)  # at the right, where no token sees it
+        return of_like_length(rows, self._prefill.padding)  # on the right, where no token sees it
 
     def _most_tokens(self) -> int:
-        """The most tokens of a batch: without reading in parts, no more than may have logits at once."""
+        """The most tokens of a batch: if texts are not read in parts, the most that may have logits at once."""
         most = self._budget.tokens
         return most if self._in_parts else min(most, self._most_logits // self._width)
 
@@ -81,7 +81,7 @@ class TokenScorer:
         ]
 
     def _read_pack(self, rows: Sequence[Tokens]) -> list[npt.NDArray[np.float32]]:
-        """The log-probability of each token but the first, for texts that are read one after the other."""
+        """The log-probability of each token except the first, for packed texts."""
         import torch
 
         pack = self._prefill.pack([Text(row[:-1]) for row in rows])
@@ -91,10 +91,10 @@ class TokenScorer:
         return np.split(logprobs.cpu().numpy(), np.cumsum([len(row) - 1 for row in rows[:-1]]))
 
     def _read_rows(self, texts: Sequence[Tokens]) -> list[npt.NDArray[np.float32]]:
-        """The same of texts as rows, with something behind those that are shorter than the longest."""
+        """Like `_read_pack`, for texts as rows, with extra values after texts shorter than the longest."""
         import torch
 
-        # Padded at the right, where no token sees it.
+        # Padded on the right, where no token sees it.
         ids, _ = self._prefill.pad([row[:-1] for row in texts], left=False)
         following, _ = self._prefill.pad([row[1:] for row in texts], left=False)
         n_rows, n_columns = ids.shape

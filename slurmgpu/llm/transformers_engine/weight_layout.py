@@ -1,4 +1,4 @@
-"""The order in which a model's weights lie in memory, on which the time of products of few rows depends."""
+"""The memory layout of a model's weights, which determines the speed of products with few rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def store_by_columns(model: Any) -> None:
-    """Store the fp32 weights of a model's linear layers by columns where MKL multiplies, with their shapes and values.
+    """Store the fp32 weights of a model's linear layers by columns if MKL multiplies them; shapes and values stay.
 
-    MKL reads a weight (output, input) that lies by rows against its order: with 8 rows of activations that takes up to
-    twice as long, with 500 a few percent longer. Other types are multiplied by oneDNN, which gains nothing.
+    MKL reads a weight (output, input) stored by rows against its order: with 8 rows of activations that takes up to
+    twice as long, with 500 a few percent longer. oneDNN multiplies other types, and gains nothing.
     """
     import torch
 
@@ -17,13 +17,13 @@ def store_by_columns(model: Any) -> None:
         return
     stored = set()
     for module in model.modules():
-        # Layers of bitsandbytes and torchao, and weights with a class of their own, are left alone.
+        # Skips layers of bitsandbytes and torchao, and weights with their own class.
         if type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter:
             weight = module.weight
             if weight.dtype == torch.float32 and weight.is_contiguous():
                 weight.data = weight.data.t().contiguous().t()
                 stored.add(weight)
-    # The others keep the whole checkpoint mapped, whose pages count as the task's.
+    # The other weights keep the whole checkpoint mapped, and its pages count as the task's memory.
     for each in model.parameters() if stored else ():
         if each not in stored and type(each) is torch.nn.Parameter:
             each.data = each.data.clone()

@@ -1,7 +1,7 @@
-"""The windows in which a passage is read: one, or several for a text that is longer than the model's context.
+"""The windows for reading a passage: one, or several for a text longer than the model's context.
 
-A window has as many tokens as fit, and scores its last ones. These are the windows of lm-eval's rolling
-log-likelihoods, whose `stride` is the context.
+A window has as many tokens as fit, and scores its last ones. With `stride` = the context, these are the windows of
+lm-eval's rolling log-likelihoods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slurmgpu.llm.prompts.codec import Codec, PromptError
 
 @dataclass(frozen=True)
 class Window:
-    """The tokens of a window. The last `n_scored` are scored; the very last one is not read."""
+    """The tokens of a window. The last `n_scored` are scored; the very last token is not read."""
 
     tokens: Tokens
     n_scored: int
@@ -28,7 +28,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Read:
-    """The log-probabilities of a window's scored tokens, or why there are none."""
+    """The log-probabilities of a window's scored tokens, or an error."""
 
     logprobs: npt.NDArray[np.float32]
     error: str | None = None
@@ -40,7 +40,7 @@ def likelihoods(
     context: int,
     read: Callable[[Sequence[Window]], Iterator[tuple[int, Read]]],
 ) -> Iterator[Likelihood]:
-    """The likelihoods of passages, from what `read` says of each window, by its place and in any order."""
+    """The likelihoods of passages, from the results of `read` for each window, with its index and in any order."""
     windows: list[Window] = []
     owners: list[_Asked] = []
     for passage in passages:
@@ -62,7 +62,7 @@ def likelihoods(
 
 @dataclass
 class _Asked:
-    """A passage's tokens, the first `n_before` of which are not scored, and what was read of its windows by number."""
+    """A passage's tokens, of which the first `n_before` are not scored, and the results of its windows by number."""
 
     id: int
     tokens: Tokens
@@ -81,7 +81,7 @@ class _Asked:
 
 
 def tokens_of(passage: Passage, codec: Codec, context: int) -> tuple[Tokens, int]:
-    """All tokens, and how many of them are not scored; PromptError if a prompt and its answer are too long."""
+    """All tokens, and how many of them are not scored; PromptError if prompt and answer are too long."""
     prompt = passage.prompt
     if not prompt.answer:
         before, own = codec.begin(prompt.text)
@@ -94,13 +94,15 @@ def tokens_of(passage: Passage, codec: Codec, context: int) -> tuple[Tokens, int
     # If the prompt's last token merges with the text, the merged token is scored.
     n_before = n_common([asked, whole])
     if n_before < 1:
-        raise PromptError("the prompt's only token merges with the text, so that none stands before it; expected more")
+        raise PromptError(
+            "the prompt's only token merges with the text, so no token is before it; expected a longer prompt"
+        )
     return _some_scored(whole, n_before)
 
 
 def _some_scored(tokens: Tokens, n_before: int) -> tuple[Tokens, int]:
     if len(tokens) <= n_before:
-        raise PromptError("the text has no token that another one stands before")
+        raise PromptError("the text has no token with another token before it, so none can be scored")
     return tokens, n_before
 
 

